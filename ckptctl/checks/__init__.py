@@ -1,0 +1,1 @@
+"""Model to findings, one question a module."""

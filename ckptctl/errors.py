@@ -1,0 +1,101 @@
+"""Why could ckptctl not do its work?
+
+Every exception of the package, with its exit code. Damage in a checkpoint is
+not an exception but a `Finding`.
+"""
+
+from __future__ import annotations
+
+
+class CkptctlError(Exception):
+    """Base of all: `message` says what happened, `next_command` what to run next."""
+
+    exit_code = 1
+    code = "internal"
+
+    def __init__(self, message: str, *, next_command: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_command = next_command
+
+
+class UsageError(CkptctlError):
+    """An argument, an option, or a name that does not exist."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class MissingExtra(UsageError):
+    """A dependency that is an extra is not installed; the message names the extra."""
+
+    code = "usage.missing-extra"
+
+
+class StorageError(CkptctlError):
+    """A store could not do what was asked. Not raised itself: one of those below is."""
+
+    exit_code = 75
+    code = "storage"
+
+
+class StorageUnavailable(StorageError):
+    """The storage did not answer, or not in time; trying again later may help."""
+
+    code = "storage.unavailable"
+
+
+class AccessDenied(StorageError):
+    """The storage answered that we may not."""
+
+    exit_code = 77
+    code = "storage.denied"
+
+
+class PathNotFound(StorageError):
+    """The storage answered that there is no such file, folder or bucket.
+
+    Most callers turn it into a finding; it reaches the user only where a path
+    that the user gave does not exist.
+    """
+
+    exit_code = 2
+    code = "storage.not-found"
+
+
+class PathEscape(StorageError):
+    """A path or a link leads outside the folder it was given for; it was not followed."""
+
+    exit_code = 25
+    code = "path.escape"
+
+
+class AlreadyExists(StorageError):
+    """A write that must create found something there already."""
+
+    exit_code = 1
+    code = "storage.exists"
+
+
+class MetadataUnsafe(CkptctlError):
+    """A pickle asks for something that metadata never holds. Nothing of it has run."""
+
+    exit_code = 25
+    code = "metadata.unsafe"
+
+
+class MetadataUnreadable(CkptctlError):
+    """A pickle is damaged: cut short, not a pickle, or not in the form metadata has."""
+
+    exit_code = 21
+    code = "metadata.unreadable"
+
+
+class NothingToResume(CkptctlError):
+    """No step was chosen; `exit_code` (10, 11 or 75) says which of the three answers it is."""
+
+    code = "pick.none"
+
+    def __init__(self, message: str, *, exit_code: int, next_command: str | None = None) -> None:
+        super().__init__(message, next_command=next_command)
+        self.exit_code = exit_code

@@ -1,0 +1,234 @@
+"""What was observed, and what does it add up to?
+
+`CODES` is the one table of finding codes: each with its severity and the
+verdict that it forces. Which commands say them, and how they look, is the
+business of the floors above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptctl.model import Level, TrainState, WorldSize
+
+
+class Severity(str, Enum):
+    """How bad one finding is.
+
+    A `fault` makes the step unusable, a `warning` is a suspicion that a person
+    should look at, a `remark` is worth knowing and nothing more.
+    """
+
+    FAULT = "fault"
+    WARNING = "warning"
+    REMARK = "remark"
+
+
+class Verdict(str, Enum):
+    """What the findings of a step add up to, worst first."""
+
+    UNSAFE = "unsafe"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    CORRUPT = "corrupt"
+    INCOMPLETE = "incomplete"
+    IN_PROGRESS = "in-progress"
+    UNVERIFIABLE = "unverifiable"
+    REJECTED = "rejected"
+    SUPERSEDED = "superseded"
+    COMPLETE = "complete"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst: verdicts compare by this."""
+        return list(Verdict).index(self)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `verify` for this verdict."""
+        return _EXIT_CODES[self]
+
+
+_EXIT_CODES: Mapping[Verdict, int] = {
+    Verdict.UNSAFE: 25,
+    Verdict.UNKNOWN: 75,
+    Verdict.CHANGED: 26,
+    Verdict.CORRUPT: 21,
+    Verdict.INCOMPLETE: 20,
+    Verdict.IN_PROGRESS: 26,
+    Verdict.UNVERIFIABLE: 22,
+    Verdict.REJECTED: 27,
+    Verdict.SUPERSEDED: 27,
+    Verdict.COMPLETE: 0,
+}
+
+EXIT_STATE_MISSING = 23
+EXIT_WORLD_SIZE = 24
+EXIT_DENIED = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a finding code always means: its severity, and the verdict it forces (or none)."""
+
+    severity: Severity
+    verdict: Verdict | None
+    title: str
+
+
+def _fault(verdict: Verdict | None, title: str) -> Code:
+    return Code(Severity.FAULT, verdict, title)
+
+
+def _remark(title: str) -> Code:
+    return Code(Severity.REMARK, None, title)
+
+
+def _warning(title: str) -> Code:
+    return Code(Severity.WARNING, None, title)
+
+
+_NEVER_FINISHED = frozenset({"metadata.missing", "file.missing", "part.missing"})
+
+# What should be there and is not makes a step `incomplete`; what is there and
+# is wrong makes it `corrupt`.
+CODES: Mapping[str, Code] = {
+    "metadata.missing": _fault(Verdict.INCOMPLETE, "there is no metadata"),
+    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata does not decode"),
+    "metadata.unsafe": _fault(Verdict.UNSAFE, "the metadata asks for code to run"),
+    "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "two metadata compete"),
+    "metadata.foreign": _warning("the metadata calls itself another step"),
+    "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing"),
+    "shard.short": _fault(Verdict.INCOMPLETE, "a shard file is shorter than its metadata needs"),
+    "shard.empty": _remark("a shard file of zero bytes that nothing refers to"),
+    "shard.orphan": _remark("a shard file that no metadata names"),
+    "shard.trailing": _warning("a shard file goes on after its last record"),
+    "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),
+    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges of one file overlap"),
+    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can hold"),
+    "range.stray": _fault(Verdict.CORRUPT, "a byte range that belongs to no entry"),
+    "path.escape": _fault(Verdict.UNSAFE, "a path leads out of the step"),
+    "coverage.gap": _fault(Verdict.INCOMPLETE, "part of a tensor is in no chunk"),
+    "coverage.overlap": _fault(Verdict.CORRUPT, "part of a tensor is in two chunks"),
+    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk sticks out of its tensor"),
+    "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive"),
+    "record.mismatch": _fault(Verdict.CORRUPT, "a record contradicts the metadata"),
+    "record.crc": _fault(Verdict.CORRUPT, "bytes do not match the checksum saved with them"),
+    "record.no-crc": _remark("records were saved without checksums"),
+    "record.transformed": _remark("records are compressed; their framing was not read"),
+    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "a format that is not sharded DCP"),
+    "format.no-checksums": _remark("a format that carries no checksums"),
+    "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
+    "file.missing": _fault(Verdict.INCOMPLETE, "a file that the framework writes last is missing"),
+    "file.unreadable": _fault(Verdict.CORRUPT, "a file beside the shards is damaged"),
+    "state.missing": _remark("some train state is not in the step"),
+    "state.lost": _remark("some train state is for another world size"),
+    "state.mixed": _fault(Verdict.CORRUPT, "shards disagree about the optimizer's step"),
+    "world-size.differs": _remark("the step was written by another number of ranks"),
+    "world-size.fixed": _remark("the step loads at the world size that wrote it only"),
+    "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in flight"),
+    "step.changed": _fault(Verdict.CHANGED, "the step changed while it was looked at"),
+    "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
+    "step.denied": _fault(Verdict.UNKNOWN, "the storage denies access"),
+    "step.duplicate": _warning("two folders stand for one step"),
+    "pointer.differs": _remark("a pointer file names another step"),
+    "root.suspect": _warning("several recent steps are damaged"),
+}
+"""Every code that a finding can have. `ckptctl explain CODE` has a page for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One observed fault or remark.
+
+    `where` names the thing: a file, an FQN, a part; relative to the step.
+    `expected` and `found` carry their units. `next_command` is what a reader
+    can run next, None where there is nothing to do.
+    """
+
+    code: str
+    where: str
+    message: str
+    expected: str | None = None
+    found: str | None = None
+    next_command: str | None = None
+
+    @property
+    def severity(self) -> Severity:
+        """Fault, warning or remark, by the code."""
+        return CODES[self.code].severity
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict that the code forces; None for one that forces none."""
+        return CODES[self.code].verdict
+
+
+def verdict_of(findings: Iterable[Finding]) -> Verdict:
+    """The worst verdict that any finding forces; `complete` when none does."""
+    forced = [f.verdict for f in findings if f.verdict is not None]
+    return min(forced, key=lambda verdict: verdict.rank, default=Verdict.COMPLETE)
+
+
+_SEVERITIES = list(Severity)
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings worst first, then by code and place: the order of every output."""
+    return tuple(
+        sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.code, f.where, f.message))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What looking at one step found.
+
+    `url` is the step's address, `number` its step number (None where the folder's
+    name gives none), `level` the level that was reached. `exit_code` is the
+    verdict's, or 23, 24 when a condition that was asked for does not hold.
+    `n_bytes`, `n_files`, `n_tensors` and `n_records` say how large the step is,
+    `bytes_read` what looking cost. `digests` are the SHA-256 of the metadata
+    files by their path in the step. `written_s` is when the newest file was
+    written, in seconds since 1970.
+    """
+
+    url: str
+    number: int | None
+    layout: str
+    verdict: Verdict
+    exit_code: int
+    level: Level
+    findings: tuple[Finding, ...]
+    state: TrainState
+    world_size: WorldSize | None
+    n_bytes: int
+    n_files: int
+    n_tensors: int
+    n_records: int
+    bytes_read: int
+    written_s: float | None
+    digests: tuple[tuple[str, str], ...]
+
+    @property
+    def usable(self) -> bool:
+        """The step is complete and every condition that was asked for holds."""
+        return self.exit_code == 0
+
+    @property
+    def interrupted(self) -> bool:
+        """A save that never came to its end: no fault but what it did not get to write."""
+        faults = self.with_severity(Severity.FAULT)
+        return bool(faults) and all(f.code in _NEVER_FINISHED for f in faults)
+
+    @property
+    def damaged(self) -> bool:
+        """We looked, and what had been saved is not there any more, or is wrong."""
+        looked_bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
+        return looked_bad and not self.interrupted
+
+    def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
+        """The findings of one severity, in order."""
+        return tuple(f for f in self.findings if f.severity is severity)

@@ -1,0 +1,383 @@
+"""What is a saved step made of?
+
+Plain data shared by every floor above: steps, parts, files, metadata, train
+state. Nothing here reads, judges or prints.
+
+Chunks are kept in columns. A step written by 256 ranks holds half a million
+of them, and one Python object each costs a gigabyte; `Chunks` costs some
+40 bytes a chunk and hands out `Chunk` objects one at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import overload
+
+NO_FILE = -1
+"""In `Chunks.files`: the metadata names no byte range for this chunk."""
+
+STATE_KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "step", "tokens")
+"""The kinds of train state, in the order in which they are shown."""
+
+DTYPE_SIZES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "quint8": 1,
+    "qint8": 1,
+    "qint32": 4,
+}
+"""Bytes per element, by torch's dtype name without the `torch.` in front.
+
+Source: torch 2.13 `c10/core/ScalarType.h`; sub-byte `uint1` to `uint7` and the
+`bits` types are whole bytes in storage.
+"""
+
+
+class Level(str, Enum):
+    """How deep to look at a step, shallowest first."""
+
+    LISTING = "listing"
+    STRUCTURE = "structure"
+    CONTENT = "content"
+
+    @property
+    def depth(self) -> int:
+        """0, 1 or 2: levels compare by this."""
+        return list(Level).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Where a record lies: `length` bytes from `offset` on in a shard file.
+
+    `file` is the path that the metadata gives, relative to its own folder;
+    nobody has checked yet that it stays inside. `transforms` names what the
+    bytes went through when they were written (`stream.zstd/1`), outermost last.
+    """
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte after the range."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of elements of one tensor; `offsets` and `sizes` are in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    byte_range: ByteRange | None
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, in columns.
+
+    `offsets` and `sizes` hold `n_dims` values a chunk, one chunk after the
+    other; `files`, `starts` and `lengths` hold one. `files` indexes
+    `file_names`, which all tensors of a metadata share, and is `NO_FILE` for a
+    chunk without a byte range. `transforms` holds the few chunks that have any.
+    """
+
+    __slots__ = (
+        "n_chunks",
+        "file_names",
+        "files",
+        "lengths",
+        "n_dims",
+        "offsets",
+        "sizes",
+        "starts",
+        "transforms",
+    )
+
+    def __init__(
+        self,
+        n_dims: int,
+        n_chunks: int,
+        offsets: array[int],
+        sizes: array[int],
+        files: array[int],
+        starts: array[int],
+        lengths: array[int],
+        file_names: Sequence[str],
+        transforms: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.n_dims = n_dims
+        self.n_chunks = n_chunks
+        self.offsets = offsets
+        self.sizes = sizes
+        self.files = files
+        self.starts = starts
+        self.lengths = lengths
+        self.file_names = file_names
+        self.transforms: Mapping[int, tuple[str, ...]] = transforms or {}
+
+    @classmethod
+    def of(cls, n_dims: int, chunks: Sequence[Chunk]) -> Chunks:
+        """Columns from `Chunk` objects: for small inputs and tests."""
+        names = sorted({c.byte_range.file for c in chunks if c.byte_range})
+        ranges = [c.byte_range for c in chunks]
+        return cls(
+            n_dims,
+            len(chunks),
+            array("q", [x for c in chunks for x in c.offsets]),
+            array("q", [x for c in chunks for x in c.sizes]),
+            array("i", [names.index(r.file) if r else NO_FILE for r in ranges]),
+            array("q", [r.offset if r else 0 for r in ranges]),
+            array("q", [r.length if r else 0 for r in ranges]),
+            names,
+            {i: r.transforms for i, r in enumerate(ranges) if r and r.transforms},
+        )
+
+    def __len__(self) -> int:
+        return self.n_chunks
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.n_chunks))]
+        if index < 0:
+            index += self.n_chunks
+        if not 0 <= index < self.n_chunks:
+            raise IndexError(index)
+        return Chunk(self.offsets_of(index), self.sizes_of(index), self.byte_range_of(index))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (self[i] for i in range(self.n_chunks))
+
+    def offsets_of(self, index: int) -> tuple[int, ...]:
+        """Where chunk `index` begins, in elements, one entry per dimension."""
+        at = index * self.n_dims
+        return tuple(self.offsets[at : at + self.n_dims])
+
+    def sizes_of(self, index: int) -> tuple[int, ...]:
+        """How many elements chunk `index` has, per dimension."""
+        at = index * self.n_dims
+        return tuple(self.sizes[at : at + self.n_dims])
+
+    def byte_range_of(self, index: int) -> ByteRange | None:
+        """Where the record of chunk `index` lies, or None where no range is named."""
+        file = self.files[index]
+        if file == NO_FILE:
+            return None
+        return ByteRange(
+            self.file_names[file],
+            self.starts[index],
+            self.lengths[index],
+            self.transforms.get(index, ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the state dict, as the metadata describes it.
+
+    `shape` is the global shape in elements, `()` for a 0-d tensor. `dtype` is
+    torch's name without `torch.` (`bfloat16`). `path` is the key path before
+    flattening, where the metadata gives it, else `(fqn,)`. `strides` is only
+    there from torch 2.15 on. `memory_format` is torch's encoding: 0 contiguous,
+    1 channels last, 2 channels last 3d, 3 preserve.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Chunks
+    path: tuple[str | int, ...] = ()
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: int = 0
+    pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BytesEntry:
+    """An entry of the state dict that was pickled: a number, a list, an object."""
+
+    fqn: str
+    byte_range: ByteRange | None
+    path: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One decoded `.metadata` or `__{rank}.metadata` file.
+
+    `strays` are byte ranges whose key fits no chunk and no bytes entry, as
+    (FQN, offsets or None, range). `checkpoint_id` is what the writer called the
+    folder, None where it did not say. `version` is `Metadata.version`, from
+    torch 2.9 on. `rank` is the rank of a rank-local file, None for the global
+    one. `n_bytes` is the size of the file, `digest` its SHA-256 in hex.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    bytes_entries: Mapping[str, BytesEntry]
+    file_names: Sequence[str]
+    strays: tuple[tuple[str, tuple[int, ...] | None, ByteRange], ...] = ()
+    planner_paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    checkpoint_id: str | None = None
+    save_id: str | None = None
+    version: str | None = None
+    rank: int | None = None
+    n_bytes: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file as a listing shows it.
+
+    `path` is relative to the listed folder, with `/`. `size` is in bytes,
+    `mtime_s` in seconds since 1970 by the storage's clock, None where the store
+    keeps none. `identity` changes when the file is replaced (an ETag; device,
+    inode and mtime in ns), empty where the store has nothing like it.
+    `link` is the target of a symbolic link, None for anything else; `kind` is
+    `file`, `dir`, `link` or `other` (a pipe, a socket, a device).
+    """
+
+    path: str
+    size: int
+    mtime_s: float | None = None
+    identity: str = ""
+    kind: str = "file"
+    link: str | None = None
+
+
+class PartFormat(str, Enum):
+    """How the tensors of one folder are stored."""
+
+    DCP = "dcp"
+    DCP_RANK_LOCAL = "dcp-rank-local"
+    SAFETENSORS = "safetensors"
+    FLAT = "flat"
+    DEEPSPEED = "deepspeed"
+    MEGATRON_LEGACY = "megatron-legacy"
+    ZARR = "zarr"
+    ORBAX = "orbax"
+    TORCHSNAPSHOT = "torchsnapshot"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One folder of tensors in a step: the step itself, `pp0`, `model_and_optim` and the like.
+
+    `path` is relative to the step, empty for the step's own folder. `files`
+    have paths relative to the part.
+    """
+
+    path: str
+    format: PartFormat
+    files: tuple[FileInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step directory and what the listing of it showed.
+
+    `name` is the folder's name (`step_1200`), `number` the training step it
+    stands for, `layout` the name of the framework's layout or `dcp`.
+    `files` is everything below the folder, paths relative to it, parts and
+    sidecar files alike.
+    """
+
+    root: str
+    name: str
+    number: int
+    layout: str
+    parts: tuple[Part, ...]
+    files: tuple[FileInfo, ...]
+
+    @property
+    def url(self) -> str:
+        """The step's own address: what `pick` prints."""
+        return f"{self.root.rstrip('/')}/{self.name}" if self.name else self.root
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(f.size for f in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSize:
+    """How many ranks wrote a step, and where that was read from.
+
+    `source` is `shard-files`, `train-state`, `seal` or `asked`; `at_least` says
+    that the number is a lower bound.
+    """
+
+    size: int
+    source: str
+    at_least: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One kind of train state: is it there, where, and for how many ranks?
+
+    `where` names the entries or files it was found by. `n_ranks` is set when the
+    state exists once per rank, and is how many there are. `value` is the number
+    itself for `step` and `tokens`, where it was read.
+    """
+
+    found: bool
+    where: tuple[str, ...] = ()
+    n_ranks: int | None = None
+    value: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """What a resume from a step would restore, and what it would not."""
+
+    model: StatePart
+    optimizer: StatePart
+    scheduler: StatePart
+    rng: StatePart
+    dataloader: StatePart
+    step: StatePart
+    tokens: StatePart
+
+    def part(self, kind: str) -> StatePart:
+        """The part named `kind`, one of `STATE_KINDS`."""
+        found: StatePart = getattr(self, kind)
+        return found
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The kinds that are there, in the order of `STATE_KINDS`."""
+        return tuple(kind for kind in STATE_KINDS if self.part(kind).found)

@@ -1,0 +1,110 @@
+"""What does ckptctl need from a storage?
+
+Few verbs, all of them bounded: list one level, list a tree, read byte ranges,
+put one object. A store is opened on a root; every path is relative to it, with
+`/`, never empty parts, never `..`.
+
+What every store promises, and `tests/storage` proves for each:
+
+- A listing is one consistent answer or an error, never a part of one; it is
+  never served from a cache. It costs one request per 1,000 names on an object
+  store and one `scandir` per folder on a file system.
+- `StorageUnavailable` after bounded retries, `AccessDenied`, `PathNotFound` are
+  told apart, and nothing else is raised for what a storage does. Only a storage
+  that answered "there is no such thing" gives `PathNotFound`.
+- A read returns exactly the bytes that were asked for, or raises; a range that
+  goes over the end of the file raises `ShortRead`.
+- Links are shown, not followed. Directory markers and `.nfs*` files are not shown.
+- `put` publishes whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from ckptctl.errors import StorageError
+from ckptctl.model import FileInfo
+
+
+class ShortRead(StorageError):
+    """The file ends before the range that was asked for; `size` is its size now, if known."""
+
+    exit_code = 26
+    code = "step.changed"
+
+
+class Kind(str, Enum):
+    """What a read costs: nearly nothing, a round trip, or a request."""
+
+    LOCAL = "local"
+    NETWORK = "network"
+    OBJECT = "object"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` bytes of the file at `path`, from `offset` on."""
+
+    path: str
+    offset: int
+    length: int
+
+
+class Store(Protocol):
+    """One checkpoint root, or one step, on some storage."""
+
+    @property
+    def url(self) -> str:
+        """The root as the user wrote it, without a trailing `/`."""
+        ...
+
+    @property
+    def kind(self) -> Kind:
+        """What a read costs here."""
+        ...
+
+    def list_dir(self, path: str = "") -> Sequence[FileInfo]:
+        """The names directly below `path`, sorted by path; paths relative to the root.
+
+        Folders are there with kind `dir`. Raises `PathNotFound` where `path` is
+        not a folder; an object store has no empty folders, so there the list is
+        empty instead, if the bucket exists.
+        """
+        ...
+
+    def list_tree(self, path: str = "") -> Sequence[FileInfo]:
+        """All files below `path`, at any depth, sorted; no entries of kind `dir`."""
+        ...
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """The whole file; raises `StorageError` when it is larger than `limit` bytes.
+
+        Never blocks on what is not a regular file.
+        """
+        ...
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """Each span with its bytes, in the order asked for.
+
+        Several are in flight at once where that is faster; at most 64 MiB wait
+        to be taken. Adjacent spans are not merged here: the caller knows better.
+        """
+        ...
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Create the file whole and durable, or leave things as they were.
+
+        Raises `AlreadyExists` when it is there and `replace` is not set.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and threads. A store is also a context manager."""
+        ...
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(self, *exc: object) -> None: ...
