@@ -108,10 +108,10 @@ class Chunks(Sequence[Chunk]):
     """
 
     __slots__ = (
-        "n_chunks",
         "file_names",
         "files",
         "lengths",
+        "n_chunks",
         "n_dims",
         "offsets",
         "sizes",
