@@ -90,7 +90,9 @@ def _warning(title: str) -> Code:
     return Code(Severity.WARNING, None, title)
 
 
-_NEVER_FINISHED = frozenset({"metadata.missing", "file.missing", "part.missing"})
+_NEVER_FINISHED = frozenset(
+    {"metadata.missing", "file.missing", "part.missing", "step.unfinished", "step.in-progress"}
+)
 
 # What should be there and is not makes a step `incomplete`; what is there and
 # is wrong makes it `corrupt`.
@@ -128,6 +130,7 @@ CODES: Mapping[str, Code] = {
     "state.mixed": _fault(Verdict.CORRUPT, "shards disagree about the optimizer's step"),
     "world-size.differs": _remark("the step was written by another number of ranks"),
     "world-size.fixed": _remark("the step loads at the world size that wrote it only"),
+    "step.unfinished": _fault(Verdict.INCOMPLETE, "a save that was never brought to its end"),
     "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in flight"),
     "step.changed": _fault(Verdict.CHANGED, "the step changed while it was looked at"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
@@ -210,6 +213,7 @@ class Report:
     n_records: int
     bytes_read: int
     written_s: float | None
+    parts: tuple[str, ...]
     digests: tuple[tuple[str, str], ...]
 
     @property

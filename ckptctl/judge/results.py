@@ -1,0 +1,143 @@
+"""What do `scan`, `pick` and `show` answer?
+
+Frozen answers that the command line only prints. `verify` answers with a
+`Report`, one floor below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptctl.errors import NothingToResume
+from ckptctl.findings import Finding, Report
+from ckptctl.model import Level, TrainState, WorldSize
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Every step under a root, newest first.
+
+    `chosen` is the address of the step that `pick` would take, None where it
+    would take none. `findings` speak of the root, not of a step. `n_steps` counts
+    the steps under the root, also those that `last` left out of `reports`.
+    `looked_elsewhere` names folders under the root that hold steps themselves,
+    where the root holds none.
+    """
+
+    root: str
+    reports: tuple[Report, ...]
+    chosen: str | None
+    findings: tuple[Finding, ...]
+    n_steps: int
+    looked_elsewhere: tuple[str, ...]
+    exit_code: int
+    next_command: str | None
+
+
+class Answer(str, Enum):
+    """The possible answers of `pick`."""
+
+    FOUND = "found"
+    FELL_BACK = "fell-back"
+    FRESH = "fresh"
+    NONE_USABLE = "none-usable"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A newer step that was not taken: what looking found, and the reason in one line."""
+
+    report: Report
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Which step to resume from, or why none.
+
+    `level` is how deep the chosen step was looked at, `level_reason` why not
+    deeper and what that would cost, None where the level was asked for.
+    `exit_code` is 0, 10, 11, 75 or 77; `--detailed-exitcode` turns 0 into 3 for
+    `fell-back`. `message` is the answer in one line.
+    """
+
+    answer: Answer
+    roots: tuple[str, ...]
+    chosen: Report | None
+    passed_over: tuple[PassedOver, ...]
+    findings: tuple[Finding, ...]
+    level: Level | None
+    level_reason: str | None
+    message: str
+    exit_code: int
+    next_command: str | None
+
+    @property
+    def path(self) -> str:
+        """The address of the chosen step; raises `NothingToResume` where there is none."""
+        if self.chosen is None:
+            raise NothingToResume(
+                self.message, exit_code=self.exit_code, next_command=self.next_command
+            )
+        return self.chosen.url
+
+    @property
+    def step(self) -> int:
+        """The number of the chosen step; raises `NothingToResume` where there is none."""
+        if self.chosen is None or self.chosen.number is None:
+            raise NothingToResume(
+                self.message, exit_code=self.exit_code, next_command=self.next_command
+            )
+        return self.chosen.number
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor as `show` lists it; `n_bytes` counts its elements, not its records."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_chunks: int
+    n_bytes: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """One shard file: which rank wrote it, its size, how many records lie in it."""
+
+    path: str
+    rank: int | None
+    n_bytes: int
+    n_records: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is in a step: the answer of `show`.
+
+    `n_params` counts the elements of the model's tensors. `bytes_by_kind` are the
+    tensor bytes by kind of train state. `torch_version` is the range of torch
+    versions whose metadata looks like this one.
+    """
+
+    url: str
+    number: int | None
+    layout: str
+    exit_code: int
+    tensors: tuple[TensorRow, ...]
+    bytes_entries: tuple[str, ...]
+    shards: tuple[ShardRow, ...]
+    state: TrainState
+    world_size: WorldSize | None
+    n_params: int
+    n_bytes: int
+    bytes_by_kind: tuple[tuple[str, int], ...]
+    checkpoint_id: str | None
+    save_id: str | None
+    torch_version: str
+    findings: tuple[Finding, ...]
+    next_command: str | None
