@@ -1,0 +1,93 @@
+"""Which real checkpoints can a test take?
+
+Everything a fixture here hands out is shared by all tests and all workers:
+read it, and break only what `copy_of` gives. Servers are not here but in
+`tests/services`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+
+
+@pytest.fixture(scope="session")
+def dcp_versions() -> Path:
+    """Checkpoints written by four older torch versions; `fixtures/README.md` says which."""
+    return _unpacked("dcp-versions")
+
+
+@pytest.fixture(scope="session")
+def framework_roots() -> Path:
+    """Checkpoint roots written by six training frameworks, each with an `about.json`."""
+    return _unpacked("frameworks")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """A function that gives a private copy of a folder or file, to break.
+
+    The copy bears the name of its source and keeps modification times and
+    links, so that a save of last month does not become one in flight.
+    """
+
+    def copy(path: Path) -> Path:
+        n_copies = sum(1 for p in tmp_path.iterdir() if p.name.startswith("copy-"))
+        target = tmp_path / f"copy-{n_copies}" / path.name
+        target.parent.mkdir()
+        if path.is_dir():
+            shutil.copytree(path, target, symlinks=True)
+        else:
+            shutil.copy2(path, target)
+        return target
+
+    return copy
+
+
+def _unpacked(name: str) -> Path:
+    """The folder `name` of `fixtures/{name}.tar.xz`, unpacked once for all workers."""
+    archive = ROOT / "fixtures" / f"{name}.tar.xz"
+
+    def unpack(folder: Path) -> None:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    return _made_once(f"{name}-{digest[:16]}", unpack) / name
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `.cache/{name}`, made by `make` unless an earlier run did.
+
+    It is made aside and renamed when whole: a run that was killed leaves
+    nothing that the next one would take for finished. `make clean` removes
+    what older sources left.
+    """
+    target = CACHE / name
+    CACHE.mkdir(exist_ok=True)
+    with _locked(CACHE / f"{name}.lock"):
+        if not target.is_dir():
+            aside = CACHE / f"{name}.part"
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            make(aside)
+            aside.rename(target)
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock that the system lets go of when the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
