@@ -309,22 +309,17 @@ class Step:
     """One step directory and what the listing of it showed.
 
     `name` is the folder's name (`step_1200`), `number` the training step it
-    stands for, `layout` the name of the framework's layout or `dcp`.
-    `files` is everything below the folder, paths relative to it, parts and
-    sidecar files alike.
+    stands for, None for a folder whose name gives none. `layout` is the name of
+    the framework's layout, or `dcp`. `files` is everything below the folder,
+    paths relative to it, parts and sidecar files alike.
     """
 
-    root: str
+    url: str
     name: str
-    number: int
+    number: int | None
     layout: str
     parts: tuple[Part, ...]
     files: tuple[FileInfo, ...]
-
-    @property
-    def url(self) -> str:
-        """The step's own address: what `pick` prints."""
-        return f"{self.root.rstrip('/')}/{self.name}" if self.name else self.root
 
     @property
     def n_bytes(self) -> int:

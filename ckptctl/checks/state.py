@@ -1,0 +1,197 @@
+"""What would a resume from this step restore, and what would it not?
+
+Train state is found by the keys of the entries and by the names of the files
+beside the shards (`formats.state_keys`). Where someone has read the small
+values, they are shown; a missing value never makes a step worse. Whether the
+optimizer's shards belong to one save is asked here too: it is the only trace
+that a save over an older step leaves in the values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.findings import Finding
+from ckptctl.formats.state_keys import (
+    Kind,
+    entry_kinds,
+    kind_of_entry,
+    kind_of_file,
+    optimizer_is_hollow,
+)
+from ckptctl.model import STATE_KINDS, FileInfo, Metadata, StatePart, TrainState
+
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where train state can be: metadata by part, files beside the shards, and values read.
+
+    `sidecars` are files outside the tensor parts. `contents` are the decoded top
+    levels of those sidecars that were read, `numbers` the values of scalar entries
+    by (part, FQN).
+    """
+
+    layout: str
+    metadata: Sequence[tuple[str, Metadata]]
+    sidecars: Sequence[FileInfo]
+    contents: Mapping[str, object]
+    numbers: Mapping[tuple[str, str], int]
+
+
+@dataclass(slots=True)
+class _Found:
+    where: list[str]
+    ranks: set[str]
+    value: int | None = None
+
+
+def train_state(sources: Sources) -> TrainState:
+    """Which kinds of train state are there, where, and for how many ranks.
+
+    Cost: one look at each name; nothing is read.
+    """
+    found: dict[str, _Found] = defaultdict(lambda: _Found([], set()))
+    for part, metadata in sources.metadata:
+        _from_entries(found, part, metadata, sources.numbers)
+    for file in sources.sidecars:
+        kind = kind_of_file(sources.layout, file.path)
+        if file.path in sources.contents:
+            _from_content(found, file.path, sources.contents[file.path], kind)
+        elif kind is not None and file.size > 0:
+            for name in kind.names:
+                _note(found[name], file.path, kind.rank)
+    return TrainState(**{kind: _state_part(found.get(kind)) for kind in STATE_KINDS})
+
+
+def _state_part(found: _Found | None) -> StatePart:
+    if found is None or not found.where:
+        return StatePart(False)
+    return StatePart(
+        True,
+        tuple(sorted(set(found.where))[:_EXAMPLES]),
+        len(found.ranks) or None,
+        found.value,
+    )
+
+
+def _note(found: _Found, where: str, rank: str | None) -> None:
+    found.where.append(where)
+    if rank is not None:
+        found.ranks.add(rank)
+
+
+def _from_entries(
+    found: dict[str, _Found],
+    part: str,
+    metadata: Metadata,
+    numbers: Mapping[tuple[str, str], int],
+) -> None:
+    kinds = entry_kinds(metadata, part)
+    names = [fqn for fqn, kind in kinds.items() if kind.names == ("optimizer",)]
+    hollow = optimizer_is_hollow((*_path(metadata, fqn), fqn) for fqn in names)
+    for fqn, kind in kinds.items():
+        name = kind.names[0]
+        if name not in STATE_KINDS or (name == "optimizer" and hollow):
+            continue
+        _note(found[name], f"{part}/{fqn}" if part else fqn, kind.rank)
+        if name in ("step", "tokens") and (part, fqn) in numbers:
+            found[name].value = numbers[part, fqn]
+
+
+def _path(metadata: Metadata, fqn: str) -> Sequence[str | int]:
+    entry = metadata.tensors.get(fqn) or metadata.bytes_entries[fqn]
+    return entry.path or (fqn,)
+
+
+def _from_content(
+    found: dict[str, _Found], path: str, content: object, by_name: Kind | None
+) -> None:
+    rank = by_name.rank if by_name else None
+    if not isinstance(content, Mapping):
+        for name in by_name.names if by_name else ():
+            _note(found[name], path, rank)
+        return
+    own_kind = by_name.names if by_name and len(by_name.names) == 1 else ()
+    for name in own_kind:
+        _note(found[name], path, rank)
+    for key, value in content.items():
+        name = kind_of_entry((str(key),)).names[0]
+        if name not in STATE_KINDS or name in own_kind or _is_empty(value):
+            continue
+        _note(found[name], path, rank)
+        if name in ("step", "tokens") and isinstance(value, int):
+            found[name].value = value
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple, dict, str)) and not value)
+
+
+def check_required(state: TrainState, require: Iterable[str], url: str) -> Iterator[Finding]:
+    """Yield one `state.missing` that says what a resume would not restore.
+
+    `require` are the kinds that the caller asked for; the message says which of
+    them are missing. Yields nothing where everything is there.
+    """
+    missing = [kind for kind in STATE_KINDS if kind not in state.held]
+    if not missing:
+        return
+    required = [kind for kind in require if kind in missing]
+    message = f"a resume from here does not restore {_listed(missing)}"
+    if required:
+        message += f"; {_listed(required)} is required"
+    yield Finding(
+        "state.missing",
+        ", ".join(missing),
+        message,
+        expected=_listed(list(require)) if required else _listed(STATE_KINDS),
+        found=_listed(state.held) or "nothing",
+        next_command=f"ckptctl show {url}",
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def check_optimizer_steps(
+    steps: Mapping[str, Sequence[tuple[str, float]]], url: str
+) -> Iterator[Finding]:
+    """Yield `state.mixed` where the shard files were written at different steps.
+
+    `steps` holds, for each optimizer, the `step` value of each parameter with the
+    shard file that holds it. An optimizer counts every parameter alike, but for
+    those that got no gradient for a while: their counts differ inside a file too.
+    A finding therefore needs two files, each of one mind in two values or more,
+    that disagree.
+    """
+    for optimizer, values in sorted(steps.items()):
+        by_file: dict[str, list[float]] = defaultdict(list)
+        for file, value in values:
+            by_file[file].append(value)
+        firm = {
+            file: found[0]
+            for file, found in by_file.items()
+            if len(found) >= 2 and len(set(found)) == 1
+        }
+        agreed = all(len(set(found)) == 1 for found in by_file.values())
+        if not agreed or len(set(firm.values())) < 2:
+            continue
+        usual = Counter(firm.values()).most_common(1)[0][0]
+        odd = {file: value for file, value in sorted(firm.items()) if value != usual}
+        file, value = next(iter(odd.items()))
+        yield Finding(
+            "state.mixed",
+            file,
+            f"{optimizer} was at step {value:g} when {file} was written, and at step {usual:g} "
+            f"when the others were: the step was saved over an older one, and not to its end",
+            expected=f"step {usual:g} in every shard file",
+            found=", ".join(f"{name}: {step:g}" for name, step in list(odd.items())[:_EXAMPLES]),
+            next_command=f"ckptctl show {url}",
+        )

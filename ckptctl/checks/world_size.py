@@ -1,0 +1,145 @@
+"""How many ranks wrote a step, and how many can load it?
+
+The metadata does not say. The shard files' names do in a clean folder, where
+every rank leaves a file even if it had nothing to write; elsewhere they give a
+lower bound. Nothing here calls a step damaged for its number of files, unless
+the caller states how many ranks wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptctl.findings import Finding
+from ckptctl.formats.layouts import is_stage, rank_local_rank, shard_rank
+from ckptctl.model import Part, PartFormat, TrainState, WorldSize
+
+_SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL)
+
+
+def ranks_in(part: Part) -> frozenset[int]:
+    """The ranks that left a shard file or rank-local metadata in a part."""
+    names = [file.path for file in part.files]
+    ranks = {shard_rank(name) for name in names} | {rank_local_rank(name) for name in names}
+    return frozenset(rank for rank in ranks if rank is not None)
+
+
+def saved_world_size(parts: Sequence[Part], state: TrainState) -> WorldSize | None:
+    """How many ranks wrote the step, and where that was read from; None where nothing says so.
+
+    Pipeline stages number their ranks from 0 each, so they add up; other parts are
+    written by the same ranks. State that exists once per rank can show more ranks
+    than the shard files do.
+    """
+    sharded = [part for part in parts if part.format in _SHARDED]
+    stages = [ranks_in(part) for part in sharded if is_stage(part.path)]
+    others = [ranks_in(part) for part in sharded if not is_stage(part.path)]
+    by_files = max(
+        sum(len(ranks) for ranks in stages),
+        max((max(ranks, default=-1) + 1 for ranks in others), default=0),
+    )
+    holes = any(len(ranks) <= max(ranks, default=-1) for ranks in (*stages, *others))
+    by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
+    if by_state > by_files:
+        return WorldSize(by_state, "train-state", at_least=True)
+    if by_files == 0:
+        return None
+    return WorldSize(by_files, "shard-files", at_least=holes)
+
+
+def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> Iterator[Finding]:
+    """Yield `shard.missing` for each part that lacks a shard file of one of `expected` ranks.
+
+    Pipeline stages share the ranks among them and are counted together.
+    """
+    sharded = [part for part in parts if part.format in _SHARDED]
+    stages = [part for part in sharded if is_stage(part.path)]
+    n_in_stages = sum(len(ranks_in(part)) for part in stages)
+    if stages and n_in_stages < expected:
+        yield _too_few("the stages", f"{n_in_stages} ranks", expected, "", url)
+    for part in sharded:
+        if is_stage(part.path):
+            continue
+        missing = [rank for rank in range(expected) if rank not in ranks_in(part)]
+        if missing:
+            shown = ", ".join(str(rank) for rank in missing[:8])
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            what = f"no shard file of rank {shown}{more}"
+            yield _too_few(part.path or "the step", what, expected, part.path, url)
+
+
+def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Finding:
+    return Finding(
+        "shard.missing",
+        where,
+        f"{expected} ranks wrote the step, but in {what} there is {found}",
+        expected=f"shard files of {expected} ranks",
+        found=found,
+        next_command=f"ckptctl verify {url}",
+    )
+
+
+def check_world_size(
+    parts: Sequence[Part],
+    state: TrainState,
+    saved: WorldSize | None,
+    wanted: int,
+    url: str,
+) -> Iterator[Finding]:
+    """Yield what loading at `wanted` ranks needs, or what it would lose.
+
+    `world-size.fixed` where it cannot be loaded, `state.lost` for state that exists
+    once per rank, `world-size.differs` where DCP reshards while loading. Nothing
+    where the step was written by as many ranks.
+    """
+    if saved is not None and saved.size == wanted and not saved.at_least:
+        return
+    fixed = [part for part in parts if part.format not in (PartFormat.DCP, PartFormat.SAFETENSORS)]
+    if fixed:
+        yield _fixed(fixed[0], saved, wanted, url)
+        return
+    lost = [
+        kind
+        for kind in ("rng", "dataloader")
+        if (n_ranks := state.part(kind).n_ranks) is not None and n_ranks != wanted
+    ]
+    if lost:
+        counts = ", ".join(f"{kind} for {state.part(kind).n_ranks} ranks" for kind in lost)
+        yield Finding(
+            "state.lost",
+            ", ".join(lost),
+            f"{' and '.join(lost)} exist once per rank ({counts}) and cannot be restored "
+            f"on {wanted} ranks as they are: the data would repeat or skip",
+            expected=f"one copy for each of {wanted} ranks",
+            found=counts,
+            next_command=f"ckptctl show {url}",
+        )
+    written = _count(saved)
+    yield Finding(
+        "world-size.differs",
+        "",
+        f"written by {written}, to be loaded by {wanted} ranks: DCP reshards while loading",
+        expected=f"{wanted} ranks",
+        found=written,
+    )
+
+
+def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Finding:
+    if part.format is PartFormat.DCP_RANK_LOCAL:
+        why = "every rank wrote metadata of its own, and a load at another size is silently wrong"
+    else:
+        why = f"{part.format.value} checkpoints cannot be resharded while loading"
+    return Finding(
+        "world-size.fixed",
+        part.path,
+        f"cannot be loaded on {wanted} ranks: {why}",
+        expected=f"{wanted} ranks",
+        found=_count(saved),
+        next_command=f"ckptctl show {url}",
+    )
+
+
+def _count(saved: WorldSize | None) -> str:
+    if saved is None:
+        return "an unknown number of ranks"
+    return f"{'at least ' if saved.at_least else ''}{saved.size} ranks"

@@ -1,0 +1,348 @@
+"""What do the names under a checkpoint root mean?
+
+Every framework names its steps, pointers, parts and markers in its own way.
+This module knows those names and nothing else: it opens no file and judges
+nothing. Patterns are anchored: `old-step-100.bak` is not step 100.
+
+Source: the directory layouts of torchtitan, KempnerForge, OLMo-core,
+Megatron-LM and -Bridge, NeMo Automodel, DeepSpeed, Lightning, transformers,
+accelerate, Composer, Orbax, nanotron, DLRover, ByteCheckpoint, verl, torchtune.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.errors import UsageError
+from ckptctl.model import FileInfo, Part, PartFormat
+
+MAX_STEP = 2**63 - 1
+
+OWN_FOLDER = ".ckptctl"
+"""What ckptctl writes itself: under a root and under a step."""
+
+_N = r"(?P<step>[0-9]{1,19})"
+
+# In this order: the first that matches the whole name says what it is.
+_STEP_NAMES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (layout, re.compile(pattern))
+    for layout, pattern in (
+        ("torchtitan", rf"step-{_N}"),
+        ("dcp", rf"step_{_N}"),
+        ("olmo-core", rf"step{_N}"),
+        ("megatron", rf"iter_{_N}"),
+        ("automodel", rf"epoch_[0-9]+_step_{_N}"),
+        ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
+        ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
+        ("transformers", rf"checkpoint-{_N}"),
+        ("accelerate", rf"checkpoint_{_N}"),
+        ("deepspeed", rf"global_step{_N}"),
+        ("verl", rf"global_step_{_N}"),
+        ("composer", rf"ep[0-9]+-ba{_N}"),
+        ("torchtune", rf"epoch_{_N}"),
+        ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
+    )
+)
+_BARE_NUMBER = re.compile(_N)
+
+_UNFINISHED = re.compile(
+    r"tmp-(?P<after>.+)"
+    r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
+    r"|\.orbax-checkpoint-tmp.*)"
+)
+_FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
+_UNFINISHED_MARKERS = re.compile(r"\.incomplete|.+-unfinished")
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What a name under the root says: the step's number, and whose naming it is.
+
+    `unfinished` names are those that a framework gives a step while it is being
+    saved and takes away when it is whole. `bare` is a name of digits alone, which
+    is a step only if its content says so too.
+    """
+
+    name: str
+    number: int
+    layout: str
+    unfinished: bool = False
+    bare: bool = False
+
+
+def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """The user's own pattern for step names; it must have a group named `step`.
+
+    Raises `UsageError` for a pattern that does not compile or has no such group.
+    """
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"--pattern {pattern!r} is not a regular expression: {error}") from error
+    if "step" not in compiled.groupindex:
+        raise UsageError(
+            f"--pattern {pattern!r} has no group named step; "
+            "write it as for example 'save-(?P<step>[0-9]+)'"
+        )
+    return compiled
+
+
+def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | None:
+    """What `name` says about a step, or None for a name that is none.
+
+    With `pattern`, only names that match the whole of it are steps.
+    """
+    if pattern is not None:
+        match = pattern.fullmatch(name)
+        return _named(name, "dcp", match) if match else None
+    if name.startswith("."):
+        return None
+    unfinished = _UNFINISHED.fullmatch(name)
+    if unfinished:
+        inner = step_name(unfinished["after"] or unfinished["before"])
+        if inner is None:
+            return None
+        return StepName(name, inner.number, inner.layout, unfinished=True, bare=inner.bare)
+    stem = _without_flat_suffix(name)
+    for layout, expression in _STEP_NAMES:
+        match = expression.fullmatch(name) or expression.fullmatch(stem)
+        if match:
+            return _named(name, layout, match)
+    match = _BARE_NUMBER.fullmatch(name)
+    return _named(name, "dcp", match, bare=True) if match else None
+
+
+def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) -> StepName | None:
+    digits = match["step"] or ""
+    if not (digits.isascii() and digits.isdigit()) or int(digits) > MAX_STEP:
+        return None
+    return StepName(name, int(digits), layout, bare=bare)
+
+
+def _without_flat_suffix(name: str) -> str:
+    for suffix in _FLAT_SUFFIXES:
+        if name.endswith(suffix):
+            return name[: -len(suffix)]
+    return name
+
+
+# Pointer files. A pointer is a hint, never the truth.
+
+_POINTERS: Mapping[str, str] = {
+    "latest": "a link or a name",
+    "LATEST": "a link or a name",
+    "LATEST.txt": "a name",
+    "latest.txt": "a number or a name",
+    "latest_checkpointed_iteration.txt": "a number",
+    "dlrover_latest.txt": "a number",
+    "last.ckpt": "a link",
+    "latest_universal": "a name",
+}
+_RANK_POINTER = re.compile(r"latest-rank[0-9]+(?:\.pt)?(?:\.symlink)?")
+
+MAX_POINTER_BYTES = 4096
+
+
+def is_pointer(file: FileInfo) -> bool:
+    """Whether a file directly under the root is a pointer that can be read as text or link."""
+    if file.kind == "dir":
+        return False
+    return file.path in _POINTERS or bool(_RANK_POINTER.fullmatch(file.path))
+
+
+def pointed_step(
+    content: str, names: Mapping[str, int], pattern: re.Pattern[str] | None = None
+) -> int | None:
+    """The step number that a pointer's content or link target names, None if it names none.
+
+    `names` are the steps under the root by folder name.
+    """
+    target = content.strip().rstrip("/").rsplit("/", 1)[-1]
+    if target in names:
+        return names[target]
+    if target.isascii() and target.isdigit() and len(target) < 20:
+        return int(target)
+    named = step_name(target, pattern)
+    return named.number if named else None
+
+
+# Parts: the folders of tensors in a step.
+
+_SHARD = re.compile(r"__(?P<rank>[0-9]+)_[0-9]+\.distcp")
+_RANK_LOCAL = re.compile(r"__(?P<rank>[0-9]+)\.metadata")
+METADATA = ".metadata"
+METADATA_TMP = ".metadata.tmp"
+
+
+def shard_rank(file_name: str) -> int | None:
+    """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
+    match = _SHARD.fullmatch(file_name)
+    return int(match["rank"]) if match and len(match["rank"]) < 10 else None
+
+
+def rank_local_rank(file_name: str) -> int | None:
+    """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
+    match = _RANK_LOCAL.fullmatch(file_name)
+    return int(match["rank"]) if match and len(match["rank"]) < 10 else None
+
+
+def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ...]:
+    """The folders of tensors among a step's files, by path; none for a step without any.
+
+    A folder with DCP metadata or shard files is a DCP part, at most `max_depth`
+    folders down. Only where there is none, the signs of other formats are looked
+    for. Cost: one pass over the files.
+    """
+    folders: dict[str, list[FileInfo]] = {}
+    for file in files:
+        folder, _, name = file.path.rpartition("/")
+        if file.path.split("/", 1)[0] == OWN_FOLDER or folder.count("/") >= max_depth:
+            continue
+        folders.setdefault(folder, []).append(_renamed(file, name))
+    dcp = [
+        Part(folder, found, tuple(inside))
+        for folder, inside in sorted(folders.items())
+        if (found := _dcp_format(inside)) is not None
+    ]
+    return tuple(dcp) if dcp else _other_parts(folders)
+
+
+def _renamed(file: FileInfo, name: str) -> FileInfo:
+    return FileInfo(name, file.size, file.mtime_s, file.identity, file.kind, file.link)
+
+
+def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
+    found: PartFormat | None = None
+    for file in files:
+        if file.path in (METADATA, METADATA_TMP):
+            return PartFormat.DCP
+        if rank_local_rank(file.path) is not None:
+            found = PartFormat.DCP_RANK_LOCAL
+        elif shard_rank(file.path) is not None and found is None:
+            found = PartFormat.DCP
+    return found
+
+
+# By the full path below the step; the first row that matches any file decides.
+_OTHER_FORMATS: tuple[tuple[PartFormat, re.Pattern[str]], ...] = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
+        (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
+        (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
+        (
+            PartFormat.DEEPSPEED,
+            r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
+        ),
+        (
+            PartFormat.MEGATRON_LEGACY,
+            r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
+        ),
+    )
+)
+_FLAT_FILE = re.compile(
+    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|state|checkpoint)[^/]*"
+    r"\.(?:pt|pth|bin|ckpt)"
+)
+_ANY_FLAT = re.compile(r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)")
+
+
+def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
+    paths = [
+        (f"{folder}/{file.path}" if folder else file.path)
+        for folder in folders
+        for file in folders[folder]
+    ]
+    for kind, expression in _OTHER_FORMATS:
+        if any(expression.fullmatch(path) for path in paths):
+            return (Part("", kind, _flattened(folders)),)
+    safetensors = tuple(
+        Part(folder, PartFormat.SAFETENSORS, tuple(inside))
+        for folder, inside in sorted(folders.items())
+        if any(file.path.endswith(".safetensors") for file in inside)
+    )
+    if any(_FLAT_FILE.fullmatch(path) for path in paths):
+        return (*safetensors, Part("", PartFormat.FLAT, _flattened(folders)))
+    if safetensors:
+        return safetensors
+    if any(_ANY_FLAT.fullmatch(path) for path in paths):
+        return (Part("", PartFormat.FLAT, _flattened(folders)),)
+    return ()
+
+
+def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
+    return tuple(
+        _renamed(file, f"{folder}/{file.path}" if folder else file.path)
+        for folder in sorted(folders)
+        for file in folders[folder]
+    )
+
+
+# Whose step is it, and what does its framework write last?
+
+_SIGNATURES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
+    (layout, names, re.compile(sign))
+    for layout, names, sign in (
+        # layout, layouts by name that it may refine, a file that only it writes
+        ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
+        ("lightning", "torchtitan dcp", r"meta\.pt"),
+        ("megatron-bridge", "megatron", r"run_config\.yaml"),
+        ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
+        ("accelerate", "accelerate transformers dcp", r"random_states_[0-9]+\.pkl"),
+        ("kempnerforge", "dcp", r"train_state\.pt"),
+        ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
+        ("nanotron", "dcp", r"checkpoint_metadata\.json"),
+    )
+)
+
+# Names that others use too: without the signature they are plain DCP.
+_NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate"})
+
+_WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
+    "olmo-core": (".metadata.json", "train/rank0.pt"),
+    "lightning": ("meta.pt",),
+    "transformers": ("trainer_state.json",),
+}
+
+
+def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
+    """The framework whose step this is, by its name and by the files in it; else `dcp`."""
+    paths = [file.path for file in files]
+    for layout, names, sign in _SIGNATURES:
+        if named.layout in names.split() and any(sign.fullmatch(path) for path in paths):
+            return layout
+    return "dcp" if named.layout in _NEEDS_SIGNATURE else named.layout
+
+
+def missing_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
+    """The files that the framework writes after the shards, and that are not there.
+
+    OLMo-core also saves weights alone, as bare DCP: then nothing is missing.
+    """
+    if layout == "olmo-core" and any(part.path == "" for part in parts):
+        return ()
+    paths = {file.path for file in files}
+    return tuple(name for name in _WRITTEN_LAST.get(layout, ()) if name not in paths)
+
+
+def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
+    """Marker files that a framework keeps in a step until it is whole."""
+    return tuple(f.path for f in files if _UNFINISHED_MARKERS.fullmatch(f.path))
+
+
+_STAGE = re.compile(r"pp(?P<stage>[0-9]{1,6})")
+
+
+def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
+    """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
+    stages = {int(match["stage"]) for p in parts if (match := _STAGE.fullmatch(p.path))}
+    return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
+
+
+def is_stage(path: str) -> bool:
+    """Whether a part is a pipeline stage, whose ranks are numbered from 0 again."""
+    return _STAGE.fullmatch(path) is not None

@@ -1,0 +1,276 @@
+"""Which kind of train state is an entry, or a file beside the shards?
+
+Answers by names and shapes alone: the keys that the frameworks use, and for the
+rest a few marks that no model parameter bears. Values are read elsewhere.
+
+Source: the state dicts of torchtitan, KempnerForge, Megatron-LM and -Bridge,
+OLMo-core, Composer, Lightning, DeepSpeed, transformers, accelerate, nanotron,
+ByteCheckpoint and verl; torch's `get_state_dict`; torchdata's
+`StatefulDataLoader`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.model import Metadata, TensorEntry
+
+Path = Sequence[str | int]
+
+# Words in front of everything else that say nothing about the kind.
+_WRAPPERS = frozenset({"app", "app_state", "state", "train_state", "trainer", "checkpoint", "ckpt"})
+
+_OPTIMIZER_HEAD = re.compile(
+    r"(?:raw_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_state)(?:_[0-9]+)?"
+    r"|chained_[0-9]+|optimizer_state_dict"
+)
+_OPTIMIZER_MOMENTS = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_avg_slow",
+        "exp_avg_res_row",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+        "exp_inf",
+        "prev",
+    }
+)
+_ADAM_SETTINGS = frozenset({"betas", "amsgrad"})
+_RNG_HEAD = re.compile(
+    r"rng|rngs|rng_states?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng"
+)
+_SCHEDULER_HEAD = re.compile(
+    r"(?:lr_|learning_rate_)?(?:scheduler|schedulers|sched)(?:_[0-9]+)?"
+    r"|opt_param_scheduler|lr_schedule|scheduler_state_dict"
+)
+_DATALOADER_HEAD = re.compile(
+    r"(?:train_|training_)?(?:dataloader|data_loader|loader|dataset|data_iterator|data_iter)"
+    r"(?:_state|_state_dict|s)?|dataset_state|dl_state(?:_dict)?|sampler|data_state|data_stages"
+)
+_DATALOADER_MARKS = frozenset(
+    {
+        "_sampler_iter_state",
+        "_sampler_iter_yielded",
+        "_num_yielded",
+        "_iterator_finished",
+        "_snapshot",
+        "fetcher_state",
+        "_num_batches_fetched",
+    }
+)
+_SCHEDULER_LEAVES = frozenset({"last_epoch", "_last_lr"})
+_STEP_LEAVES = frozenset(
+    {
+        "step",
+        "global_step",
+        "global_steps",
+        "iteration",
+        "iter",
+        "iter_num",
+        "step_count",
+        "last_train_step",
+        "batch",
+        "training_step",
+        "current_step",
+    }
+)
+_TOKEN_LEAVES = frozenset(
+    {
+        "tokens",
+        "tokens_seen",
+        "ntokens_seen",
+        "n_tokens_seen",
+        "num_tokens",
+        "total_tokens",
+        "total_tokens_seen",
+        "consumed_tokens",
+        "consumed_tokens_total",
+        "consumed_train_samples",
+        "global_train_tokens_seen",
+        "num_input_tokens_seen",
+        "token",
+        "samples_seen",
+    }
+)
+_MODEL_HEAD = re.compile(
+    r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|ema(?:_model)?|actor|critic"
+    r"|pytorch_model(?:_fsdp)?_[0-9]+"
+)
+_RANK = re.compile(r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})")
+
+CPU_RNG_BYTES = 5056
+"""Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What one entry or file is: a kind of train state (`other` for none), and whose.
+
+    `rank` tells apart the copies of state that exists once per rank; it is None
+    for state that exists once. `names` is more than one for a file that holds
+    several kinds.
+    """
+
+    names: tuple[str, ...]
+    rank: str | None = None
+
+
+def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
+    """The kind of one entry of a state dict, by its key path before flattening.
+
+    `tensor` is the entry where it is a tensor. Cost: a few set look-ups.
+    """
+    words = _unwrapped(_words(path))
+    head, leaf = words[0], words[-1]
+    if _is_optimizer(words):
+        return Kind(("optimizer",))
+    if _MODEL_HEAD.fullmatch(head):
+        return Kind(("model",))
+    if any(_RNG_HEAD.fullmatch(word) for word in words[:2]):
+        return Kind(("rng",), _rank_in(words))
+    if _SCHEDULER_HEAD.fullmatch(head):
+        return Kind(("scheduler",))
+    if _DATALOADER_HEAD.fullmatch(head) or not _DATALOADER_MARKS.isdisjoint(words):
+        return Kind(("dataloader",), _rank_in(words))
+    if tensor is not None and tensor.dtype == "uint8" and tensor.shape == (CPU_RNG_BYTES,):
+        return Kind(("rng",), _rank_in(words))
+    if tensor is None or tensor.shape == ():
+        return _kind_of_number(leaf, len(words), is_tensor=tensor is not None)
+    return Kind(("model",))
+
+
+def _words(path: Path) -> list[str]:
+    return [word for part in path for word in re.split(r"[./]", str(part).lower())]
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    first = next((i for i, word in enumerate(words) if word not in _WRAPPERS), len(words) - 1)
+    # A bare optimizer state dict begins with `state` itself.
+    bare_state = first > 0 and words[first - 1] == "state" and words[-1] in _OPTIMIZER_MOMENTS
+    return words[first - 1 :] if bare_state else words[first:]
+
+
+def _is_optimizer(words: Sequence[str]) -> bool:
+    if _OPTIMIZER_HEAD.fullmatch(words[0]) or "param_groups" in words:
+        return True
+    return "state" in words[:-1] and words[-1] in _OPTIMIZER_MOMENTS
+
+
+def _kind_of_number(leaf: str, depth: int, *, is_tensor: bool) -> Kind:
+    if depth <= 3 and leaf in _STEP_LEAVES:
+        return Kind(("step",))
+    if depth <= 3 and leaf in _TOKEN_LEAVES:
+        return Kind(("tokens",))
+    if leaf in _SCHEDULER_LEAVES:
+        return Kind(("scheduler",))
+    return Kind(("model",) if is_tensor else ("other",))
+
+
+def _rank_in(words: Sequence[str]) -> str | None:
+    for at, word in enumerate(words[1:], start=1):
+        if word.startswith("shard_"):
+            # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
+            return ".".join(words[at:])
+        match = _RANK.fullmatch(word)
+        if match:
+            return match["rank"]
+        if word.isdigit() and words[0].startswith(("rng", "random")):
+            return word
+    return None
+
+
+def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
+    """The kind of every entry of a metadata, by FQN. Cost: one look at each name.
+
+    The folder of the part counts too: `optimizer_0/` holds the optimizer.
+    """
+    folder = part_path.rsplit("/", maxsplit=1)[-1]
+    telling = _OPTIMIZER_HEAD.fullmatch(folder) or _MODEL_HEAD.fullmatch(folder)
+    front = (folder,) if telling else ()
+    kinds = {
+        fqn: kind_of_entry((*front, *(entry.path or (fqn,))), entry)
+        for fqn, entry in metadata.tensors.items()
+    }
+    for fqn, bytes_entry in metadata.bytes_entries.items():
+        kinds[fqn] = kind_of_entry((*front, *(bytes_entry.path or (fqn,))))
+    return kinds
+
+
+def optimizer_is_hollow(paths: Iterable[Path]) -> bool:
+    """The optimizer's entries are settings of an Adam without any moments.
+
+    A plain `optimizer.state_dict()` of a fresh Adam looks like this: a resume
+    from it starts the moments at zero.
+    """
+    leaves: set[str] = set()
+    settings: set[str] = set()
+    for path in paths:
+        words = [word for part in path for word in str(part).split(".")]
+        (settings if "param_groups" in words else leaves).add(words[-1])
+    return bool(settings & _ADAM_SETTINGS) and not leaves & _OPTIMIZER_MOMENTS
+
+
+def is_optimizer_step(path: Path) -> bool:
+    """Whether the entry is the `step` count that an optimizer keeps per parameter."""
+    words = _unwrapped(_words(path))
+    return words[-1] == "step" and "state" in words[:-1] and _is_optimizer(words)
+
+
+def optimizer_of(path: Path) -> str:
+    """Which optimizer an optimizer's entry belongs to: its key path up to `state`."""
+    words = [str(part) for part in path]
+    return ".".join(words[: words.index("state")]) if "state" in words else ".".join(words[:1])
+
+
+# Files beside the shards: what they hold, by their names. A file of several
+# kinds is believed until someone has looked inside.
+
+_SIDECARS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = tuple(
+    (layout, re.compile(name), tuple(kinds.split()))
+    for layout, name, kinds in (
+        ("kempnerforge", r"train_state\.pt", "step tokens rng scheduler dataloader"),
+        ("megatron-bridge", r"train_state\.pt", "step tokens"),
+        ("lightning", r"meta\.pt", "step scheduler"),
+        ("megatron", r"common\.pt", "step scheduler tokens"),
+        ("megatron-bridge", r"common\.pt", "step scheduler tokens"),
+        ("olmo-core", r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader"),
+        ("bytecheckpoint", r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler"),
+        ("bytecheckpoint", r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader"),
+        ("nanotron", r"checkpoint_metadata\.json", "step tokens"),
+        ("", r"trainer_state\.json", "step"),
+        ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)\.(?:pt|pth|pkl)", "rng"),
+        ("", r"(?:.*/)?rng(?:_states?)?\.(?:pt|pth|pkl)", "rng"),
+        ("", r"random/.*", "rng"),
+        ("", r"(?:.*/)?(?:lr_)?scheduler(?:_[0-9]+)?\.(?:pt|pth|bin)", "scheduler"),
+        ("", r"lr_scheduler/.*", "scheduler"),
+        (
+            "",
+            r"(?:.*/)?(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?\.(?:pt|pkl|bin)",
+            "dataloader",
+        ),
+        ("", r"(?:.*/)?(?:sampler|dl_state_dict)[^/]*\.(?:pt|bin|pkl)", "dataloader"),
+        ("verl", r"data\.pt", "dataloader"),
+        ("", r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
+        ("", r"(?:.*/)?optimizer(?:_[0-9]+)?\.(?:pt|pth|bin)", "optimizer"),
+    )
+)
+
+
+def kind_of_file(layout: str, path: str) -> Kind | None:
+    """What a file beside the shards holds, by its name in a step of `layout`.
+
+    None for a file that holds no train state, or that we do not know.
+    """
+    for owner, name, kinds in _SIDECARS:
+        match = name.fullmatch(path) if owner in ("", layout) else None
+        if match:
+            return Kind(kinds, match.groupdict().get("rank"))
+    return None
