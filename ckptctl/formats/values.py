@@ -1,0 +1,257 @@
+"""What value does a pickle beside the metadata hold?
+
+The `data.pkl` of a record, a `train_state.pt`: numbers, strings, containers of
+them, and tensors as `TensorStub`. Whatever else is in it becomes an `Opaque`
+that only keeps its name; nothing of it runs. What the values mean for a
+resume is `train_state`'s question, whether a stub fits the metadata `records`'.
+
+Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ckptctl.errors import MetadataUnreadable
+from ckptctl.formats.pickles import Function, Grammar, Inert, Malformed, read_pickle, shown
+from ckptctl.formats.torch_names import COMMON, DTYPES, Dtype, checked_dims
+from ckptctl.model import DTYPE_SIZES
+
+MAX_DEPTH = 100
+FREE_NODES = 1_000_000
+"""How many parts a value may have, what is shared counted each time it is met; one for
+each byte of a larger pickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStub:
+    """A tensor as its pickle describes it; the elements are elsewhere.
+
+    `shape`, `strides` and `storage_offset` are in elements, `strides` and `shape`
+    one entry per dimension. `storage_key` names the archive's member
+    (`data/{storage_key}`), which holds `n_elements_in_storage`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+    storage_key: str
+    n_elements_in_storage: int
+
+
+class Opaque(Inert):
+    """Something that is no plain value: only its `name`, and the state it was given.
+
+    Two of one name are not equal: what they were is not known.
+    """
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """What the pickle calls it: `argparse.Namespace`, `numpy.dtype`, `persistent id`."""
+        return self.kind
+
+    def build(self, state: object) -> None:
+        """Keep the state that was given last."""
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Opaque({shown(self.name)})"
+
+
+def decode_value(data: bytes) -> object:
+    """The value that a pickle holds, with `Opaque` and `TensorStub` for what is not plain.
+
+    No deeper than `MAX_DEPTH`, free of cycles, and small enough to be compared,
+    printed and walked. Raises `MetadataUnreadable` for anything else, and
+    `MetadataUnsafe` for opcodes that no writer of checkpoints uses.
+    """
+    names = {**COMMON, **_TENSORS, ("_codecs", "encode"): _latin1_within(len(data))}
+    grammar = Grammar(
+        names,
+        other=_unknown,
+        persistent=_storage_or_opaque,
+        hashable=float | Opaque,
+        max_int_bytes=64,
+    )
+    value = read_pickle(data, grammar)
+    _check_extent(value, len(data))
+    return value
+
+
+def decode_tensor_pickle(data: bytes) -> TensorStub:
+    """The tensor that the `data.pkl` of a tensor's record describes.
+
+    Raises `MetadataUnsafe` for any name beyond those that rebuild a tensor,
+    `MetadataUnreadable` for damage and for a pickle of something else.
+    """
+    value = read_pickle(data, Grammar(_TENSOR_NAMES, persistent=_storage))
+    if not isinstance(value, TensorStub):
+        raise MetadataUnreadable(f"the pickle holds a {type(value).__name__}, not a tensor")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType:
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str | None
+    key: str
+    size: int  # in elements; in bytes where there is no dtype
+
+
+_STORAGE_DTYPES: Mapping[str, str] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+}
+
+
+def _storage(persistent_id: object) -> object:
+    match persistent_id:
+        case ("storage", _StorageType(dtype), str(key), str(), int(size)) if 0 <= size < 1 << 63:
+            return _Storage(dtype, key, size)
+    raise Malformed("a persistent id that names no storage of a tensor")
+
+
+def _storage_or_opaque(persistent_id: object) -> object:
+    try:
+        return _storage(persistent_id)
+    except Malformed:
+        return Opaque("persistent id")
+
+
+def _rebuild_v2(args: tuple[object, ...]) -> object:
+    match args:
+        case (_Storage(str(dtype)) as storage, offset, shape, strides, bool(), *_):
+            return _stub(dtype, storage.key, storage.size, offset, shape, strides)
+    raise Malformed("a tensor is not rebuilt from a storage, an offset, a shape and strides")
+
+
+def _rebuild_v3(args: tuple[object, ...]) -> object:
+    match args:
+        case (_Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *_):
+            n_bytes = storage.size * DTYPE_SIZES.get(storage.dtype or "", 1)
+            n_elements, rest = divmod(n_bytes, DTYPE_SIZES.get(dtype, 1))
+            if rest:
+                raise Malformed(f"{n_bytes:,} bytes are no whole number of {dtype} elements")
+            return _stub(dtype, storage.key, n_elements, offset, shape, strides)
+    raise Malformed("a tensor is not rebuilt from a storage, a shape, strides and a dtype")
+
+
+def _stub(
+    dtype: str, key: str, n_elements: int, offset: object, shape: object, strides: object
+) -> TensorStub:
+    dims = checked_dims(shape, "the shape of a tensor")
+    steps = checked_dims(strides, "the strides of a tensor")
+    (start,) = checked_dims((offset,), "the offset of a tensor")
+    if len(dims) != len(steps):
+        raise Malformed(f"a tensor of {len(dims)} dimensions has {len(steps)} strides")
+    return TensorStub(dtype, dims, steps, start, key, n_elements)
+
+
+def _rebuild_parameter(args: tuple[object, ...]) -> object:
+    if args and isinstance(args[0], TensorStub):
+        return args[0]
+    raise Malformed("a parameter is not rebuilt from a tensor")
+
+
+_TENSORS: Mapping[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Function("_rebuild_tensor_v3", _rebuild_v3),
+    ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _rebuild_parameter),
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    ("torch", "UntypedStorage"): _StorageType(None),
+    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
+}
+
+_ORDERED = ("collections", "OrderedDict")
+_TENSOR_NAMES = {**DTYPES, **_TENSORS, _ORDERED: COMMON[_ORDERED]}
+
+
+def _unknown(module: str, name: str) -> object:
+    full = f"{module}.{name}" if len(module) + len(name) < 200 else "a very long name"
+    return Function(full, lambda _: Opaque(full))
+
+
+def _latin1_within(n_bytes: int) -> Function:
+    # Protocol 2 writes bytes as `_codecs.encode(text, "latin1")`.
+    left = n_bytes
+
+    def encode(args: tuple[object, ...]) -> bytes:
+        nonlocal left
+        match args:
+            case (str(text), "latin1" | "latin-1"):
+                left -= len(text)
+                if left < 0:
+                    raise Malformed("one string is turned into bytes again and again")
+                try:
+                    return text.encode("latin-1")
+                except UnicodeEncodeError:
+                    pass
+        raise Malformed("bytes are not made of a latin-1 string")
+
+    return Function("_codecs.encode", encode)
+
+
+def _check_extent(value: object, n_bytes: int) -> None:
+    """Refuse what is too deep to be walked, or far larger than its pickle once it is.
+
+    A container that is shared counts each time it is met, and is visited once.
+    """
+    limit = max(FREE_NODES, n_bytes)
+    extents: dict[int, tuple[int, int] | None] = {}
+    pending = [value]
+    while pending:
+        holder = pending[-1]
+        inner = _inside(holder)
+        holders = [item for item in inner if isinstance(item, _HOLDERS)]
+        if id(holder) not in extents:
+            extents[id(holder)] = None
+            pending.extend(item for item in holders if id(item) not in extents)
+            continue
+        pending.pop()
+        if extents[id(holder)] is not None:
+            continue
+        depth, n_nodes = 0, 1 + len(inner)
+        for item in holders:
+            extent = extents[id(item)]
+            if extent is None:
+                raise MetadataUnreadable("a container holds itself")
+            depth, n_nodes = max(depth, extent[0]), n_nodes + extent[1]
+        if depth >= MAX_DEPTH:
+            raise MetadataUnreadable(f"a value is nested deeper than {MAX_DEPTH} levels")
+        if n_nodes > limit:
+            raise MetadataUnreadable(f"a value has more than {limit:,} parts, sharing undone")
+        extents[id(holder)] = (depth + 1, n_nodes)
+
+
+_HOLDERS = (dict, list, tuple, set, frozenset, Opaque)
+
+
+def _inside(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    return (value.state,) if isinstance(value, Opaque) else ()
