@@ -10,9 +10,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,27 @@ def dcp_versions() -> Path:
 def framework_roots() -> Path:
     """Checkpoint roots written by six training frameworks, each with an `about.json`."""
     return _unpacked("frameworks")
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch.
+
+    Made once by the torch that is installed (half a minute), then kept for
+    later runs until that torch or the sources below `fixtures/` change.
+    """
+    script = ROOT / "fixtures" / "make.py"
+
+    def make(folder: Path) -> None:
+        command = [sys.executable, str(script), "--out", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
+
+    digest = hashlib.sha256(version("torch").encode())
+    for source in sorted((ROOT / "fixtures").rglob("*.py")):
+        digest.update(source.read_bytes())
+    return _made_once(f"checkpoints-{digest.hexdigest()[:16]}", make)
 
 
 @pytest.fixture
