@@ -189,7 +189,7 @@ class Machine:
 
     def unsafe(self, what: str) -> NoReturn:
         """Raise `MetadataUnsafe` for the opcode at hand."""
-        raise MetadataUnsafe(f"byte {self.at:,}: {what}; nothing of it was run")
+        raise MetadataUnsafe(f"{what} at byte {self.at:,}")
 
     def take(self, n_bytes: int) -> bytes:
         """The next `n_bytes`."""
@@ -281,18 +281,18 @@ class Machine:
     def global_named(self, module: object, name: object) -> None:
         """Push what the grammar has for a global."""
         if type(module) is not str or type(name) is not str:
-            self.unsafe("it names a global by what are not two strings")
+            self.unsafe("names a global by what are not two strings")
         known = self.grammar.names.get((module, name))
         if known is None:
             if self.grammar.other is None:
-                self.unsafe(f"it asks for {shown(module + '.' + name)}")
+                self.unsafe(f"asks for {shown(module + '.' + name)}")
             known = self.grammar.other(module, name)
         self.push(known)
 
     def call(self, function: object, args: object) -> None:
         """Push what the stand-in of a global makes of the arguments."""
         if not isinstance(function, Function):
-            self.unsafe(f"it calls {_described(function)}")
+            self.unsafe(f"calls {_described(function)}")
         if not isinstance(args, tuple):
             self.damaged(f"{function.name} is called without a tuple of arguments")
         try:
@@ -603,7 +603,7 @@ def _newobj(m: Machine) -> None:
 def _newobj_ex(m: Machine) -> None:
     kwargs, args, cls = m.pop(), m.pop(), m.pop()
     if kwargs:
-        m.unsafe("it makes an object from keyword arguments")
+        m.unsafe("makes an object from keyword arguments")
     m.call(cls, args)
 
 
@@ -612,7 +612,7 @@ def _build(m: Machine) -> None:
     state = m.pop()
     target = m.top()
     if isinstance(target, Function):
-        m.unsafe(f"it sets attributes on {target.name}")
+        m.unsafe(f"sets attributes on {target.name}")
     if not isinstance(target, Inert | Ordered):
         m.damaged(f"a {type(target).__name__} is given a state")
     try:
@@ -624,7 +624,7 @@ def _build(m: Machine) -> None:
 @_opcode(0x51)  # BINPERSID
 def _binpersid(m: Machine) -> None:
     if m.grammar.persistent is None:
-        m.unsafe("it asks for a persistent id")
+        m.unsafe("asks for a persistent id")
     try:
         m.push_container(m.grammar.persistent(m.pop()))
     except Malformed as wrong:
@@ -646,7 +646,7 @@ _NEVER_HARMLESS: Mapping[int, str] = {
 def _forbid(code: int, name: str) -> None:
     @_opcode(code)
     def refuse(m: Machine) -> None:
-        m.unsafe(f"it holds the opcode {name}, which no writer of checkpoints uses")
+        m.unsafe(f"holds the opcode {name}, which no writer of checkpoints uses")
 
 
 for _code, _name in _NEVER_HARMLESS.items():

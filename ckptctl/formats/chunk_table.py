@@ -1,0 +1,91 @@
+"""Which chunk does each byte range hold?
+
+torch's loader looks a byte range up by (FQN, offset); the index in the key is a
+hint that it may ignore. A `ChunkTable` is one tensor while that is being
+answered: its boxes, and the range that each was given so far.
+
+Source: torch 2.13 `torch/distributed/checkpoint/planner_helpers.py`
+(`create_read_items_for_chunk_list`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+
+from ckptctl.model import NO_FILE, Chunks
+
+Dims = tuple[int, ...]
+
+
+class ChunkTable:
+    """The chunks of one tensor: `offsets` and `sizes` in elements, and their byte ranges."""
+
+    __slots__ = ("_files", "_lengths", "_positions", "_starts", "_transforms", "offsets", "sizes")
+
+    def __init__(self, offsets: Sequence[Dims], sizes: Sequence[Dims]) -> None:
+        self.offsets = offsets
+        self.sizes = sizes
+        self._files = array("i", [NO_FILE]) * len(offsets)
+        self._starts = array("q", [0]) * len(offsets)
+        self._lengths = array("q", [0]) * len(offsets)
+        self._transforms: dict[int, tuple[str, ...]] = {}
+        # Built when a hint does not help; several chunks at one offset need it from the start.
+        self._positions: dict[Dims, int] | None = None
+        if len(set(offsets)) != len(offsets):
+            self._positions = self._indexed()
+
+    def position_of(self, offset: Dims, hint: int | None) -> int | None:
+        """Which chunk begins at `offset`: the first, where several do."""
+        if self._positions is None:
+            if hint is not None and 0 <= hint < len(self.offsets) and self.offsets[hint] == offset:
+                return hint
+            self._positions = self._indexed()
+        return self._positions.get(offset)
+
+    def _indexed(self) -> dict[Dims, int]:
+        positions: dict[Dims, int] = {}
+        for position, offset in enumerate(self.offsets):
+            positions.setdefault(offset, position)
+        return positions
+
+    def place(
+        self, position: int, file: int, start: int, length: int, transforms: tuple[str, ...]
+    ) -> bool:
+        """Give a chunk its byte range; False where it has one already."""
+        if self._files[position] != NO_FILE:
+            return False
+        self._files[position] = file
+        self._starts[position] = start
+        self._lengths[position] = length
+        if transforms:
+            self._transforms[position] = transforms
+        return True
+
+    def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
+        """The columns, once every byte range is placed."""
+        self._share_ranges()
+        return Chunks(
+            n_dims,
+            len(self.offsets),
+            array("q", chain.from_iterable(self.offsets)),
+            array("q", chain.from_iterable(self.sizes)),
+            self._files,
+            self._starts,
+            self._lengths,
+            file_names,
+            self._transforms,
+        )
+
+    def _share_ranges(self) -> None:
+        """Chunks at one offset have one key, and so one range: each load reads it for all."""
+        if self._positions is None or len(self._positions) == len(self.offsets):
+            return
+        for position, offset in enumerate(self.offsets):
+            first = self._positions[offset]
+            self._files[position] = self._files[first]
+            self._starts[position] = self._starts[first]
+            self._lengths[position] = self._lengths[first]
+            if first in self._transforms:
+                self._transforms[position] = self._transforms[first]

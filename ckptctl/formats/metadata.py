@@ -1,0 +1,313 @@
+"""What does a `.metadata` file say?
+
+From the bytes of `.metadata`, or of a rank-local `__{rank}.metadata`, to
+`model.Metadata`, as written by torch 2.1 to 2.15 and by the planners that build
+on it. The pickle is read by `pickles` under `metadata_grammar`; here its inert
+objects become columns, and each chunk gets its byte range.
+
+Whether what the metadata says is complete, or fits the files, is for `checks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptctl.errors import MetadataUnreadable
+from ckptctl.formats.chunk_table import ChunkTable, Dims
+from ckptctl.formats.metadata_grammar import (
+    BYTES,
+    CHUNK,
+    GRAMMAR,
+    INDEX,
+    METADATA,
+    PROPERTIES,
+    STORAGE_INFO,
+    STORAGE_META,
+    TENSOR,
+    Encoded,
+    Layout,
+)
+from ckptctl.formats.pickles import Inert, Malformed, read_pickle, shown
+from ckptctl.formats.torch_names import Dtype, checked_dims
+from ckptctl.model import ByteRange, BytesEntry, Metadata, TensorEntry
+
+Path = tuple[str | int, ...]
+Fields = Mapping[object, object]
+
+
+def decode_metadata(data: bytes, *, rank: int | None = None) -> Metadata:
+    """The metadata in `data`; `rank` is that of a rank-local file.
+
+    Raises `MetadataUnsafe` when it asks for anything but metadata's types, and
+    `MetadataUnreadable` when it is damaged or says what no writer can mean.
+    Nothing of it runs. Time and memory are linear in its size.
+    """
+    root = read_pickle(data, GRAMMAR)
+    try:
+        return _metadata(_fields(root, METADATA), data, rank)
+    except Malformed as wrong:
+        raise MetadataUnreadable(str(wrong)) from None
+
+
+def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
+    paths = _planner_paths(_required(fields, "planner_data", METADATA))
+    tensors, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA))
+    ranges = _Ranges(tensors, bytes_fqns)
+    ranges.place_all(_storage_entries(_required(fields, "storage_data", METADATA)))
+    storage_meta = _storage_meta(fields.get("storage_meta"))
+    return Metadata(
+        tensors={
+            fqn: tensor.entry(fqn, paths.get(fqn, (fqn,)), ranges.file_names)
+            for fqn, tensor in tensors.items()
+        },
+        bytes_entries={
+            fqn: BytesEntry(fqn, byte_range, paths.get(fqn, (fqn,)))
+            for fqn, byte_range in ranges.of_bytes.items()
+        },
+        file_names=ranges.file_names,
+        strays=tuple(ranges.strays),
+        planner_paths=paths,
+        checkpoint_id=storage_meta.get("checkpoint_id"),
+        save_id=storage_meta.get("save_id"),
+        version=_text_or_none(fields.get("version"), "the version"),
+        rank=rank,
+        n_bytes=len(data),
+        digest=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _fields(value: object, kind: str) -> Fields:
+    """The attributes of an inert object that must be of a kind."""
+    if not isinstance(value, Inert) or value.kind != kind:
+        raise Malformed(f"a {_kind_of(value)} is where a {kind} belongs")
+    if not isinstance(value.state, dict):
+        raise Malformed(f"a {kind} has no attributes")
+    return value.state
+
+
+def _kind_of(value: object) -> str:
+    return value.kind if isinstance(value, Inert) else type(value).__name__
+
+
+def _required(fields: Fields, name: str, kind: str) -> object:
+    if name not in fields:
+        raise Malformed(f"a {kind} has no {name}")
+    return fields[name]
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise Malformed(f"{what} is a {_kind_of(value)}, not a string")
+    return value
+
+
+def _text_or_none(value: object, what: str) -> str | None:
+    return None if value is None else _text(value, what)
+
+
+def _storage_meta(value: object) -> Mapping[str, str | None]:
+    if value is None:
+        return {}
+    fields = _fields(value, STORAGE_META)
+    names = ("checkpoint_id", "save_id")
+    return {name: _text_or_none(fields.get(name), f"the {name}") for name in names}
+
+
+def _planner_paths(planner_data: object) -> Mapping[str, Path]:
+    """The key paths before flattening; what else a planner keeps here is its own."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        fqn: path
+        for fqn, path in planner_data.items()
+        if isinstance(fqn, str)
+        and isinstance(path, tuple)
+        and all(type(part) in (str, int) for part in path)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor while its chunks are being given their byte ranges."""
+
+    dtype: str
+    layout: str
+    requires_grad: bool
+    memory_format: int
+    pin_memory: bool
+    strides: Dims | None
+    shape: Dims
+    table: ChunkTable
+
+    def entry(self, fqn: str, path: Path, file_names: list[str]) -> TensorEntry:
+        """The tensor as the model has it."""
+        return TensorEntry(
+            fqn=fqn,
+            dtype=self.dtype,
+            shape=self.shape,
+            chunks=self.table.chunks(len(self.shape), file_names),
+            path=path,
+            layout=self.layout,
+            requires_grad=self.requires_grad,
+            memory_format=self.memory_format,
+            pin_memory=self.pin_memory,
+            strides=self.strides,
+        )
+
+
+def _entries(state_dict: object) -> tuple[dict[str, _Tensor], list[str]]:
+    """The tensors by FQN, and the FQNs of the bytes entries."""
+    if not isinstance(state_dict, dict):
+        raise Malformed("the entries of the state dict are in no dict")
+    tensors: dict[str, _Tensor] = {}
+    bytes_fqns: list[str] = []
+    for fqn, value in state_dict.items():
+        fqn = _text(fqn, "the name of an entry")
+        if isinstance(value, Inert) and value.kind == BYTES:
+            bytes_fqns.append(fqn)
+            continue
+        try:
+            tensors[fqn] = _tensor(_fields(value, TENSOR))
+        except Malformed as wrong:
+            raise Malformed(f"tensor {shown(fqn)}: {wrong}") from None
+    return tensors, bytes_fqns
+
+
+def _tensor(fields: Fields) -> _Tensor:
+    shape = checked_dims(_required(fields, "size", TENSOR), "its shape")
+    chunks = _required(fields, "chunks", TENSOR)
+    if not isinstance(chunks, list | tuple):
+        raise Malformed(f"its chunks are in a {_kind_of(chunks)}, not in a list")
+    offsets: list[Dims] = []
+    sizes: list[Dims] = []
+    for chunk in chunks:
+        box = _fields(chunk, CHUNK)
+        offsets.append(_dims_like(shape, _required(box, "offsets", CHUNK)))
+        sizes.append(_dims_like(shape, _required(box, "sizes", CHUNK)))
+    dtype, layout, requires_grad, memory_format, pin_memory, strides = _properties(
+        _required(fields, "properties", TENSOR)
+    )
+    if strides is not None and len(strides) != len(shape):
+        raise Malformed(f"{len(shape)} dimensions, but {len(strides)} strides")
+    return _Tensor(
+        dtype,
+        layout,
+        requires_grad,
+        memory_format,
+        pin_memory,
+        strides,
+        shape,
+        ChunkTable(offsets, sizes),
+    )
+
+
+def _dims_like(shape: Dims, value: object) -> Dims:
+    dims = checked_dims(value, "a chunk")
+    if len(dims) != len(shape):
+        raise Malformed(f"{len(shape)} dimensions, but a chunk of {len(dims)}")
+    return dims
+
+
+def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
+    """dtype, layout, requires_grad, memory format, pin_memory; strides from torch 2.15 on."""
+    state = value.state if isinstance(value, Inert) and value.kind == PROPERTIES else None
+    if isinstance(state, tuple) and len(state) == 5:
+        state = (*state, None)
+    match state:
+        case (
+            Dtype(dtype),
+            Layout(layout),
+            bool(requires_grad),
+            Encoded(memory_format),
+            bool(pin_memory),
+            strides,
+        ):
+            steps = None if strides is None else checked_dims(strides, "its strides")
+            return dtype, layout, requires_grad, memory_format, pin_memory, steps
+    raise Malformed(f"its properties are no {PROPERTIES} of torch 2.1 to 2.15")
+
+
+StorageEntry = tuple[str, int | None, Dims | None, str, int, int, tuple[str, ...]]
+"""FQN, hint, offset of the chunk, file, start, length and transforms of one byte range."""
+
+
+def _storage_entries(storage_data: object) -> Iterator[StorageEntry]:
+    if storage_data is None:
+        return
+    if not isinstance(storage_data, dict):
+        raise Malformed("the byte ranges are in no dict")
+    for key, value in storage_data.items():
+        index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
+        fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
+        try:
+            yield (fqn, *_chunk_key(index), *_range(info))
+        except Malformed as wrong:
+            raise Malformed(f"a byte range of {shown(fqn)}: {wrong}") from None
+
+
+def _chunk_key(index: Fields) -> tuple[int | None, Dims | None]:
+    hint, offset = _required(index, "index", INDEX), index.get("offset")
+    if hint is not None and type(hint) is not int:
+        raise Malformed(f"its index is a {_kind_of(hint)}")
+    return hint, None if offset is None else checked_dims(offset, "its offset")
+
+
+def _range(info: Fields) -> tuple[str, int, int, tuple[str, ...]]:
+    file = _text(_required(info, "relative_path", STORAGE_INFO), "its file")
+    start, length = (_int64(_required(info, name, STORAGE_INFO)) for name in ("offset", "length"))
+    transforms = info.get("transform_descriptors") or ()
+    if not isinstance(transforms, list | tuple):
+        raise Malformed("its transforms are in no list")
+    return file, start, length, tuple(_text(name, "a transform") for name in transforms)
+
+
+def _int64(value: object) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise Malformed("its offset or length is no 64-bit integer")
+    return value
+
+
+class _Ranges:
+    """The byte ranges, while each is being given to the entry it belongs to."""
+
+    def __init__(self, tensors: Mapping[str, _Tensor], bytes_fqns: list[str]) -> None:
+        self.file_names: list[str] = []
+        self.of_bytes: dict[str, ByteRange | None] = dict.fromkeys(bytes_fqns)
+        self.strays: list[tuple[str, Dims | None, ByteRange]] = []
+        self._tables = {fqn: tensor.table for fqn, tensor in tensors.items()}
+        self._files: dict[str, int] = {}
+
+    def place_all(self, entries: Iterator[StorageEntry]) -> None:
+        """Give each byte range to its chunk, to its bytes entry, or to the strays."""
+        tables = self._tables
+        for fqn, hint, offset, file, start, length, transforms in entries:
+            number = self._number_of(file)
+            table = tables.get(fqn)
+            position = None
+            if table is not None and offset is not None:
+                position = table.position_of(offset, hint)
+            if table is not None and position is not None:
+                is_first = table.place(position, number, start, length, transforms)
+            else:
+                byte_range = ByteRange(file, start, length, transforms)
+                is_first = self._place_other(fqn, offset, byte_range)
+            if not is_first:
+                raise Malformed(f"{shown(fqn)} has two byte ranges for one chunk")
+
+    def _number_of(self, file: str) -> int:
+        number = self._files.get(file)
+        if number is None:
+            number = self._files[file] = len(self.file_names)
+            self.file_names.append(file)
+        return number
+
+    def _place_other(self, fqn: str, offset: Dims | None, byte_range: ByteRange) -> bool:
+        if offset is not None or fqn not in self.of_bytes:
+            self.strays.append((fqn, offset, byte_range))
+            return True
+        if self.of_bytes[fqn] is not None:
+            return False
+        self.of_bytes[fqn] = byte_range
+        return True
