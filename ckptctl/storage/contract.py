@@ -35,6 +35,18 @@ class ShortRead(StorageError):
     exit_code = 26
     code = "step.changed"
 
+    def __init__(
+        self, message: str, *, size: int | None = None, next_command: str | None = None
+    ) -> None:
+        super().__init__(message, next_command=next_command)
+        self.size = size
+
+
+class TooLarge(StorageError):
+    """More than ckptctl takes in: a file over the limit, folders nested without end."""
+
+    code = "storage.too-large"
+
 
 class Kind(str, Enum):
     """What a read costs: nearly nothing, a round trip, or a request."""
@@ -80,7 +92,7 @@ class Store(Protocol):
         ...
 
     def read(self, path: str, *, limit: int) -> bytes:
-        """The whole file; raises `StorageError` when it is larger than `limit` bytes.
+        """The whole file; raises `TooLarge` when it is larger than `limit` bytes.
 
         Never blocks on what is not a regular file.
         """

@@ -1,0 +1,342 @@
+"""How are files on a mounted file system listed and read?
+
+Every path is walked name by name from a descriptor of the root, and no name on
+the way may be a link: what was checked is what is read, whatever is renamed
+meanwhile. Only the root itself, which the user named, may be a link or lie
+behind one. How a file is written is `publishing`'s question.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TypeVar
+
+from ckptctl.errors import (
+    AccessDenied,
+    AlreadyExists,
+    PathEscape,
+    PathNotFound,
+    StorageError,
+    StorageUnavailable,
+)
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kind, ShortRead, Span, TooLarge
+from ckptctl.storage.mounts import kind_of
+from ckptctl.storage.paths import parts_of
+from ckptctl.storage.publishing import make_folder, publish
+from ckptctl.storage.retrying import Transient, retried
+from ckptctl.storage.watchdog import beat, busy
+
+T = TypeVar("T")
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a pipe waits for its writer.
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
+_RETRIES = 3
+
+_MAX_DEPTH = 100
+_PIECE = 1 << 30  # Linux reads less than 2 GiB a call
+
+
+class LocalStore:
+    """A folder on a mounted file system. Holds no descriptor between calls.
+
+    `root` is what is opened, `url` what the user wrote. A name that vanishes
+    while its folder is listed makes the listing start again: it may have been
+    renamed to one that was already passed.
+    """
+
+    def __init__(self, root: str, *, url: str | None = None) -> None:
+        self.url = url or root
+        self._root = root
+        self._kind: Kind | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Whether a server answers for this folder, by the mount table."""
+        if self._kind is None:
+            self._kind = kind_of(self._root)
+        return self._kind
+
+    def list_dir(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_dir`; folders carry their mtime."""
+        return self._tried(path, lambda: _in_order(self._names(path)))
+
+    def list_tree(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_tree`."""
+        return self._tried(path, lambda: _in_order(self._tree(path)))
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """See `Store.read`."""
+        return self._tried(path, lambda: self._whole(path, limit))
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """See `Store.read_spans`: in flight on a network, one after the other on a disk."""
+        if self.kind is Kind.NETWORK:
+            from ckptctl.storage.in_flight import read_in_flight
+
+            return read_in_flight(self._span, spans)
+        return self._spans_in_turn(spans)
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """See `Store.put`; makes missing folders, and the root where its parent is there.
+
+        Not tried again: after a failed write nobody knows what reached the disk.
+        """
+        parts = parts_of(path)
+        if not parts:
+            raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
+        with busy(self._named(path)):
+            try:
+                if not os.path.isdir(self._root):
+                    parent, name = os.path.split(self._root_to_be())
+                    with _Descriptor(os.open(parent, _FOLDER)) as above:
+                        make_folder(name, within=above.fd)
+                with self._folder(parts[:-1], make=True) as folder:
+                    publish(parts[-1], data, within=folder.fd, replace=replace)
+            except FileExistsError as exc:
+                raise AlreadyExists(f"{self._named(path)} is there already; it was kept") from exc
+            except OSError as exc:
+                raise self._error(path, exc) from exc
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Listing
+
+    def _names(self, path: str) -> Iterator[FileInfo]:
+        with self._folder(parts_of(path)) as folder:
+            yield from _scan(folder, parts_of(path))
+
+    def _tree(self, path: str) -> Iterator[FileInfo]:
+        top = parts_of(path)
+        folders = [top]
+        while folders:
+            parts = folders.pop()
+            if len(parts) - len(top) > _MAX_DEPTH:
+                raise TooLarge(f"{self._named(path)}: folders nested more than {_MAX_DEPTH} deep")
+            try:
+                folder = self._folder(parts)
+            except (FileNotFoundError, NotADirectoryError, PathEscape) as exc:
+                if parts == top:
+                    raise
+                raise Transient("folders in it vanished while it was listed") from exc
+            with folder:
+                for info in _scan(folder, parts):
+                    if info.kind == "dir":
+                        folders.append((*parts, info.path.rpartition("/")[2]))
+                    else:
+                        yield info
+
+    # Reading
+
+    def _whole(self, path: str, limit: int) -> bytes:
+        with self._file(path) as file:
+            data = b""
+            size = os.fstat(file.fd).st_size
+            # One byte more than there should be, to see whether the file grew.
+            while len(data) <= limit:
+                more = os.pread(file.fd, min(limit, size, _PIECE) + 1, len(data))
+                if not more:
+                    return data
+                data = data + more if data else more
+        size = max(size, len(data))
+        raise TooLarge(f"{self._named(path)} is {size:,} bytes; at most {limit:,} are read of it")
+
+    def _spans_in_turn(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        path, file = "", _Descriptor(-1)
+        try:
+            for span in spans:
+                if span.path != path:
+                    file.close()
+                    path = span.path
+                    file = self._tried(path, partial(self._file, path))
+                try:
+                    with busy(self._named(path)):
+                        data = self._exactly(file, span)
+                except OSError:
+                    # A descriptor does not heal; the path, opened again, may.
+                    data = self._span(span)
+                yield span, data
+        finally:
+            file.close()
+
+    def _span(self, span: Span) -> bytes:
+        def once() -> bytes:
+            with self._file(span.path) as file:
+                return self._exactly(file, span)
+
+        return self._tried(span.path, once)
+
+    def _exactly(self, file: _Descriptor, span: Span) -> bytes:
+        # The size bounds what is allocated: the length is whatever a metadata says.
+        size = os.fstat(file.fd).st_size
+        end = span.offset + span.length
+        if span.offset < 0 or span.length < 0 or end > size:
+            raise self._short(span, size)
+        data = os.pread(file.fd, min(span.length, _PIECE), span.offset)
+        while len(data) < span.length:
+            more = os.pread(file.fd, min(span.length - len(data), _PIECE), span.offset + len(data))
+            if not more:
+                raise self._short(span, span.offset + len(data))
+            data += more
+        return data
+
+    def _short(self, span: Span, size: int) -> ShortRead:
+        return ShortRead(
+            f"{self._named(span.path)} is {size:,} bytes; "
+            f"bytes {span.offset:,} to {span.offset + span.length:,} were asked for",
+            size=size,
+        )
+
+    # Opening, one name at a time
+
+    def _file(self, path: str) -> _Descriptor:
+        *folders, name = parts_of(path) or ("",)
+        if not name:
+            raise PathNotFound(f"{self.url} is a folder, not a file")
+        with self._folder(folders) as folder:
+            file = self._below(folder, name, _FILE)
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            file.close()
+            raise PathNotFound(f"{self._named(path)} is not a regular file; it was not read")
+        return file
+
+    def _folder(self, parts: Sequence[str], *, make: bool = False) -> _Descriptor:
+        here = self._open_root()
+        for name in parts:
+            with here:
+                if make:
+                    make_folder(name, within=here.fd)
+                here = self._below(here, name, _FOLDER)
+        return here
+
+    def _below(self, folder: _Descriptor, name: str, flags: int) -> _Descriptor:
+        try:
+            return _Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
+        except OSError as exc:
+            target = _link_target(folder, name)
+            if target is None:
+                raise
+            raise PathEscape(
+                f"{self.url}: {name} is a link to {target}; links are not followed"
+            ) from exc
+
+    def _open_root(self) -> _Descriptor:
+        try:
+            return _Descriptor(os.open(self._root, _FOLDER))
+        except FileNotFoundError as exc:
+            self._root_to_be()
+            raise PathNotFound(f"{self.url} does not exist") from exc
+
+    def _root_to_be(self) -> str:
+        # A root that is a link stands for a folder elsewhere: its parent counts there.
+        root = os.path.realpath(self._root)
+        parent = os.path.dirname(root)
+        if not os.path.isdir(parent):
+            raise StorageUnavailable(
+                f"{self.url} does not exist, nor does {parent}, which would hold it; "
+                "is its file system mounted?",
+                next_command="findmnt --real",
+            )
+        return root
+
+    # Errors
+
+    def _tried(self, path: str, once: Callable[[], T]) -> T:
+        def attempt(n_before: int) -> T:
+            try:
+                return once()
+            except OSError as exc:
+                # A disk's read error may pass once; asking on only takes time.
+                if exc.errno in _HEALS or (exc.errno == errno.EIO and n_before == 0):
+                    raise Transient(exc.strerror or type(exc).__name__) from exc
+                raise self._error(path, exc) from exc
+
+        return retried(attempt, what=self._named(path), retries=_RETRIES)
+
+    def _error(self, path: str, exc: OSError) -> StorageError:
+        what = f"{self._named(path)}: {exc.strerror or type(exc).__name__}"
+        if exc.errno in _MISSING:
+            return PathNotFound(what)
+        if exc.errno in _DENIED:
+            return AccessDenied(f"{what} (as user {os.geteuid()})")
+        return StorageUnavailable(what)
+
+    def _named(self, path: str) -> str:
+        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+
+class _Descriptor:
+    """An open file or folder; closed once, and never by the garbage collector."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> _Descriptor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _scan(folder: _Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
+    prefix = "".join(f"{part}/" for part in parts)
+    with os.scandir(folder.fd) as entries:
+        for entry in entries:
+            beat()
+            # What NFS keeps of a file that was removed while somebody had it open.
+            if entry.name.startswith(".nfs"):
+                continue
+            try:
+                yield _info(entry, folder, prefix)
+            except FileNotFoundError as exc:
+                raise Transient("names in it vanished while it was listed") from exc
+
+
+def _info(entry: os.DirEntry[str], folder: _Descriptor, prefix: str) -> FileInfo:
+    about = entry.stat(follow_symlinks=False)
+    path = prefix + entry.name
+    mtime_s = about.st_mtime_ns / 1e9
+    if stat.S_ISDIR(about.st_mode):
+        return FileInfo(path, 0, mtime_s, kind="dir")
+    identity = f"{about.st_dev}:{about.st_ino}:{about.st_mtime_ns}"
+    if stat.S_ISREG(about.st_mode):
+        return FileInfo(path, about.st_size, mtime_s, identity)
+    if stat.S_ISLNK(about.st_mode):
+        target = os.readlink(entry.name, dir_fd=folder.fd)
+        return FileInfo(path, 0, mtime_s, identity, "link", target)
+    return FileInfo(path, 0, mtime_s, identity, "other")
+
+
+def _link_target(folder: _Descriptor, name: str) -> str | None:
+    try:
+        return os.readlink(name, dir_fd=folder.fd)
+    except OSError:
+        return None
+
+
+def _in_order(infos: Iterable[FileInfo]) -> list[FileInfo]:
+    return sorted(infos, key=attrgetter("path"))

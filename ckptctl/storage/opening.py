@@ -1,0 +1,93 @@
+"""Which store stands behind a path or a URL, and how are such addresses put together?
+
+Addresses are text from end to end: `pathlib` would take a URL's slashes apart.
+Nothing is asked of a storage here; a root that is not there shows at the first
+listing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from ckptctl.errors import UsageError
+from ckptctl.storage.contract import Store
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+
+
+def open_store(
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+    retries: int = 4,
+) -> Store:
+    """The store for a checkpoint root: a path, `file://…`, `s3://…`, or any URL fsspec opens.
+
+    `storage_options` go to the client of an object store as they are, and win
+    over its environment and configuration; `endpoint_url` is short for the one
+    that everybody needs. `timeout_s` bounds each connection and each wait for
+    bytes of an object store, `retries` how often a request is asked again. A
+    mounted file system has its own bounds, and `Watchdog`.
+
+    Raises `UsageError` for an address that no store can have, and
+    `MissingExtra` where the package for it is not installed.
+    """
+    if not url or "\0" in url:
+        raise UsageError("the checkpoint root is empty, or has a NUL in it")
+    if not is_local(url):
+        from ckptctl.storage.remote import open_remote
+
+        options = dict(storage_options or {})
+        if endpoint_url:
+            options["endpoint_url"] = endpoint_url
+        return open_remote(_without_slash(url), options, timeout_s=timeout_s, retries=retries)
+    from ckptctl.storage.local import LocalStore
+
+    start, path = _split(url)
+    root = os.path.expanduser(path) or "/"
+    return LocalStore(root, url=start + root)
+
+
+def is_local(url: str) -> bool:
+    """Whether `url` names a folder of this machine: a plain path, or `file://…`."""
+    scheme = _SCHEME.match(url)
+    return scheme is None or scheme[1].lower() == "file"
+
+
+def join_url(base: str, name: str) -> str:
+    """The address of `name`, a path with `/`, below the folder or prefix `base`."""
+    if not name:
+        return base
+    return f"{base}{name}" if base.endswith("/") else f"{base}/{name}"
+
+
+def parent_url(url: str) -> str:
+    """The address of the folder that holds `url`; a root of a storage is its own parent."""
+    start, path = _split(url)
+    above, slash, _ = path.rpartition("/")
+    if is_local(url):
+        return start + (_without_slash(above) or slash or ".")
+    return start + (above if slash else path)
+
+
+def base_name(url: str) -> str:
+    """The last name of the address; empty for a root of a storage (`/`, `s3://bucket`)."""
+    _, slash, name = _split(url)[1].rpartition("/")
+    return name if slash or is_local(url) else ""
+
+
+def _split(url: str) -> tuple[str, str]:
+    # A local path has no start; for the rest it is `scheme://`, and the first name
+    # behind it (bucket, host) belongs to the storage.
+    scheme = _SCHEME.match(url)
+    start = scheme[0] if scheme else ""
+    path = url[len(start) :]
+    return start, _without_slash(path)
+
+
+def _without_slash(path: str) -> str:
+    return path.rstrip("/") or path[:1]

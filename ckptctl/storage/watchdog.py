@@ -1,0 +1,120 @@
+"""Which storage operation is stuck, and who ends the process then?
+
+A read from a mount whose server is gone can hang in the kernel, where no
+timeout and no exception reaches it. Stores name what they are doing with
+`busy`; while a `Watchdog` is open, its thread ends the process with exit code
+75 once one of these operations has made no progress for the bound.
+
+A thread that sleeps uninterruptibly in the kernel is freed by the kernel alone,
+and the process is gone only then; waits on NFS, FUSE and Lustre servers are
+killable. Retries and timeouts of requests are the stores' own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from ckptctl.errors import StorageUnavailable
+
+_PRINTING_S = 5.0
+
+
+class Operation:
+    """One wait for the storage, in one thread."""
+
+    __slots__ = ("n_beats", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.n_beats = 0
+
+    def __enter__(self) -> None:
+        _in_flight[threading.get_ident()] = self
+
+    def __exit__(self, *exc: object) -> None:
+        _in_flight.pop(threading.get_ident(), None)
+
+
+class _Unwatched(Operation):
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_open: set[Watchdog] = set()
+_in_flight: dict[int, Operation] = {}
+_UNWATCHED = _Unwatched("")
+
+
+def busy(what: str) -> Operation:
+    """A context manager around one wait for the storage; `what` begins the error message.
+
+    Costs next to nothing while no watchdog is open. Time between operations (a
+    pause before the next try) is not counted. They do not nest.
+    """
+    return Operation(what) if _open else _UNWATCHED
+
+
+def beat() -> None:
+    """Say that the operation of this thread came a bit further, if there is one."""
+    if operation := _in_flight.get(threading.get_ident()):
+        operation.n_beats += 1
+
+
+class Watchdog:
+    """Ends the process when an operation makes no progress for `bound_s` seconds.
+
+    `on_stall` gets the error to print; when it has returned, or has not within a
+    few seconds, the process ends with `os._exit`, without finalizers: nothing
+    may wait for the thread that is stuck. Operations that began before the
+    watchdog was opened are not watched.
+    """
+
+    def __init__(self, bound_s: float, on_stall: Callable[[StorageUnavailable], None]) -> None:
+        self._bound_s = bound_s
+        self._on_stall = on_stall
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ckptctl-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        _open.add(self)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _open.discard(self)
+        self._closed.set()
+
+    def _watch(self) -> None:
+        # Quiet time is counted in wake-ups of this thread and not by a clock:
+        # a process that was stopped, or a machine that slept, is not a stall.
+        wake_ups = 8
+        seen: dict[int, tuple[Operation, int, int]] = {}
+        while not self._closed.wait(self._bound_s / wake_ups):
+            now: dict[int, tuple[Operation, int, int]] = {}
+            for key, operation in list(_in_flight.items()):
+                before, n_beats, quiet = seen.get(key, (None, 0, 0))
+                same = before is operation and n_beats == operation.n_beats
+                now[key] = (operation, operation.n_beats, quiet + 1 if same else 0)
+                if now[key][2] >= wake_ups:
+                    self._end(operation)
+            seen = now
+
+    def _end(self, operation: Operation) -> None:
+        error = StorageUnavailable(
+            f"{operation.what}: no progress for {self._bound_s:g} s; the storage hangs, "
+            "and nothing is known about what it holds"
+        )
+        try:
+            # In a thread of its own: printing into a full pipe must not keep us.
+            printing = threading.Thread(target=self._on_stall, args=(error,), daemon=True)
+            printing.start()
+            printing.join(_PRINTING_S)
+        finally:
+            os._exit(StorageUnavailable.exit_code)
