@@ -1,3 +1,87 @@
-"""Which checkpoint do we resume from, and did the resume work?"""
+"""Which checkpoint do we resume from, and did the resume work?
+
+The public names. Importing the package imports neither torch nor s3fs, and a
+function only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.errors import (
+        AccessDenied,
+        CkptctlError,
+        MissingExtra,
+        NothingToResume,
+        PathNotFound,
+        StorageError,
+        StorageUnavailable,
+        UsageError,
+    )
+    from ckptctl.findings import Finding, Report, Severity, Verdict
+    from ckptctl.judge.picking import pick
+    from ckptctl.judge.results import Answer, Contents, PassedOver, Pick, Scan
+    from ckptctl.judge.scanning import scan
+    from ckptctl.judge.showing import show
+    from ckptctl.judge.verifying import verify
+    from ckptctl.model import Level, StatePart, TrainState, WorldSize
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AccessDenied",
+    "Answer",
+    "CkptctlError",
+    "Contents",
+    "Finding",
+    "Level",
+    "MissingExtra",
+    "NothingToResume",
+    "PassedOver",
+    "PathNotFound",
+    "Pick",
+    "Report",
+    "Scan",
+    "Severity",
+    "StatePart",
+    "StorageError",
+    "StorageUnavailable",
+    "TrainState",
+    "UsageError",
+    "Verdict",
+    "WorldSize",
+    "pick",
+    "scan",
+    "show",
+    "verify",
+]
+
+_HOMES = {
+    "ckptctl.errors": (
+        "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
+        "StorageUnavailable UsageError"
+    ),
+    "ckptctl.findings": "Finding Report Severity Verdict",
+    "ckptctl.judge.picking": "pick",
+    "ckptctl.judge.results": "Answer Contents PassedOver Pick Scan",
+    "ckptctl.judge.scanning": "scan",
+    "ckptctl.judge.showing": "show",
+    "ckptctl.judge.verifying": "verify",
+    "ckptctl.model": "Level StatePart TrainState WorldSize",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -64,6 +64,8 @@ _EXIT_CODES: Mapping[Verdict, int] = {
     Verdict.COMPLETE: 0,
 }
 
+EXIT_FRESH = 10
+EXIT_NONE_USABLE = 11
 EXIT_STATE_MISSING = 23
 EXIT_WORLD_SIZE = 24
 EXIT_DENIED = 77
@@ -90,9 +92,10 @@ def _warning(title: str) -> Code:
     return Code(Severity.WARNING, None, title)
 
 
-_NEVER_FINISHED = frozenset(
+NEVER_FINISHED = frozenset(
     {"metadata.missing", "file.missing", "part.missing", "step.unfinished", "step.in-progress"}
 )
+"""What a save leaves that never came to its end: nothing that was there is lost."""
 
 # What should be there and is not makes a step `incomplete`; what is there and
 # is wrong makes it `corrupt`.
@@ -117,6 +120,7 @@ CODES: Mapping[str, Code] = {
     "coverage.outside": _fault(Verdict.CORRUPT, "a chunk sticks out of its tensor"),
     "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive"),
     "record.mismatch": _fault(Verdict.CORRUPT, "a record contradicts the metadata"),
+    "record.unsafe": _fault(Verdict.UNSAFE, "a record asks for code to run"),
     "record.crc": _fault(Verdict.CORRUPT, "bytes do not match the checksum saved with them"),
     "record.no-crc": _remark("records were saved without checksums"),
     "record.transformed": _remark("records are compressed; their framing was not read"),
@@ -195,7 +199,7 @@ class Report:
     `n_bytes`, `n_files`, `n_tensors` and `n_records` say how large the step is,
     `bytes_read` what looking cost. `digests` are the SHA-256 of the metadata
     files by their path in the step. `written_s` is when the newest file was
-    written, in seconds since 1970.
+    written, in seconds since 1970. `ranks` are the ranks that left a file, by part.
     """
 
     url: str
@@ -215,6 +219,7 @@ class Report:
     written_s: float | None
     parts: tuple[str, ...]
     digests: tuple[tuple[str, str], ...]
+    ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -225,7 +230,7 @@ class Report:
     def interrupted(self) -> bool:
         """A save that never came to its end: no fault but what it did not get to write."""
         faults = self.with_severity(Severity.FAULT)
-        return bool(faults) and all(f.code in _NEVER_FINISHED for f in faults)
+        return bool(faults) and all(f.code in NEVER_FINISHED for f in faults)
 
     @property
     def damaged(self) -> bool:

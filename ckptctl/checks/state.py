@@ -42,6 +42,10 @@ class Sources:
     numbers: Mapping[tuple[str, str], int]
 
 
+NO_STATE = TrainState(**{kind: StatePart(False) for kind in STATE_KINDS})
+"""What is known of a step that could not be looked at."""
+
+
 @dataclass(slots=True)
 class _Found:
     where: list[str]
@@ -122,6 +126,8 @@ def _from_content(
         name = kind_of_entry((str(key),)).names[0]
         if name not in STATE_KINDS or name in own_kind or _is_empty(value):
             continue
+        if name == "tokens" and value == 0:
+            continue  # a counter that was never switched on
         _note(found[name], path, rank)
         if name in ("step", "tokens") and isinstance(value, int):
             found[name].value = value

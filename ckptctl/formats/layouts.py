@@ -130,6 +130,11 @@ def _without_flat_suffix(name: str) -> str:
     return name
 
 
+def is_flat_file(file: FileInfo) -> bool:
+    """Whether a file directly under the root is a whole step in one `torch.save` file."""
+    return file.kind == "file" and file.path.endswith(_FLAT_SUFFIXES)
+
+
 # Pointer files. A pointer is a hint, never the truth.
 
 _POINTERS: Mapping[str, str] = {
@@ -190,6 +195,17 @@ def rank_local_rank(file_name: str) -> int | None:
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
+def belongs_to_shards(path: str) -> bool:
+    """Whether a file of a step is a shard, metadata, or ckptctl's own: not a sidecar."""
+    name = path.rsplit("/", 1)[-1]
+    return name.endswith((".distcp", ".metadata", METADATA_TMP, ".safetensors")) or is_own(path)
+
+
+def is_own(path: str) -> bool:
+    """Whether a file below a root or a step is one that ckptctl wrote itself."""
+    return path.split("/", 1)[0] == OWN_FOLDER
+
+
 def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ...]:
     """The folders of tensors among a step's files, by path; none for a step without any.
 
@@ -200,7 +216,7 @@ def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ..
     folders: dict[str, list[FileInfo]] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
-        if file.path.split("/", 1)[0] == OWN_FOLDER or folder.count("/") >= max_depth:
+        if is_own(file.path) or folder.count("/") >= max_depth:
             continue
         folders.setdefault(folder, []).append(_renamed(file, name))
     dcp = [

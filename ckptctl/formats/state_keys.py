@@ -45,7 +45,8 @@ _OPTIMIZER_MOMENTS = frozenset(
 )
 _ADAM_SETTINGS = frozenset({"betas", "amsgrad"})
 _RNG_HEAD = re.compile(
-    r"rng|rngs|rng_states?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng"
+    r"(?:rngs?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng)"
+    r"(?:_(?:dp_|global_)?rank)?_?[0-9]*"
 )
 _SCHEDULER_HEAD = re.compile(
     r"(?:lr_|learning_rate_)?(?:scheduler|schedulers|sched)(?:_[0-9]+)?"
@@ -53,7 +54,8 @@ _SCHEDULER_HEAD = re.compile(
 )
 _DATALOADER_HEAD = re.compile(
     r"(?:train_|training_)?(?:dataloader|data_loader|loader|dataset|data_iterator|data_iter)"
-    r"(?:_state|_state_dict|s)?|dataset_state|dl_state(?:_dict)?|sampler|data_state|data_stages"
+    r"(?:_state|_state_dict|s)?(?:_(?:dp_)?rank)?_?[0-9]*"
+    r"|dl_state(?:_dict)?|sampler|data_state|data_stages"
 )
 _DATALOADER_MARKS = frozenset(
     {
@@ -132,7 +134,7 @@ def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
     head, leaf = words[0], words[-1]
     if _is_optimizer(words):
         return Kind(("optimizer",))
-    if _MODEL_HEAD.fullmatch(head):
+    if _MODEL_HEAD.fullmatch(head) or _holds_weights(tensor):
         return Kind(("model",))
     if any(_RNG_HEAD.fullmatch(word) for word in words[:2]):
         return Kind(("rng",), _rank_in(words))
@@ -145,6 +147,10 @@ def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
     if tensor is None or tensor.shape == ():
         return _kind_of_number(leaf, len(words), is_tensor=tensor is not None)
     return Kind(("model",))
+
+
+def _holds_weights(tensor: TensorEntry | None) -> bool:
+    return tensor is not None and tensor.shape != () and "float" in tensor.dtype
 
 
 def _words(path: Path) -> list[str]:
@@ -175,7 +181,7 @@ def _kind_of_number(leaf: str, depth: int, *, is_tensor: bool) -> Kind:
 
 
 def _rank_in(words: Sequence[str]) -> str | None:
-    for at, word in enumerate(words[1:], start=1):
+    for at, word in enumerate(words):
         if word.startswith("shard_"):
             # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
             return ".".join(words[at:])

@@ -1,0 +1,187 @@
+"""Does the folder look like a step that was saved to its end?
+
+Answers by names alone: a name that a framework takes away when a step is whole,
+a file that it writes last, a pipeline stage that is missing, a file that nobody
+would write there, a format that is not sharded. What the metadata says of the
+shard files is `presence`'s question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptctl.findings import Finding
+from ckptctl.formats import layouts
+from ckptctl.formats.state_keys import kind_of_file
+from ckptctl.model import FileInfo, Part, PartFormat, Step
+
+SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
+
+_WHAT_IT_IS = {
+    PartFormat.FLAT: (
+        "plain torch.save files",
+        (
+            "each holds whole objects of one rank, so another world size cannot load sharded state "
+            "from them, and nothing says which of them belong together"
+        ),
+    ),
+    PartFormat.DEEPSPEED: (
+        "a DeepSpeed ZeRO checkpoint",
+        (
+            "its optimizer is cut for the data-parallel size that wrote it; another one needs "
+            "DeepSpeed's universal conversion first"
+        ),
+    ),
+    PartFormat.MEGATRON_LEGACY: (
+        "a legacy Megatron checkpoint (mp_rank_* folders)",
+        "it loads at the tensor- and pipeline-parallel size that wrote it only",
+    ),
+    PartFormat.ZARR: (
+        "a zarr checkpoint",
+        "Megatron's zarr format is deprecated; convert it to torch_dist with Megatron itself",
+    ),
+    PartFormat.ORBAX: (
+        "an Orbax checkpoint",
+        "it is JAX's format, not torch's",
+    ),
+    PartFormat.TORCHSNAPSHOT: (
+        "a torchsnapshot checkpoint",
+        "its predecessor format is not DCP; load it with torchsnapshot",
+    ),
+    PartFormat.UNKNOWN: ("files of an unknown format", "nothing can be said about it"),
+}
+
+
+def sidecars_of(step: Step) -> tuple[FileInfo, ...]:
+    """The files of a step that are neither shards nor metadata of its parts."""
+    return tuple(file for file in step.files if not layouts.belongs_to_shards(file.path))
+
+
+def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
+    """Yield what the names in a step say against it. Cost: one look at each name.
+
+    `unfinished` says that the folder itself bears the name of a save in flight.
+    Yields `step.unfinished`, `part.missing`, `file.missing`, `file.unreadable`,
+    `metadata.missing`, `format.unsupported`.
+    """
+    if unfinished:
+        yield _unfinished(step.name, "the folder still bears the name of a save in flight")
+    for marker in layouts.unfinished_markers(step.files):
+        yield _unfinished(marker, f"{marker} is still there: the save did not end")
+    yield from _check_stages(step)
+    yield from _check_last(step)
+    yield from _check_empty(step)
+    if not step.parts:
+        yield _no_tensors(step)
+    for part in step.parts:
+        if part.format not in SHARDED and part.format is not PartFormat.SAFETENSORS:
+            yield _unsupported(step, part)
+
+
+def _unfinished(where: str, why: str) -> Finding:
+    return Finding(
+        "step.unfinished",
+        where,
+        why,
+        expected="a step that was saved to its end",
+        found=where,
+        next_command="ckptctl explain step.unfinished",
+    )
+
+
+def _check_stages(step: Step) -> Iterator[Finding]:
+    for stage in layouts.missing_stages(step.parts):
+        held = ", ".join(part.path for part in step.parts)
+        yield Finding(
+            "part.missing",
+            stage,
+            f"pipeline stage {stage} is missing; the step holds {held}",
+            expected=f"a folder {stage} with metadata and shards",
+            found="nothing",
+            next_command=f"ckptctl show {step.url}",
+        )
+
+
+def _check_last(step: Step) -> Iterator[Finding]:
+    for name in layouts.missing_last(step.layout, step.parts, step.files):
+        yield Finding(
+            "file.missing",
+            name,
+            f"{name} is missing, which {step.layout} writes when everything else is there",
+            expected=name,
+            found="nothing",
+            next_command="ckptctl explain file.missing",
+        )
+
+
+def _check_empty(step: Step) -> Iterator[Finding]:
+    for file in sidecars_of(step):
+        if file.size == 0 and file.kind == "file" and kind_of_file(step.layout, file.path):
+            yield Finding(
+                "file.unreadable",
+                file.path,
+                f"{file.path} should hold train state and is empty",
+                expected="more than 0 bytes",
+                found="0 bytes",
+                next_command=f"ckptctl show {step.url}",
+            )
+
+
+def _no_tensors(step: Step) -> Finding:
+    n_files = len(step.files)
+    found = f"{n_files} other file{'s' if n_files != 1 else ''}" if n_files else "nothing"
+    return Finding(
+        "metadata.missing",
+        layouts.METADATA,
+        f"there is no metadata and no shard file in the step, only {found}"
+        if n_files
+        else "the step's folder is empty",
+        expected=layouts.METADATA,
+        found=found,
+        next_command="ckptctl explain metadata.missing",
+    )
+
+
+def _unsupported(step: Step, part: Part) -> Finding:
+    what, means = _WHAT_IT_IS[part.format]
+    return Finding(
+        "format.unsupported",
+        part.path or step.name,
+        f"this is {what}, not a sharded DCP checkpoint: {means}",
+        expected="torch Distributed Checkpoint (DCP)",
+        found=what,
+        next_command="ckptctl explain format.unsupported",
+    )
+
+
+def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
+    """Yield one `step.changed` where a second listing differs from the first.
+
+    Names, sizes, times and identities are compared. What ckptctl itself writes does
+    not count.
+    """
+    before = _comparable(step.files)
+    after = _comparable(now)
+    differing = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+    if not differing:
+        return
+    name = differing[0]
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    yield Finding(
+        "step.changed",
+        name,
+        f"{name}{more} changed while the step was looked at: someone writes or deletes here",
+        expected=_described(before.get(name)),
+        found=_described(after.get(name)),
+        next_command=f"ckptctl verify {step.url}",
+    )
+
+
+def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
+    return {file.path: file for file in files if not layouts.is_own(file.path)}
+
+
+def _described(file: FileInfo | None) -> str:
+    return f"{file.size:,} bytes ({file.identity})" if file else "no such file"

@@ -1,0 +1,48 @@
+"""Are the arguments that several functions share what they may be?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckptctl.errors import UsageError
+from ckptctl.judge.reporting import Conditions
+from ckptctl.model import STATE_KINDS, Level
+
+
+def conditions(
+    require: Collection[str],
+    world_size: int | None,
+    saved_world_size: int | None,
+    grace_s: float,
+) -> Conditions:
+    """What the caller asks of a step, checked; raises `UsageError`."""
+    if isinstance(require, str):
+        require = require.split(",")
+    for kind in require:
+        if kind not in STATE_KINDS:
+            raise UsageError(
+                f"{kind!r} is no kind of train state; they are {', '.join(STATE_KINDS)}"
+            )
+    for name, size in (("world-size", world_size), ("saved-world-size", saved_world_size)):
+        if size is not None and size < 1:
+            raise UsageError(f"--{name} is {size}; a job has at least 1 rank")
+    return Conditions(
+        tuple(kind for kind in STATE_KINDS if kind in require),
+        world_size,
+        saved_world_size,
+        not_negative("grace", grace_s),
+    )
+
+
+def not_negative(name: str, value: float) -> float:
+    """The value, if it is 0 or more; raises `UsageError` with the option's name."""
+    if not value >= 0:
+        raise UsageError(f"--{name} is {value}; it must be 0 or more")
+    return value
+
+
+def known_level(level: Level | None) -> Level | None:
+    """The level, if it is one that this version reaches."""
+    if level is Level.CONTENT:
+        raise UsageError("level content is not there yet; the deepest level is structure")
+    return level

@@ -1,0 +1,193 @@
+"""Which of the candidates is the newest that may be resumed from?
+
+The policy and nothing else: candidates come newest first, looking at one is a
+function that the caller gives. Nothing here knows a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.formats.layouts import StepName
+from ckptctl.judge.results import PassedOver
+from ckptctl.model import Level
+
+MAX_PREDECESSORS = 10
+"""How many older steps are asked whether they hold the optimizer that a newer one lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One step under one of the roots; `tier` is the place of its root in the argument list."""
+
+    tier: int
+    named: StepName
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller lets `pick` take. `max_fallback` counts damaged steps."""
+
+    weights_ok: bool = False
+    accept_unverifiable: bool = False
+    before: int | None = None
+    skip: Collection[int] = ()
+    max_fallback: int = 2
+
+
+@dataclass(slots=True)
+class Choice:
+    """What choosing came to: the chosen report or none, and everything passed over on the way.
+
+    `stopped` says why the search ended before the steps did: `unknown` for a step
+    that could not be looked at, `suspect` for too many damaged ones. `no_steps`
+    are folders with a number for a name that turned out to be something else.
+    """
+
+    chosen: Report | None = None
+    no_steps: list[Candidate] = field(default_factory=list)
+    passed_over: list[PassedOver] = field(default_factory=list)
+    stopped: str | None = None
+    exit_code: int = EXIT_NONE_USABLE
+
+    @property
+    def damaged(self) -> tuple[PassedOver, ...]:
+        """The steps passed over that are damaged, one for each step number."""
+        by_number = {over.report.number: over for over in self.passed_over if over.report.damaged}
+        return tuple(by_number.values())
+
+
+Look = Callable[[Candidate, Level], Report]
+"""Look at a candidate, at the given level or deeper."""
+
+
+def in_order(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
+    """The candidates that the policy lets through, newest first, earlier tiers first."""
+    return sorted(
+        (
+            c
+            for c in candidates
+            if (policy.before is None or c.named.number < policy.before)
+            and c.named.number not in policy.skip
+        ),
+        key=lambda c: (-c.named.number, c.tier),
+    )
+
+
+def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choice:
+    """Take the newest candidate that passes; stop where the answer would not be sure.
+
+    `candidates` come from `in_order`. Looks at as few as it can: at one, if the
+    newest is whole and lacks nothing; at its predecessor too, if it lacks state.
+    """
+    choice = Choice()
+    for number, copies in groupby(candidates, key=lambda c: c.named.number):
+        older = [c for c in candidates if c.named.number < number]
+        if _take_one_of(list(copies), older, look, policy, choice):
+            return choice
+        unknown = [
+            over.report
+            for over in choice.passed_over
+            if over.report.number == number and over.report.verdict is Verdict.UNKNOWN
+        ]
+        if unknown:
+            choice.stopped = "unknown"
+            choice.exit_code = max(report.exit_code for report in unknown)
+            return choice
+        if len(choice.damaged) > policy.max_fallback:
+            choice.stopped = "suspect"
+            return choice
+    return choice
+
+
+def _take_one_of(
+    copies: Sequence[Candidate],
+    older: Sequence[Candidate],
+    look: Look,
+    policy: Policy,
+    choice: Choice,
+) -> bool:
+    # Once one step was found damaged, a glance is not enough for the next.
+    level = Level.STRUCTURE if choice.damaged else Level.LISTING
+    for candidate in copies:
+        report = look(candidate, level)
+        if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
+            choice.no_steps.append(candidate)
+            continue
+        reason = refusal(report, policy) or _lacking(report, older, look, policy)
+        if reason is None:
+            choice.chosen, choice.exit_code = report, 0
+            return True
+        choice.passed_over.append(PassedOver(report, reason))
+    return False
+
+
+def refusal(report: Report, policy: Policy) -> str | None:
+    """Why a step cannot be taken for what it is itself, in one line; None where it can be."""
+    if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable:
+        return None
+    if report.usable:
+        return None
+    faults = report.with_severity(Severity.FAULT)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return f"{report.verdict.value}: {faults[0].message}{more}"
+    conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
+    wanted = conditions.get(report.exit_code, "").split()
+    said = [finding.message for finding in report.findings if finding.code in wanted]
+    return said[0] if said else report.verdict.value
+
+
+def _lacking(report: Report, older: Sequence[Candidate], look: Look, policy: Policy) -> str | None:
+    missing = [kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held]
+    if not missing or policy.weights_ok:
+        return None
+    what = ", ".join(missing)
+    # At the same level: what is read and what is believed by name do not compare.
+    for earlier in _predecessors(older, look, report.level, ask_all="optimizer" in missing):
+        if earlier.verdict is Verdict.UNKNOWN:
+            return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
+        lost = ", ".join(kind for kind in missing if kind in earlier.state.held)
+        if lost:
+            return (
+                f"lacks {lost}, which step {earlier.number} holds: "
+                f"a resume from here would reset it (--weights-ok takes it all the same)"
+            )
+    return None
+
+
+_KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+
+
+def _predecessors(
+    older: Sequence[Candidate], look: Look, level: Level, *, ask_all: bool
+) -> Iterator[Report]:
+    # A damaged predecessor says nothing; the one before it is asked instead.
+    says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
+    for candidate in older[:MAX_PREDECESSORS]:
+        report = look(candidate, level)
+        if report.verdict in says_nothing:
+            continue
+        yield report
+        if not ask_all:
+            return
+
+
+def suspect_storage(choice: Choice) -> Iterator[Finding]:
+    """Yield `root.suspect` where two or more recent steps are damaged."""
+    damaged = choice.damaged
+    if len(damaged) < 2:
+        return
+    numbers = ", ".join(str(over.report.number) for over in damaged)
+    yield Finding(
+        "root.suspect",
+        "",
+        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage path itself, "
+        "and check the file system before you trust any newer save",
+        expected="at most one damaged step",
+        found=f"{len(damaged)} damaged steps",
+        next_command="ckptctl explain root.suspect",
+    )

@@ -1,0 +1,190 @@
+"""What does one look at one step find?
+
+Everything that `scan`, `verify`, `pick` and `show` know of a step comes from
+here: list it, read its metadata, run the checks that the level asks for, add it
+up to a `Report`. Choosing between steps is `choosing`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
+from ckptctl.checks.state import NO_STATE, Sources, train_state
+from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
+from ckptctl.findings import Finding, Report
+from ckptctl.formats import layouts
+from ckptctl.formats.layouts import StepName
+from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
+from ckptctl.judge.reporting import Conditions, report_on
+from ckptctl.judge.small_values import read_sidecars
+from ckptctl.model import FileInfo, Level, Step
+from ckptctl.storage.contract import Kind, ShortRead, Store
+from ckptctl.storage.opening import join_url
+
+MAX_QUICK_READS = 10_000
+"""Up to so many reads on a file system, `structure` is the default level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A report, with what it was made from for those who want to show more.
+
+    `level_reason` says why the look was not deeper where nobody asked for a level.
+    """
+
+    report: Report
+    step: Step
+    parts: tuple[PartLook, ...] = ()
+    level_reason: str | None = None
+
+
+def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
+    """The files of a step, paths relative to it. Cost: one listing.
+
+    A step that is one file is listed as that file. Raises `PathNotFound` where
+    there is neither a folder nor a file of that name.
+    """
+    prefix = f"{name}/"
+    try:
+        files = tuple(_below(file, prefix) for file in store.list_tree(name))
+    except PathNotFound:
+        files = ()
+    if files:
+        return files
+    for entry in store.list_dir(""):
+        if entry.path == name:
+            return () if entry.kind == "dir" else (entry,)
+    url = join_url(store.url, name)
+    raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
+
+
+def _below(file: FileInfo, prefix: str) -> FileInfo:
+    path = file.path.removeprefix(prefix)
+    return FileInfo(path, file.size, file.mtime_s, file.identity, file.kind, file.link)
+
+
+def look(
+    store: Store,
+    named: StepName | str,
+    conditions: Conditions,
+    *,
+    level: Level | None = None,
+    at_least: Level = Level.LISTING,
+    files: Sequence[FileInfo] | None = None,
+) -> Looked:
+    """Look at one step under a root.
+
+    `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
+    `files` is the listing of the step where the caller has it. A storage that
+    fails gives a report with the verdict `unknown`, never an exception.
+
+    Cost: at `listing` one listing and one read for each metadata file, and on file
+    systems for each small file of train state; at `structure` the reads that
+    `n_reads` counts, and a second listing.
+    """
+    name = named if isinstance(named, str) else named.name
+    number = None if isinstance(named, str) else named.number
+    step = Step(join_url(store.url, name), name, number, "dcp", (), ())
+    try:
+        step = _step(step, named, list_step(store, name) if files is None else files)
+        return _look_at(store, step, named, conditions, level, at_least)
+    except StorageError as error:
+        finding = _could_not_look(error, step)
+        report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
+        return Looked(report, step)
+
+
+def _step(step: Step, named: StepName | str, files: Sequence[FileInfo]) -> Step:
+    layout = "dcp" if isinstance(named, str) else layouts.layout_of(named, files)
+    return replace(step, layout=layout, parts=layouts.parts_of(files), files=tuple(files))
+
+
+def _look_at(
+    store: Store,
+    step: Step,
+    named: StepName | str,
+    conditions: Conditions,
+    level: Level | None,
+    at_least: Level,
+) -> Looked:
+    parts = [look_at_part(store, step, part) for part in step.parts]
+    reached, reason = _level(store.kind, parts, level, at_least)
+    deep = reached.depth >= Level.STRUCTURE.depth
+    if deep:
+        parts = [look_deeper(store, step, part) for part in parts]
+    findings = [
+        *check_shape(step, unfinished=_unfinished(named)),
+        *(f for part in parts for f in part.findings),
+    ]
+    contents: dict[str, object] = {}
+    if deep or store.kind is not Kind.OBJECT:
+        for sidecar in read_sidecars(store, step.name, step.layout, sidecars_of(step), step.url):
+            findings += [sidecar.finding] if sidecar.finding else []
+            contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
+    state = train_state(_sources(step, parts, contents))
+    if deep:
+        findings += check_unchanged(step, list_step(store, step.name))
+    report = report_on(step, findings, parts, state, conditions, reached)
+    return Looked(report, step, tuple(parts), reason)
+
+
+def _level(
+    kind: Kind, parts: Sequence[PartLook], level: Level | None, at_least: Level
+) -> tuple[Level, str | None]:
+    """The level to look at, and why it is not deeper where nobody asked for one."""
+    if level is not None:
+        return max(level, at_least, key=lambda asked: asked.depth), None
+    reads = sum(n_reads(part) for part in parts)
+    n_bytes = sum(file.size for part in parts for file in part.part.files)
+    if kind is Kind.OBJECT:
+        why = f"--level structure would send {reads:,} more requests"
+    elif reads > MAX_QUICK_READS:
+        why = f"--level structure would take {reads:,} reads"
+    else:
+        at_least = max(Level.STRUCTURE, at_least, key=lambda asked: asked.depth)
+    if at_least is Level.LISTING:
+        return at_least, why
+    return at_least, f"the checksums of its {n_bytes:,} bytes were not compared"
+
+
+def _unfinished(named: StepName | str) -> bool:
+    return isinstance(named, StepName) and named.unfinished
+
+
+def _sources(step: Step, parts: Sequence[PartLook], contents: Mapping[str, object]) -> Sources:
+    return Sources(
+        step.layout,
+        [(look.part.path, metadata) for look in parts for metadata in look.metadata],
+        sidecars_of(step),
+        contents,
+        {(look.part.path, fqn): value for look in parts for fqn, value in look.numbers.items()},
+    )
+
+
+def _could_not_look(error: StorageError, step: Step) -> Finding:
+    """What a storage that failed means for the step it was asked for."""
+    if isinstance(error, PathEscape):
+        code, expected = "path.escape", "files and folders inside the root"
+    elif isinstance(error, (PathNotFound, ShortRead)):
+        code, expected = "step.changed", "the step as it was listed"
+    elif isinstance(error, AccessDenied):
+        code, expected = "step.denied", "leave to list and read"
+    else:
+        code, expected = "step.unknown", "an answer"
+    return Finding(
+        code,
+        step.name,
+        error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
+        expected=expected,
+        found=error.message,
+        next_command=error.next_command or f"ckptctl verify {step.url}",
+    )
+
+
+_NOT_KNOWN = {
+    "step.changed": "it was there a moment ago, so someone deletes or writes here",
+    "step.denied": "nothing is known about the step",
+    "step.unknown": "nothing is known about the step",
+}

@@ -1,0 +1,156 @@
+"""What is wrong with one folder of tensors?
+
+Brings a part's metadata, its files and the checks together, first by the
+listing, then by the structure of the records. The checks themselves are one
+floor below.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl.checks.coverage import check_part_coverage
+from ckptctl.checks.identity import check_identity
+from ckptctl.checks.presence import check_presence
+from ckptctl.checks.ranges import Ranges
+from ckptctl.checks.safetensors import check_safetensors
+from ckptctl.checks.shape import SHARDED
+from ckptctl.checks.sizes import check_sizes
+from ckptctl.checks.state import check_optimizer_steps
+from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.state_keys import entry_kinds, is_optimizer_step, optimizer_of
+from ckptctl.judge.metadata_files import PartFolder, read_metadata
+from ckptctl.judge.small_values import read_numbers, scalar
+from ckptctl.model import Metadata, Part, PartFormat, Step
+from ckptctl.storage.contract import Kind, Store
+
+
+@dataclass(frozen=True, slots=True)
+class PartLook:
+    """What looking at one part has found so far.
+
+    `metadata` is one, or one for each rank, or none that could be decoded.
+    `numbers` are the values of the `step` and `tokens` entries that were read, by
+    FQN. `n_records` counts the byte ranges that the metadata names.
+    """
+
+    part: Part
+    metadata: tuple[Metadata, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    n_records: int = 0
+    bytes_read: int = 0
+
+    @property
+    def records_by_file(self) -> Mapping[str, int]:
+        """How many records lie in each shard file that the metadata names."""
+        ranges = self.ranges
+        numbers = ranges.by_file()
+        return {name: len(inside) for name, inside in zip(ranges.file_names, numbers, strict=True)}
+
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges of all metadata of the part."""
+        return Ranges(self.metadata)
+
+
+def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
+    """Look at a part by its listing and its metadata.
+
+    Storage errors pass through. Cost: one read for each metadata file, or for each
+    safetensors header; on file systems one more for each step and token count.
+    """
+    at = PartFolder(store, _folder(step, part), part, step.url)
+    if part.format is PartFormat.SAFETENSORS:
+        return PartLook(part, findings=tuple(check_safetensors(store, at.folder, part)))
+    if part.format not in SHARDED:
+        return PartLook(part)
+    metadata: list[Metadata] = []
+    findings: list[Finding] = []
+    for item in read_metadata(at):
+        if isinstance(item, Metadata):
+            metadata.append(item)
+        else:
+            findings.append(item)
+    if metadata:
+        ranges = Ranges(metadata)
+        findings += check_identity(step, part, metadata[0])
+        findings += check_presence(ranges, part.files, part.path)
+        findings += check_sizes(ranges, part.path)
+        findings += check_part_coverage(metadata, part.path)
+    looked = PartLook(
+        part,
+        tuple(metadata),
+        tuple(findings),
+        n_records=len(ranges) if metadata else 0,
+        bytes_read=sum(one.n_bytes for one in metadata),
+    )
+    # A request each on an object store: there they wait for a deeper look.
+    return looked if store.kind is Kind.OBJECT else _with_numbers(store, at.folder, looked)
+
+
+def _with_numbers(store: Store, folder: str, look: PartLook) -> PartLook:
+    if not look.metadata or any(f.severity is Severity.FAULT for f in look.findings):
+        return look
+    metadata = look.metadata[0]
+    kinds = entry_kinds(metadata, look.part.path)
+    return replace(look, numbers=read_numbers(store, folder, metadata, kinds))
+
+
+def _folder(step: Step, part: Part) -> str:
+    return f"{step.name}/{part.path}" if part.path else step.name
+
+
+def n_reads(look: PartLook) -> int:
+    """How many reads the structure of a part takes."""
+    return n_structure_reads(look.ranges) if look.metadata else 0
+
+
+def look_deeper(store: Store, step: Step, look: PartLook) -> PartLook:
+    """Look at the structure of each record of a part too.
+
+    Storage errors pass through. Cost: the reads that `n_reads` counts.
+    """
+    if not look.metadata:
+        return look
+    folder = _folder(step, look.part)
+    paths = _optimizer_steps(look)
+    found = check_structure(
+        store,
+        folder,
+        look.ranges,
+        look.part.files,
+        look.part.path,
+        wanted=paths.__contains__,
+    )
+    steps = _steps_by_optimizer(paths, found.values, look.part)
+    findings = (*look.findings, *found.findings, *check_optimizer_steps(steps, step.url))
+    deeper = replace(look, findings=findings, bytes_read=look.bytes_read + found.n_bytes)
+    return _with_numbers(store, folder, deeper) if not look.numbers else deeper
+
+
+def _optimizer_steps(look: PartLook) -> Mapping[str, Sequence[str | int]]:
+    """The key paths of the `step` counts that the optimizers keep, by FQN."""
+    return {
+        fqn: entry.path or tuple(fqn.split("."))
+        for metadata in look.metadata
+        for fqn, entry in metadata.tensors.items()
+        if entry.shape == () and is_optimizer_step(entry.path or tuple(fqn.split(".")))
+    }
+
+
+def _steps_by_optimizer(
+    paths: Mapping[str, Sequence[str | int]], values: Sequence[RecordValue], part: Part
+) -> Mapping[str, Sequence[tuple[str, float]]]:
+    """For each optimizer, the shard file and the value of each parameter's `step`."""
+    steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for value in values:
+        number = scalar(value.stub, value.data) if value.stub is not None else None
+        if number is not None:
+            file = value.byte_range.file
+            where = f"{part.path}/{file}" if part.path else file
+            steps[optimizer_of(paths[value.fqn])].append((where, number))
+    return steps

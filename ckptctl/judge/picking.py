@@ -1,0 +1,300 @@
+"""Which step do we resume from?
+
+Opens the roots, lists each once, and has `choosing` look from the newest step
+down. There are three different ways to come back without a step, with three
+exit codes: there is none at all (10), none is usable (11), we could not look
+(75, 77).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+
+from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.findings import EXIT_FRESH, Finding, Report
+from ckptctl.formats.layouts import compile_pattern
+from ckptctl.judge.arguments import conditions, known_level, not_negative
+from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.results import Answer, Pick
+from ckptctl.judge.roots import (
+    RootListing,
+    check_pointers,
+    duplicates,
+    list_root,
+    steps_elsewhere,
+)
+from ckptctl.model import FileInfo, Level
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url, open_store
+
+_RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def pick(
+    *roots: str,
+    level: Level | None = None,
+    require: Collection[str] = (),
+    weights_ok: bool = False,
+    accept_unverifiable: bool = False,
+    before: int | None = None,
+    skip: Collection[int] = (),
+    max_fallback: int = 2,
+    allow_fresh: bool = False,
+    world_size: int | None = None,
+    saved_world_size: int | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Pick:
+    """Choose the newest step that may be resumed from, under one root or several.
+
+    With several roots (tiers) the newest usable step of all is taken, from the
+    earlier root where two hold it. `before` excludes that step and all newer
+    ones, `skip` single ones. `require` names the kinds of train state that must
+    be there; without it a step is passed over only if it lacks what an older one
+    holds, unless `weights_ok`. `max_fallback` is how many damaged steps may be
+    passed over. With `allow_fresh` a root without steps has exit code 0. `level`
+    None means as deep as is cheap on that storage. `grace_s`: how long after its
+    last write a save without metadata counts as running, in seconds.
+
+    The answer is always a `Pick`: what a storage did to one step is in it. Raises
+    `StorageError` when a root cannot be listed, `UsageError` for arguments.
+
+    Cost: one listing of each root, one listing and one read for each step looked
+    at: on a healthy run one step, and its predecessor where it lacks some state.
+    """
+    if not roots:
+        raise UsageError("no checkpoint root is given", next_command="ckptctl pick ROOT")
+    asked = conditions(require, world_size, saved_world_size, grace_s)
+    fallback = int(not_negative("max-fallback", max_fallback))
+    policy = Policy(weights_ok, accept_unverifiable, before, frozenset(skip), fallback)
+    level = known_level(level)
+    compiled = compile_pattern(pattern)
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(
+                open_store(
+                    root,
+                    storage_options=storage_options,
+                    endpoint_url=endpoint_url,
+                    timeout_s=timeout_s,
+                )
+            )
+            for root in roots
+        ]
+        return _pick(stores, compiled, asked, policy, level, allow_fresh=allow_fresh)
+
+
+class Looker:
+    """Looks at candidates, each at most once for each depth, and remembers."""
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        asked: Conditions,
+        level: Level | None,
+        trees: Mapping[str, Sequence[FileInfo]] | None = None,
+    ) -> None:
+        self._stores = stores
+        self._asked = asked
+        self._trees = trees or {}
+        self.level = level
+        self.looked: dict[Candidate, Looked] = {}
+
+    def __call__(self, candidate: Candidate, at_least: Level) -> Report:
+        """The report on a candidate, as deep as the caller asked for and `at_least` deep."""
+        known = self.looked.get(candidate)
+        if known is None or known.report.level.depth < at_least.depth:
+            store = self._stores[candidate.tier]
+            known = look(
+                store,
+                candidate.named,
+                self._asked,
+                level=self.level,
+                at_least=at_least,
+                files=self._trees.get(candidate.named.name),
+            )
+            self.looked[candidate] = known
+        return known.report
+
+    def level_reason(self, report: Report) -> str | None:
+        """Why the look that gave a report was not deeper."""
+        return next(
+            (one.level_reason for one in self.looked.values() if one.report is report), None
+        )
+
+
+def _pick(
+    stores: Sequence[Store],
+    pattern: re.Pattern[str] | None,
+    asked: Conditions,
+    policy: Policy,
+    level: Level | None,
+    *,
+    allow_fresh: bool,
+) -> Pick:
+    listings = [list_root(store, pattern) for store in stores]
+    candidates = candidates_of(listings)
+    looker = Looker(stores, asked, level)
+    choice = choose(in_order(candidates, policy), looker, policy)
+    findings = [*suspect_storage(choice)]
+    number = choice.chosen.number if choice.chosen else None
+    for store, listing in zip(stores, listings, strict=True):
+        findings += duplicates(listing.steps)
+        findings += check_pointers(store, listing, number, pattern)
+    roots = tuple(store.url for store in stores)
+    if choice.chosen is not None:
+        return _found(roots, choice, choice.chosen, findings, looker)
+    if len(choice.no_steps) == len(candidates):
+        check_trustworthy(stores, listings, pattern)
+        return _fresh(roots, listings, findings, allow_fresh=allow_fresh)
+    return _none(roots, choice, findings, policy, n_steps=len(candidates))
+
+
+def candidates_of(listings: Sequence[RootListing]) -> list[Candidate]:
+    """The steps of all roots, each with the place of its root."""
+    return [Candidate(tier, named) for tier, one in enumerate(listings) for named in one.steps]
+
+
+def _found(
+    roots: tuple[str, ...],
+    choice: Choice,
+    chosen: Report,
+    findings: Sequence[Finding],
+    looker: Looker,
+) -> Pick:
+    newer = [over for over in choice.passed_over if over.report.number != chosen.number]
+    message = f"resume from step {chosen.number}"
+    if newer:
+        steps = ", ".join(str(over.report.number) for over in newer)
+        message += f", falling back past {'steps' if len(newer) > 1 else 'step'} {steps}"
+    return Pick(
+        answer=Answer.FELL_BACK if newer else Answer.FOUND,
+        roots=roots,
+        chosen=chosen,
+        passed_over=tuple(choice.passed_over),
+        findings=tuple(findings),
+        level=chosen.level,
+        level_reason=looker.level_reason(chosen),
+        message=message,
+        exit_code=0,
+        next_command=None,
+    )
+
+
+def check_trustworthy(
+    stores: Sequence[Store],
+    listings: Sequence[RootListing],
+    pattern: re.Pattern[str] | None = None,
+) -> None:
+    """Raise where "no steps" would be the wrong answer to give: a wrong path, a lost mount.
+
+    `UsageError` where a root is a step itself, or where its folders hold steps.
+    `StorageUnavailable` for a restarted job whose root shows no trace of an earlier
+    life: its storage is probably not there.
+    """
+    for store, listing in zip(stores, listings, strict=True):
+        if listing.is_step:
+            raise UsageError(
+                f"{store.url} is a step itself, not a root that holds steps",
+                next_command=f"ckptctl verify {store.url}",
+            )
+        elsewhere = steps_elsewhere(store, listing, pattern)
+        if elsewhere:
+            inner = join_url(store.url, elsewhere[0])
+            raise UsageError(
+                f"{store.url} holds no steps itself, but {_listed(elsewhere)} in it "
+                f"do{'es' if len(elsewhere) == 1 else ''}",
+                next_command=f"ckptctl scan {inner}",
+            )
+    counter = next((name for name in _RESTART_COUNTERS if _is_positive(os.environ.get(name))), None)
+    if counter is not None and not any(listing.known for listing in listings):
+        raise StorageUnavailable(
+            f"{stores[0].url} holds no steps, but {counter} is {os.environ[counter]}: a restarted "
+            "job whose earlier life left nothing here; its storage is probably not mounted",
+            next_command=f"ckptctl scan {stores[0].url}",
+        )
+
+
+def _is_positive(value: str | None) -> bool:
+    return value is not None and value.isdecimal() and int(value) > 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _fresh(
+    roots: tuple[str, ...],
+    listings: Sequence[RootListing],
+    findings: Sequence[Finding],
+    *,
+    allow_fresh: bool,
+) -> Pick:
+    absent = " (it does not exist yet)" if not any(one.exists for one in listings) else ""
+    holds = "holds" if len(roots) == 1 else "hold"
+    return Pick(
+        answer=Answer.FRESH,
+        roots=roots,
+        chosen=None,
+        passed_over=(),
+        findings=tuple(findings),
+        level=None,
+        level_reason=None,
+        message=f"{_listed(roots)} {holds} no step at all{absent}: this is a fresh run",
+        exit_code=0 if allow_fresh else EXIT_FRESH,
+        next_command=None if allow_fresh else f"ckptctl pick {' '.join(roots)} --allow-fresh",
+    )
+
+
+def _none(
+    roots: tuple[str, ...],
+    choice: Choice,
+    findings: Sequence[Finding],
+    policy: Policy,
+    *,
+    n_steps: int,
+) -> Pick:
+    root = roots[0]
+    next_command = f"ckptctl scan {root}"
+    answer = Answer.NONE_USABLE
+    if choice.stopped == "unknown":
+        last = choice.passed_over[-1]
+        answer = Answer.UNKNOWN
+        message = (
+            f"step {last.report.number} could not be looked at, so no older one is taken: "
+            f"{last.reason}"
+        )
+        next_command = f"ckptctl pick {' '.join(roots)} --skip {last.report.number}"
+    elif choice.stopped == "suspect":
+        message = (
+            f"{len(choice.damaged)} damaged steps, more than --max-fallback {policy.max_fallback} "
+            "allows: suspect the storage path itself before you trust an older step"
+        )
+    elif not choice.passed_over:
+        message = f"none of the {n_steps} steps is left by --before and --skip"
+    else:
+        n_over = len(choice.passed_over)
+        message = (
+            f"{n_over} step{'s' if n_over != 1 else ''} looked at, and none is usable: "
+            "do not start fresh over them"
+        )
+    return Pick(
+        answer=answer,
+        roots=roots,
+        chosen=None,
+        passed_over=tuple(choice.passed_over),
+        findings=tuple(findings),
+        level=None,
+        level_reason=None,
+        message=message,
+        exit_code=choice.exit_code,
+        next_command=next_command,
+    )

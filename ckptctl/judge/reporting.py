@@ -1,0 +1,128 @@
+"""What do the findings of one step add up to, under the caller's conditions?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptctl.checks.state import check_required
+from ckptctl.checks.world_size import check_saved_world_size, check_world_size, saved_world_size
+from ckptctl.findings import (
+    EXIT_DENIED,
+    EXIT_STATE_MISSING,
+    EXIT_WORLD_SIZE,
+    NEVER_FINISHED,
+    Finding,
+    Report,
+    Verdict,
+    in_order,
+    verdict_of,
+)
+from ckptctl.judge.part_checks import PartLook
+from ckptctl.model import FileInfo, Level, Step, TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the caller asks of a step beyond being complete; `verify` explains each."""
+
+    require: tuple[str, ...] = ()
+    world_size: int | None = None
+    saved_world_size: int | None = None
+    grace_s: float = 600.0
+
+
+def report_on(
+    step: Step,
+    findings: Sequence[Finding],
+    parts: Sequence[PartLook],
+    state: TrainState,
+    conditions: Conditions,
+    level: Level,
+) -> Report:
+    """Add up what was found of a step, and hold it against the conditions."""
+    looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
+    saved = saved_world_size(step.parts, state)
+    found = [*_in_flight(step, findings, conditions.grace_s)]
+    if looked and step.parts:
+        found += check_required(state, conditions.require, step.url)
+        if conditions.saved_world_size is not None:
+            found += check_saved_world_size(step.parts, conditions.saved_world_size, step.url)
+        if conditions.world_size is not None:
+            found += check_world_size(step.parts, state, saved, conditions.world_size, step.url)
+    verdict = verdict_of(found)
+    metadata = [(look.part.path, one) for look in parts for one in look.metadata]
+    return Report(
+        url=step.url,
+        number=step.number,
+        layout=step.layout,
+        verdict=verdict,
+        exit_code=_exit_code(verdict, found, state, conditions),
+        level=level,
+        findings=in_order(found),
+        state=state,
+        world_size=saved,
+        n_bytes=sum(file.size for file in step.files),
+        n_files=len(step.files),
+        n_tensors=sum(len(one.tensors) for _, one in metadata),
+        n_records=sum(look.n_records for look in parts),
+        bytes_read=sum(look.bytes_read for look in parts),
+        written_s=_newest(step.files),
+        parts=tuple(part.path for part in step.parts),
+        digests=tuple((_metadata_path(path, one.rank), one.digest) for path, one in metadata),
+    )
+
+
+def _metadata_path(part: str, rank: int | None) -> str:
+    name = ".metadata" if rank is None else f"__{rank}.metadata"
+    return f"{part}/{name}" if part else name
+
+
+def _newest(files: Sequence[FileInfo]) -> float | None:
+    return max((file.mtime_s for file in files if file.mtime_s is not None), default=None)
+
+
+def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Iterator[Finding]:
+    """The findings, with those of an unfinished save as one `step.in-progress` while it is young.
+
+    A time in the future by more than the grace is a clock that is wrong, and says
+    nothing.
+    """
+    newest = _newest(step.files)
+    age_s = None if newest is None else time.time() - newest
+    young = age_s is not None and -grace_s <= age_s < grace_s
+    unfinished = [finding for finding in findings if finding.code in NEVER_FINISHED]
+    if not (young and unfinished):
+        yield from findings
+        return
+    yield from (finding for finding in findings if finding.code not in NEVER_FINISHED)
+    yield Finding(
+        "step.in-progress",
+        unfinished[0].where,
+        f"{unfinished[0].message}, but the last write was {age_s:.0f} s ago: "
+        "a save may still be running",
+        expected=f"no write for {grace_s:.0f} s",
+        found=f"a write {age_s:.0f} s ago",
+        next_command=f"ckptctl verify {step.url}",
+    )
+
+
+def _exit_code(
+    verdict: Verdict, findings: Sequence[Finding], state: TrainState, conditions: Conditions
+) -> int:
+    if verdict is Verdict.UNKNOWN:
+        denied = any(finding.code == "step.denied" for finding in findings)
+        return EXIT_DENIED if denied else verdict.exit_code
+    codes = {finding.code for finding in findings}
+    lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
+    fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(conditions.require)
+    if verdict is Verdict.UNVERIFIABLE and fixed:
+        return EXIT_WORLD_SIZE
+    if verdict is not Verdict.COMPLETE:
+        return verdict.exit_code
+    if fixed:
+        return EXIT_WORLD_SIZE
+    if any(kind not in state.held for kind in conditions.require):
+        return EXIT_STATE_MISSING
+    return 0

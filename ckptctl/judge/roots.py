@@ -1,0 +1,175 @@
+"""Which steps are under a checkpoint root, and what do the pointers say?
+
+One listing of one level. The steps are ordered by their number, newest first;
+what is in them is `looking`'s question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.findings import Finding
+from ckptctl.formats.layouts import (
+    MAX_POINTER_BYTES,
+    METADATA,
+    OWN_FOLDER,
+    StepName,
+    is_flat_file,
+    is_pointer,
+    pointed_step,
+    shard_rank,
+    step_name,
+)
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kind, Store
+
+
+@dataclass(frozen=True, slots=True)
+class RootListing:
+    """What one level of a root shows.
+
+    `steps` are newest first; where two folders stand for one number, the one that
+    is named like the others comes first. `pointers` are the pointer files,
+    `folders` the names of the other folders. `exists` is false where the root
+    itself is not there, `known` is true where ckptctl has written before, and
+    `is_step` where the folder is a step itself.
+    """
+
+    steps: tuple[StepName, ...]
+    pointers: tuple[FileInfo, ...] = ()
+    folders: tuple[str, ...] = ()
+    exists: bool = True
+    known: bool = False
+    is_step: bool = False
+
+
+def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
+    """List one level of a root. Cost: one listing.
+
+    A folder that is not there holds nothing; a bucket that is not there is an
+    error, as is a storage that does not answer.
+    """
+    try:
+        entries = store.list_dir("")
+    except PathNotFound:
+        if store.kind is Kind.OBJECT:
+            raise
+        return RootListing((), exists=False)
+    return read_listing(entries, pattern)
+
+
+def read_listing(
+    entries: Iterable[FileInfo], pattern: re.Pattern[str] | None = None
+) -> RootListing:
+    """Tell steps, pointers and other folders apart. Cost: one look at each name."""
+    steps: list[StepName] = []
+    pointers: list[FileInfo] = []
+    folders: list[str] = []
+    known = False
+    is_step = False
+    for entry in entries:
+        known = known or entry.path == OWN_FOLDER
+        is_step = is_step or entry.path == METADATA or shard_rank(entry.path) is not None
+        if is_pointer(entry):
+            pointers.append(entry)
+            continue
+        named = step_name(entry.path, pattern)
+        if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
+            steps.append(named)
+        elif entry.kind == "dir" and not entry.path.startswith("."):
+            folders.append(entry.path)
+    return RootListing(
+        _newest_first(steps), tuple(pointers), tuple(folders), known=known, is_step=is_step
+    )
+
+
+MAX_FOLDERS_TRIED = 16
+
+
+def steps_elsewhere(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> tuple[str, ...]:
+    """The folders of a root without steps that hold steps themselves: a path given too high up.
+
+    Cost: one listing for each folder, at most `MAX_FOLDERS_TRIED`. What cannot be
+    listed does not count.
+    """
+    found = []
+    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
+        try:
+            entries = store.list_dir(folder)
+        except StorageError:
+            continue
+        names = [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
+        if any(not step.bare for step in read_listing(names, pattern).steps):
+            found.append(folder)
+    return tuple(found)
+
+
+def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
+    usual = Counter(step.layout for step in steps)
+    return tuple(
+        sorted(steps, key=lambda s: (-s.number, s.unfinished, s.bare, -usual[s.layout], s.name))
+    )
+
+
+def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
+    """Yield a `step.duplicate` for every number that two whole folders of a root stand for."""
+    names: dict[int, list[str]] = {}
+    for step in steps:
+        if not step.unfinished:
+            names.setdefault(step.number, []).append(step.name)
+    for number, same in names.items():
+        if len(same) > 1:
+            yield Finding(
+                "step.duplicate",
+                ", ".join(same),
+                f"{len(same)} folders stand for step {number}: {', '.join(same)}; "
+                f"{same[0]} is looked at first",
+                expected="one folder for each step",
+                found=f"{len(same)} folders",
+            )
+
+
+def check_pointers(
+    store: Store,
+    listing: RootListing,
+    chosen: int | None,
+    pattern: re.Pattern[str] | None = None,
+) -> Iterator[Finding]:
+    """Yield a `pointer.differs` for each pointer that does not name `chosen`.
+
+    A pointer is a hint: nothing is decided by it, and one that cannot be read is
+    passed over. Cost: one read of each pointer that is not a link.
+    """
+    numbers = {step.name: step.number for step in listing.steps}
+    for pointer in listing.pointers:
+        content = _content(store, pointer)
+        number = pointed_step(content, numbers, pattern) if content else None
+        if number is None or number == chosen:
+            continue
+        there = number in numbers.values()
+        what = "" if there else ", which is not there"
+        better = "none is usable" if chosen is None else f"step {chosen} is the newest usable one"
+        yield Finding(
+            "pointer.differs",
+            pointer.path,
+            f"{pointer.path} names step {number}{what}; {better}",
+            expected="no usable step" if chosen is None else f"step {chosen}",
+            found=f"step {number}",
+        )
+
+
+def _content(store: Store, pointer: FileInfo) -> str | None:
+    if pointer.link is not None:
+        return pointer.link
+    if pointer.kind != "file" or pointer.size > MAX_POINTER_BYTES:
+        return None
+    try:
+        return store.read(pointer.path, limit=MAX_POINTER_BYTES).decode("utf-8", "replace")
+    except StorageError:
+        return None

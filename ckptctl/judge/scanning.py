@@ -1,0 +1,155 @@
+"""What is under a checkpoint root, and which step would `pick` take?
+
+Looks at the newest steps as `pick` does until one is chosen, and then at the
+others as deep as was asked for. On an object store one flat listing shows all
+files of all steps; on a file system each step is listed when its turn comes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.findings import EXIT_FRESH, Report
+from ckptctl.formats.layouts import compile_pattern
+from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.picking import Looker, candidates_of
+from ckptctl.judge.results import Scan
+from ckptctl.judge.roots import (
+    RootListing,
+    check_pointers,
+    duplicates,
+    list_root,
+    read_listing,
+    steps_elsewhere,
+)
+from ckptctl.model import FileInfo, Level
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.opening import open_store
+
+OnReport = Callable[[Report, bool], None]
+
+
+def scan(
+    root: str,
+    *,
+    level: Level | None = None,
+    last: int | None = None,
+    pattern: str | None = None,
+    require: Collection[str] = (),
+    weights_ok: bool = False,
+    world_size: int | None = None,
+    saved_world_size: int | None = None,
+    grace_s: float = 600.0,
+    on_report: OnReport | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Scan:
+    """Look at every step under a root, newest first, and at the one that `pick` would take.
+
+    `level` None looks at the steps that decide the choice as `pick` would, and at
+    the others at `listing`. `last` keeps to the newest so many. `on_report` gets
+    each report, and whether it is the chosen one, as soon as it is known, newest
+    first. The other arguments are those of `pick`.
+
+    Raises `StorageError` when the root cannot be listed, `UsageError` for arguments.
+
+    Cost: on an object store one request per 1,000 objects and one for each
+    metadata; on a file system one listing for each step, and the reads of `pick`.
+    """
+    asked = conditions(require, world_size, saved_world_size, grace_s)
+    known_level(level)
+    compiled = compile_pattern(pattern)
+    with open_store(
+        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    ) as store:
+        listing, trees = _list_all(store, compiled, flat=last is None)
+        looker = Looker([store], asked, level, trees)
+        policy = Policy(weights_ok=weights_ok)
+        candidates = in_order(candidates_of([listing]), policy)
+        choice = choose(candidates, looker, policy)
+        shown = [c for c in candidates if c not in choice.no_steps][:last]
+        reports = _reports(shown, looker, choice, level, on_report)
+        return _answer(store, listing, choice, reports, len(candidates), compiled)
+
+
+def _list_all(
+    store: Store, pattern: re.Pattern[str] | None, *, flat: bool
+) -> tuple[RootListing, Mapping[str, Sequence[FileInfo]]]:
+    """The root's listing, and where it came with it, the files of each step."""
+    if store.kind is not Kind.OBJECT or not flat:
+        return list_root(store, pattern), {}
+    trees: dict[str, list[FileInfo]] = {}
+    top: list[FileInfo] = []
+    for file in store.list_tree(""):
+        folder, slash, path = file.path.partition("/")
+        if not slash:
+            top.append(file)
+            trees[folder] = [file]
+            continue
+        trees.setdefault(folder, []).append(replace(file, path=path))
+    folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
+    return read_listing([*top, *folders], pattern), trees
+
+
+def _reports(
+    shown: Iterable[Candidate],
+    looker: Looker,
+    choice: Choice,
+    level: Level | None,
+    on_report: OnReport | None,
+) -> tuple[Report, ...]:
+    reports = []
+    # What decides nothing any more is looked at no deeper than was asked for.
+    looker.level = level or Level.LISTING
+    for candidate in shown:
+        report = looker(candidate, Level.LISTING)
+        if candidate.named.bare and not report.parts:
+            continue
+        reports.append(report)
+        if on_report is not None:
+            on_report(report, report is choice.chosen)
+    return tuple(reports)
+
+
+def _answer(
+    store: Store,
+    listing: RootListing,
+    choice: Choice,
+    reports: tuple[Report, ...],
+    n_steps: int,
+    pattern: re.Pattern[str] | None,
+) -> Scan:
+    chosen = choice.chosen
+    findings = [
+        *suspect_storage(choice),
+        *duplicates(listing.steps),
+        *check_pointers(store, listing, chosen.number if chosen else None, pattern),
+    ]
+    empty = len(choice.no_steps) == n_steps
+    elsewhere = steps_elsewhere(store, listing, pattern) if empty else ()
+    return Scan(
+        root=store.url,
+        reports=reports,
+        chosen=chosen.url if chosen else None,
+        findings=tuple(findings),
+        n_steps=n_steps - len(choice.no_steps),
+        looked_elsewhere=elsewhere,
+        exit_code=0 if chosen else EXIT_FRESH if empty else choice.exit_code,
+        next_command=_next_command(store, listing, chosen, elsewhere),
+    )
+
+
+def _next_command(
+    store: Store, listing: RootListing, chosen: Report | None, elsewhere: Sequence[str]
+) -> str | None:
+    if elsewhere:
+        return f"ckptctl scan {store.url.rstrip('/')}/{elsewhere[0]}"
+    if listing.is_step:
+        return f"ckptctl verify {store.url}"
+    if chosen is not None:
+        return f"ckptctl verify {chosen.url} --level structure"
+    return f"ckptctl verify {store.url}@latest" if listing.steps else None

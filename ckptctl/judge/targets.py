@@ -1,0 +1,83 @@
+"""Which step does an argument name?
+
+`PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
+`pick` takes). Only the part behind the last `@` is looked at, and only if it is
+one of these: a path may hold an `@` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from ckptctl.errors import UsageError
+from ckptctl.formats.layouts import StepName, step_name
+from ckptctl.judge.roots import list_root
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import base_name, is_local, parent_url
+
+_SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The root that holds the step, and which of its steps is meant.
+
+    `which` is a step number, `latest`, `auto`, or None where `name` is the folder.
+    """
+
+    root: str
+    which: int | str | None
+    name: str | None
+
+
+def parse_target(target: str) -> Target:
+    """Take a step argument apart, without looking at the storage.
+
+    Raises `UsageError` for an empty argument, or one that is a root of a storage.
+    """
+    if not target.strip():
+        raise UsageError("the step is empty; name it as PATH, ROOT@1200, ROOT@latest or ROOT@auto")
+    match = _SELECTED.fullmatch(target)
+    if match:
+        which = match["which"]
+        return Target(match["root"], int(which) if which.isdigit() else which, None)
+    path = _plain(target)
+    name = base_name(path)
+    if not name:
+        raise UsageError(f"{target} is no step; name it as PATH, ROOT@1200, ROOT@latest")
+    return Target(parent_url(path), None, name)
+
+
+def _plain(target: str) -> str:
+    # `verify .` and `verify ROOT/latest` mean the folder that is really there.
+    if not is_local(target):
+        return target
+    path = os.path.expanduser(target.removeprefix("file://"))
+    if os.path.islink(path.rstrip("/")):
+        return os.path.realpath(path)
+    return os.path.abspath(path) if os.path.basename(path.rstrip("/")) in (".", "..", "") else path
+
+
+def named_step(
+    store: Store, target: Target, pattern: re.Pattern[str] | None = None
+) -> StepName | str:
+    """The step that a target names under its root: a `StepName`, or the bare folder name.
+
+    `auto` is not decided here. Raises `UsageError` where the root holds no such
+    step. Cost: one listing for a number or `latest`, nothing for a path.
+    """
+    if target.name is not None:
+        return step_name(target.name, pattern) or target.name
+    steps = list_root(store, pattern).steps
+    wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
+    if wanted:
+        return wanted[0]
+    if not steps:
+        raise UsageError(f"{store.url} holds no steps", next_command=f"ckptctl scan {store.url}")
+    raise UsageError(
+        f"{store.url} holds no step {target.which}; its newest is {steps[0].number}, "
+        f"its oldest {steps[-1].number}",
+        next_command=f"ckptctl scan {store.url}",
+    )

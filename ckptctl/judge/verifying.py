@@ -1,0 +1,94 @@
+"""Can one saved step be trusted?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ckptctl.errors import PathNotFound
+from ckptctl.findings import Report
+from ckptctl.formats.layouts import compile_pattern
+from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.picking import pick
+from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.targets import named_step, parse_target
+from ckptctl.model import Level
+from ckptctl.storage.opening import join_url, open_store
+
+
+def verify(
+    step: str,
+    *,
+    level: Level = Level.LISTING,
+    require: Collection[str] = (),
+    world_size: int | None = None,
+    saved_world_size: int | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Report:
+    """Look at one step as deep as `level` says, and report everything that is found.
+
+    `step` is `PATH`, `ROOT@1200`, `ROOT@latest` or `ROOT@auto`. `require` names
+    kinds of train state that must be there (exit code 23); `saved_world_size` is
+    how many ranks wrote the step and must each have left a shard file;
+    `world_size` is how many are to load it (24 where that cannot be). `grace_s` is
+    how long after its last write an unfinished save counts as running, in seconds.
+
+    A storage that fails gives the verdict `unknown`. Raises `UsageError` and
+    `PathNotFound` where there is no such step, `StorageError` where the root that
+    should hold it cannot be listed.
+
+    Cost: see `looking.look`.
+    """
+    return look_at_target(
+        step,
+        level=known_level(level),
+        asked=conditions(require, world_size, saved_world_size, grace_s),
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ).report
+
+
+def look_at_target(
+    step: str,
+    *,
+    level: Level | None,
+    asked: Conditions,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Looked:
+    """Find the step that an argument names, and look at it."""
+    target = parse_target(step)
+    if target.which == "auto":
+        target = parse_target(
+            pick(
+                target.root,
+                pattern=pattern,
+                storage_options=storage_options,
+                endpoint_url=endpoint_url,
+                timeout_s=timeout_s,
+            ).path
+        )
+    compiled = compile_pattern(pattern)
+    with open_store(
+        target.root,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as store:
+        named = named_step(store, target, compiled)
+        name = named if isinstance(named, str) else named.name
+        try:
+            files = list_step(store, name)
+        except PathNotFound as error:
+            url = join_url(store.url, name)
+            message = f"{url} does not exist"
+            raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
+        return look(store, named, asked, level=level, files=files)

@@ -1,0 +1,214 @@
+"""What the names under a root mean."""
+
+import pytest
+
+from ckptctl.errors import UsageError
+from ckptctl.formats import layouts
+from ckptctl.formats.layouts import compile_pattern, pointed_step, step_name
+from ckptctl.model import FileInfo, PartFormat
+
+
+def files(*paths: str) -> tuple[FileInfo, ...]:
+    return tuple(FileInfo(path, 10) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "layout"),
+    [
+        ("step_1200", 1200, "dcp"),
+        ("step-1200", 1200, "torchtitan"),
+        ("step1200", 1200, "olmo-core"),
+        ("iter_0001200", 1200, "megatron"),
+        ("checkpoint-1200", 1200, "transformers"),
+        ("checkpoint_12", 12, "accelerate"),
+        ("global_step1200", 1200, "deepspeed"),
+        ("global_step_1200", 1200, "verl"),
+        ("epoch_0_step_1200", 1200, "automodel"),
+        ("epoch=0-step=1200.ckpt", 1200, "lightning"),
+        ("epoch=3-step=1200-v1.ckpt", 1200, "lightning"),
+        ("run--val_loss=1.25-step=1200-last", 1200, "nemo"),
+        ("ep0-ba1200", 1200, "composer"),
+        ("epoch_3", 3, "torchtune"),
+        ("step_1200.pt", 1200, "dcp"),
+        ("step_007", 7, "dcp"),
+        ("step_0", 0, "dcp"),
+    ],
+)
+def test_a_step_is_known_by_the_name_its_framework_gives_it(name, number, layout):
+    named = step_name(name)
+    assert named is not None
+    assert (named.number, named.layout, named.unfinished) == (number, layout, False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "old-step-100.bak",
+        "my_step_100",
+        "step_",
+        "step_-5",
+        "step_1e3",
+        "step_١٢",
+        "step_12 ",
+        "STEP_12",
+        "step_99999999999999999999",
+        "latest",
+        "logs",
+        ".step_12",
+        "step_12/x",
+        "release",
+        "",
+    ],
+)
+def test_a_name_that_only_looks_like_a_step_is_none(name):
+    assert step_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step30-tmp",
+        "tmp-checkpoint-30",
+        "step_30.tmp",
+        "step_30.partial",
+        "30.orbax-checkpoint-tmp-1700000000",
+        "checkpoint-30.incomplete",
+    ],
+)
+def test_the_name_of_a_save_in_flight_is_a_step_that_is_unfinished(name):
+    named = step_name(name)
+    assert named is not None
+    assert (named.number, named.unfinished) == (30, True)
+
+
+def test_a_bare_number_needs_a_second_sign():
+    named = step_name("1200")
+    assert named is not None
+    assert named.bare
+
+
+def test_a_pattern_of_the_users_own_is_the_only_one_that_counts():
+    pattern = compile_pattern(r"save-(?P<step>[0-9]+)")
+    named = step_name("save-7", pattern)
+    assert named is not None
+    assert named.number == 7
+    assert step_name("step_7", pattern) is None
+    assert step_name("xsave-7", pattern) is None
+
+
+@pytest.mark.parametrize("pattern", ["(", "save-[0-9]+"])
+def test_a_pattern_that_cannot_work_is_a_usage_error(pattern):
+    with pytest.raises(UsageError, match="--pattern"):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        ("step_30", 30),
+        ("step_30\n", 30),
+        ("30", 30),
+        ("/elsewhere/run/step_30/", 30),
+        ("iter_0000030", 30),
+        ("release", None),
+        ("", None),
+        ("9" * 40, None),
+    ],
+)
+def test_a_pointer_names_a_step_by_number_name_or_path(content, number):
+    assert pointed_step(content, {"step_30": 30}) == number
+
+
+def test_every_folder_with_metadata_or_shards_is_a_part():
+    parts = layouts.parts_of(
+        files(
+            "pp0/.metadata",
+            "pp0/__0_0.distcp",
+            "pp1/__0_0.distcp",
+            "train_state.pt",
+            "tokenizer/vocab.json",
+        )
+    )
+    assert [(part.path, part.format) for part in parts] == [
+        ("pp0", PartFormat.DCP),
+        ("pp1", PartFormat.DCP),
+    ]
+    assert [file.path for file in parts[0].files] == [".metadata", "__0_0.distcp"]
+
+
+def test_a_step_saved_without_collectives_is_rank_local():
+    (part,) = layouts.parts_of(files("__0.metadata", "__0_0.distcp", "__1.metadata"))
+    assert part.format is PartFormat.DCP_RANK_LOCAL
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("mp_rank_00_model_states.pt", PartFormat.DEEPSPEED),
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", PartFormat.DEEPSPEED),
+        ("mp_rank_00/model_optim_rng.pt", PartFormat.MEGATRON_LEGACY),
+        ("mp_rank_01_003/model_optim_rng.pt", PartFormat.MEGATRON_LEGACY),
+        ("model.weight/.zarray", PartFormat.ZARR),
+        ("_CHECKPOINT_METADATA", PartFormat.ORBAX),
+        (".snapshot_metadata", PartFormat.TORCHSNAPSHOT),
+        ("model.pt", PartFormat.FLAT),
+        ("weights.ckpt", PartFormat.FLAT),
+        ("shard-00001-model-00001-of-00001.safetensors", PartFormat.SAFETENSORS),
+    ],
+)
+def test_another_format_is_known_by_its_files(path, expected):
+    (part,) = layouts.parts_of(files(path))
+    assert part.format is expected
+
+
+def test_sidecars_beside_shards_do_not_make_a_step_flat():
+    parts = layouts.parts_of(files(".metadata", "__0_0.distcp", "optimizer.pt"))
+    assert [part.format for part in parts] == [PartFormat.DCP]
+
+
+def test_what_ckptctl_writes_is_no_part():
+    assert layouts.parts_of(files(".ckptctl/__0_0.distcp")) == ()
+
+
+def test_a_stage_that_is_missing_below_the_highest_is_named():
+    parts = layouts.parts_of(files("pp0/.metadata", "pp3/.metadata"))
+    assert layouts.missing_stages(parts) == ("pp1", "pp2")
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "layout", "missing"),
+    [
+        (
+            "step30",
+            ["model_and_optim/.metadata"],
+            "olmo-core",
+            (".metadata.json", "train/rank0.pt"),
+        ),
+        ("step30", [".metadata"], "dcp", ()),
+        ("epoch=0-step=30.ckpt", [".metadata"], "lightning", ("meta.pt",)),
+        ("checkpoint-30", ["optimizer_0/.metadata", "trainer_state.json"], "transformers", ()),
+        (
+            "checkpoint-30",
+            ["pytorch_model_fsdp_0/.metadata"],
+            "transformers",
+            ("trainer_state.json",),
+        ),
+        ("checkpoint-30", [".metadata"], "dcp", ()),
+        ("step_30", [".metadata", "train_state.pt"], "kempnerforge", ()),
+        ("iter_0000030", [".metadata", "run_config.yaml"], "megatron-bridge", ()),
+    ],
+)
+def test_what_a_framework_writes_last_is_missed(name, paths, layout, missing):
+    named = step_name(name)
+    assert named is not None
+    listed = files(*paths)
+    assert layouts.layout_of(named, listed) == layout
+    assert layouts.missing_last(layout, layouts.parts_of(listed), listed) == missing
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("__0_0.distcp", 0), ("__12_3.distcp", 12), ("__x_0.distcp", None), ("0_0.distcp", None)],
+)
+def test_the_rank_is_in_the_name_of_a_shard_file(name, rank):
+    assert layouts.shard_rank(name) == rank
