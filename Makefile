@@ -1,0 +1,44 @@
+# What a newcomer and CI run. Everything happens in a virtual environment, .venv,
+# which is made when it is first needed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint fmt bench clean
+
+help: ## Name the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Train a small model, kill it in the middle of a save, ask which step to resume from
+	@$(BIN)/python examples/demo/run.py
+
+test: lint ## Everything that CI runs: lint, types, tests
+	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
+	@$(BIN)/python -m pytest -q -n 2
+
+lint: $(READY) ## Style and types
+	@echo "== ruff"
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
+	@echo "== mypy"
+	@$(BIN)/mypy --no-error-summary
+
+fmt: $(READY) ## Put the code in form
+	@$(BIN)/ruff check -q --fix .
+	@$(BIN)/ruff format .
+
+clean: ## Remove all that make has made
+	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist
+
+# pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
+$(READY): pyproject.toml constraints.txt tools/install_torch.py
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@echo "== setting up .venv (once, a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(BIN)/python tools/install_torch.py
+	@echo "installing ckptctl with all extras, and what its tests need"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[all]' --group test
+	@touch $@

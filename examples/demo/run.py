@@ -1,0 +1,97 @@
+"""A job dies in the middle of a save: which step does it resume from?
+
+Trains a small model on four ranks, has it killed while it saves, and asks
+`ckptctl` about what is left. Every command is shown before it runs, and can be
+repeated by hand. Ends with a code other than 0 when anything is not as it is
+said to be. Works below `demo/` in the current folder, from nothing each time.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+TRAIN = shlex.quote(os.path.relpath(Path(__file__).with_name("train.py")))
+ROOT = "demo/checkpoints"
+STEPS, SAVE_EVERY = 80, 20
+WHOLE = f"{ROOT}/step_{STEPS - SAVE_EVERY}"
+HALF = f"{ROOT}/step_{STEPS}"
+
+
+def main() -> None:
+    shutil.rmtree("demo", ignore_errors=True)
+    _say(
+        f"Four ranks train a small language model and save every {SAVE_EVERY} steps. "
+        f"While they save step {STEPS}, all of them are killed, as when a node is lost."
+    )
+    train = f"torchrun --standalone --nproc-per-node 4 {TRAIN} --root {ROOT} --steps {STEPS}"
+    _run(f"{train} --save-every {SAVE_EVERY} --die-during-save {STEPS}", expect=-signal.SIGKILL)
+    _check_that_the_save_was_cut_short()
+
+    _say("What is there now? Newest first; the arrow is the step that `pick` would take.")
+    _run(f"ckptctl scan {ROOT}", expect=0)
+
+    _say(
+        f"Step {STEPS} is the newest. Can it be trusted? The job is dead, so nothing is being "
+        "written any more: `--grace 0` says not to wait for it."
+    )
+    _run(f"ckptctl verify {ROOT}@latest --grace 0", expect=20)
+
+    _say(
+        "A job script asks one question, and gets one path on its standard output: "
+        "the newest step that can be used. Why newer ones were refused is said beside it."
+    )
+    path = _run(f"ckptctl pick {ROOT}", expect=0, capture=True).strip()
+    if path != WHOLE:
+        _fail(f"pick answered {path!r}, and the newest whole step is {WHOLE!r}")
+    print(f"\nresume from: {path}", flush=True)
+
+
+def _run(command: str, *, expect: int, capture: bool = False) -> str:
+    """Show a command, run it, and stop the demonstration if it does not end with `expect`."""
+    print(f"\n$ {command}", flush=True)
+    # The commands of the environment that runs this, whether it is activated or not.
+    tools = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    done = subprocess.run(
+        shlex.split(command),
+        check=False,
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        env={**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1"},
+    )
+    if capture:
+        print(done.stdout, end="", flush=True)
+    if done.returncode != expect:
+        _fail(f"{command}: ended {_ending(done.returncode)}, expected {_ending(expect)}")
+    print(f"({_ending(done.returncode)})", flush=True)
+    return done.stdout or ""
+
+
+def _check_that_the_save_was_cut_short() -> None:
+    left = {path.name: path.stat().st_size for path in Path(HALF).glob("*")}
+    if ".metadata" in left or not left:
+        _fail(f"{HALF} was to be left half-written, and holds {sorted(left)}")
+    sizes = ", ".join(f"{name} {size:,} bytes" for name, size in sorted(left.items()))
+    print(f"left in {HALF}: {sizes}; no .metadata", flush=True)
+
+
+def _ending(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _say(text: str) -> None:
+    print("\n" + textwrap.fill(text, 80), flush=True)
+
+
+def _fail(reason: str) -> None:
+    raise SystemExit(f"\nthe demonstration failed: {reason}")
+
+
+if __name__ == "__main__":
+    main()
