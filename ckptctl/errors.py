@@ -91,6 +91,13 @@ class MetadataUnreadable(CkptctlError):
     code = "metadata.unreadable"
 
 
+class RecordUnreadable(CkptctlError):
+    """A byte range does not hold one archive as `torch.save` writes it, or its header lies."""
+
+    exit_code = 21
+    code = "record.framing"
+
+
 class NothingToResume(CkptctlError):
     """No step was chosen; `exit_code` (10, 11 or 75) says which of the three answers it is."""
 

@@ -1,0 +1,294 @@
+"""Do the chunks in the metadata fill each tensor exactly once?
+
+A load reads boxes of the global tensor. An element that no chunk holds keeps
+whatever was in memory before (torch 2.13 raises nothing), so this is asked
+before any load is tried. Only metadata is read; whether the bytes behind a
+chunk exist is the question of `presence`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from math import prod
+from operator import add
+
+from ckptctl.checks.words import at_most_few, counted, inside
+from ckptctl.findings import Finding
+from ckptctl.model import Chunks, Metadata, TensorEntry
+
+Box = tuple[tuple[int, int], ...]
+"""Begin and end of a box of elements, a pair for each dimension."""
+
+_FREE_VISITS = 1_000_000
+"""Boxes that may be looked at however few there are, and so many more for each of them:
+n chunks cut along d dimensions cost at most 2^d n visits, a grid of them n."""
+
+
+def check_part_coverage(metadatas: Sequence[Metadata], part_path: str = "") -> Iterator[Finding]:
+    """Yield what `check_coverage` finds in each tensor of a part, its place relative to the step.
+
+    Several metadata are those of a step saved without collectives: each rank has
+    its own, in which a tensor is whole in shape and in part in chunks. Together
+    they fill it, and replicas are in it once for each rank that holds one.
+    """
+    yield from at_most_few(
+        replace(finding, where=inside(part_path, finding.where))
+        for tensor in _tensors_of(metadatas)
+        for finding in check_coverage(tensor, replicas_ok=len(metadatas) > 1)
+    )
+
+
+def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterator[Finding]:
+    """Yield a finding for chunks that overlap, stick out, or leave a gap.
+
+    `tensor.shape` and each chunk's `offsets` and `sizes` are in elements, one
+    entry per dimension; a 0-d tensor has empty tuples and one element. Chunks
+    without elements hold nothing and are sound anywhere inside. `replicas_ok`
+    takes several chunks at one place for one.
+
+    Yields `coverage.overlap`, `coverage.outside`, `coverage.gap`; nothing for a
+    sound tensor. Exact for any number of dimensions. `format.unsupported` where
+    chunks of many dimensions are so entangled that it would take too long to say.
+
+    Cost: linear in the chunks, times 2 for each dimension they are cut along,
+    less where they form a grid; no bytes are read.
+    """
+    if _is_a_row(tensor):
+        return
+    boxes, n_outside = _boxes_of(tensor)
+    if n_outside:
+        yield Finding(
+            "coverage.outside",
+            tensor.fqn,
+            f"{counted(n_outside, 'chunk')} of {len(tensor.chunks):,} stick out of the tensor",
+            expected=f"offsets and sizes within {_shape(tensor.shape)}",
+        )
+    if replicas_ok:
+        boxes = list(dict.fromkeys(boxes))
+    try:
+        filled = _fill(boxes, tensor.shape, _Visits(_FREE_VISITS + 64 * len(boxes)))
+    except _TooMany:
+        yield Finding(
+            "format.unsupported",
+            tensor.fqn,
+            f"its {len(boxes):,} chunks of {len(tensor.shape)} dimensions are too entangled to say "
+            "whether they fill it",
+        )
+        return
+    if filled:
+        return
+    try:
+        yield from _explain(tensor, boxes, _Visits(_FREE_VISITS + 8 * len(boxes)))
+    except _TooMany:
+        yield _at_least(tensor, boxes)
+
+
+class _TooMany(Exception):
+    """The visits that were allowed are used up."""
+
+
+@dataclass(slots=True)
+class _Visits:
+    left: int
+
+    def spend(self, number: int) -> None:
+        self.left -= number
+        if self.left < 0:
+            raise _TooMany
+
+
+def _tensors_of(metadatas: Sequence[Metadata]) -> Iterator[TensorEntry]:
+    if len(metadatas) == 1:
+        yield from metadatas[0].tensors.values()
+        return
+    # Ranks may keep tensors of their own under one name: those differ in shape.
+    alike: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = defaultdict(list)
+    for tensor in chain.from_iterable(metadata.tensors.values() for metadata in metadatas):
+        alike[tensor.fqn, tensor.shape].append(tensor)
+    for tensors in alike.values():
+        chunks = Chunks.of(len(tensors[0].shape), [c for t in tensors for c in t.chunks])
+        yield replace(tensors[0], chunks=chunks)
+
+
+def _is_a_row(tensor: TensorEntry) -> bool:
+    """The usual sound case, told from the columns: chunks cut along one dimension at most."""
+    chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
+    if not chunks or min(chunks.sizes, default=1) < 1:
+        return False
+    row = None
+    for dim, n_elements in enumerate(tensor.shape):
+        begins, sizes = chunks.offsets[dim::n_dims], chunks.sizes[dim::n_dims]
+        if begins.count(0) == len(chunks) == sizes.count(n_elements):
+            continue
+        if row is not None:
+            return False
+        row = sorted(zip(begins, sizes, strict=True)), n_elements
+    if row is None:
+        return len(chunks) == 1
+    in_order, n_elements = row
+    ends = list(accumulate(size for _, size in in_order))
+    return [0, *ends[:-1]] == [begin for begin, _ in in_order] and ends[-1] == n_elements
+
+
+def _boxes_of(tensor: TensorEntry) -> tuple[list[Box], int]:
+    """The chunks that have elements and lie inside the tensor, and how many lie outside."""
+    chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
+    if n_dims == 0:
+        return [()] * len(chunks), 0
+    columns = []
+    all_inside = True
+    for dim, n_elements in enumerate(tensor.shape):
+        begins, sizes = chunks.offsets[dim::n_dims], chunks.sizes[dim::n_dims]
+        ends = list(map(add, begins, sizes))
+        columns.append(zip(begins, ends, strict=True))
+        lowest = min(min(begins, default=0), min(sizes, default=0))
+        all_inside = all_inside and lowest >= 0 and max(ends, default=0) <= n_elements
+    boxes: list[Box] = list(zip(*columns, strict=True))
+    n_outside = 0
+    if not all_inside:
+        boxes = [box for box in boxes if _is_inside(box, tensor.shape)]
+        n_outside = len(chunks) - len(boxes)
+    if 0 in chunks.sizes:
+        boxes = [box for box in boxes if all(begin < end for begin, end in box)]
+    return boxes, n_outside
+
+
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    return all(0 <= begin <= end <= n for (begin, end), n in zip(box, shape, strict=True))
+
+
+def _fill(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> bool:
+    """The boxes fill `shape` exactly once."""
+    if not boxes:
+        return prod(shape) == 0
+    columns = list(zip(*boxes, strict=True))
+    cut = [dim for dim, column in enumerate(columns) if set(column) != {(0, shape[dim])}]
+    if not cut:
+        return len(boxes) == 1
+    signed: dict[Box, int] = defaultdict(int)
+    for box in zip(*(columns[dim] for dim in cut), strict=True):
+        signed[box] += 1
+    signed[tuple((0, shape[dim]) for dim in cut)] -= 1
+    return _cancel(signed, visits)
+
+
+def _cancel(counts: Mapping[Box, int], visits: _Visits) -> bool:
+    """Boxes, each taken as often as `counts` says, add up to nothing at every element.
+
+    Along one dimension the sum over an element changes only where boxes begin or
+    end. It is zero throughout if at each such place what begins there cancels what
+    ends there: the same question, with one dimension less. In a grid of chunks the
+    two are the same boxes. The last place follows from the others.
+    """
+    signed = {box: count for box, count in counts.items() if count}
+    if not signed:
+        return True
+    visits.spend(len(signed))
+    if len(signed) == 1:
+        return False
+    edges: dict[int, dict[Box, int]] = {}
+    for box, count in signed.items():
+        begin, end = box[0]
+        rest = box[1:]
+        for at, change in ((begin, count), (end, -count)):
+            edge = edges.setdefault(at, {})
+            edge[rest] = edge.get(rest, 0) + change
+    edges.popitem()
+    return all(_cancel(edge, visits) for edge in edges.values())
+
+
+@dataclass(slots=True)
+class _Uneven:
+    """How many elements are in no box and in several, and where the first of each are."""
+
+    missing: int = 0
+    repeated: int = 0
+    gap: Box | None = None
+    overlap: Box | None = None
+
+
+def _explain(tensor: TensorEntry, boxes: Sequence[Box], visits: _Visits) -> Iterator[Finding]:
+    n_elements = prod(tensor.shape)
+    uneven = _count(boxes, tensor.shape, visits)
+    if uneven.overlap is not None:
+        corner = [begin for begin, _ in uneven.overlap]
+        holders = [box for box in boxes if _holds(box, corner)]
+        yield Finding(
+            "coverage.overlap",
+            tensor.fqn,
+            f"{uneven.repeated:,} of {n_elements:,} elements are in more than one chunk",
+            expected="each element in one chunk",
+            found="chunks at " + " and ".join(_offsets(box) for box in holders[:2]),
+        )
+    if uneven.gap is not None:
+        sizes = [end - begin for begin, end in uneven.gap]
+        yield Finding(
+            "coverage.gap",
+            tensor.fqn,
+            f"{uneven.missing:,} of {n_elements:,} elements are in no chunk",
+            expected=f"{n_elements:,} elements in chunks",
+            found=f"no chunk for the {_shape(sizes)} elements at {_offsets(uneven.gap)}",
+        )
+
+
+def _at_least(tensor: TensorEntry, boxes: Sequence[Box]) -> Finding:
+    """What the number of elements alone says about boxes that do not fill the tensor."""
+    n_elements = prod(tensor.shape)
+    missing = n_elements - sum(prod(end - begin for begin, end in box) for box in boxes)
+    if missing > 0:
+        message = f"at least {missing:,} of {n_elements:,} elements are in no chunk"
+        return Finding("coverage.gap", tensor.fqn, message)
+    message = f"some of {n_elements:,} elements are in more than one chunk"
+    return Finding("coverage.overlap", tensor.fqn, message)
+
+
+def _count(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> _Uneven:
+    """Count slab by slab, each between two neighbouring edges along the first dimension.
+
+    Within a slab the boxes are the same: what they leave is the same question, with
+    one dimension less.
+    """
+    visits.spend(len(boxes) + 1)
+    if not shape:
+        return _Uneven(
+            missing=int(len(boxes) == 0),
+            repeated=int(len(boxes) > 1),
+            gap=None if boxes else (),
+            overlap=() if len(boxes) > 1 else None,
+        )
+    beginning: dict[int, list[Box]] = defaultdict(list)
+    ending: dict[int, list[Box]] = defaultdict(list)
+    for box in boxes:
+        beginning[box[0][0]].append(box[1:])
+        ending[box[0][1]].append(box[1:])
+    total = _Uneven()
+    across: Counter[Box] = Counter()
+    for begin, end in pairwise(sorted({0, shape[0], *beginning, *ending})):
+        across.update(beginning[begin])
+        for rest in ending[begin]:
+            across[rest] -= 1
+            if not across[rest]:
+                del across[rest]
+        slab = _count(list(across.elements()), shape[1:], visits)
+        total.missing += slab.missing * (end - begin)
+        total.repeated += slab.repeated * (end - begin)
+        if total.gap is None and slab.gap is not None:
+            total.gap = ((begin, end), *slab.gap)
+        if total.overlap is None and slab.overlap is not None:
+            total.overlap = ((begin, end), *slab.overlap)
+    return total
+
+
+def _holds(box: Box, corner: Sequence[int]) -> bool:
+    return all(begin <= at < end for (begin, end), at in zip(box, corner, strict=True))
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " x ".join(f"{n:,}" for n in sizes) if sizes else "one element"
+
+
+def _offsets(box: Box) -> str:
+    return str(tuple(begin for begin, _ in box))

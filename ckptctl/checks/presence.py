@@ -1,0 +1,251 @@
+"""Is every byte that the metadata names there, and whose are the bytes that it does not name?
+
+Only the metadata and one listing are looked at: names, sizes, offsets, lengths.
+What the bytes hold is asked in `structure`, whether the chunks make whole
+tensors in `coverage`.
+
+Source: torch 2.13 `torch/distributed/checkpoint/filesystem.py`: records follow
+each other in a shard file without a gap, from its first byte to its last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptctl.checks.ranges import Ranges
+from ckptctl.checks.sizes import holds_safetensors
+from ckptctl.checks.words import at_most_few, counted, inside, some_of
+from ckptctl.findings import Finding
+from ckptctl.model import NO_FILE, BytesEntry, FileInfo
+
+SHARD_SUFFIX = ".distcp"
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+_LARGEST_OFFSET = 2**63 - 1
+
+
+def check_presence(
+    ranges: Ranges, files: Sequence[FileInfo], part_path: str = ""
+) -> Iterator[Finding]:
+    """Yield what is missing, short, out of place or left over in one part.
+
+    `ranges` are those of all metadata of the part, `files` its listing with
+    paths relative to it. Yields `path.escape`, `shard.missing`, `shard.short`,
+    `range.missing`, `range.outside`, `range.overlap`, `range.stray`, and
+    `shard.trailing`, `shard.empty`, `shard.orphan` about what is legitimate.
+
+    Cost: n log n for n chunks; no bytes are read.
+    """
+    listed = {file.path: file for file in files}
+    yield from at_most_few(_check_files(ranges, listed, part_path))
+    yield from _check_unplaced(ranges, part_path)
+    yield from _check_leftovers(ranges, files, part_path)
+
+
+def escape_reason(path: str) -> str | None:
+    """Why a path that the metadata gives may not be opened; None for one that may.
+
+    torch joins it to the folder unchecked: an absolute one is opened as it stands.
+    """
+    if not path:
+        return "is empty"
+    if path.startswith("/") or _DRIVE.match(path):
+        return "is absolute"
+    if ".." in path.split("/"):
+        return "leads upwards"
+    if "\\" in path or "\0" in path:
+        return "holds a character that is in no name of a shard file"
+    return None
+
+
+def _check_files(
+    ranges: Ranges, listed: Mapping[str, FileInfo], part_path: str
+) -> Iterator[Finding]:
+    tiled = not holds_safetensors(ranges)
+    for name, numbers in zip(ranges.file_names, ranges.by_file(), strict=True):
+        if not numbers:
+            continue
+        where = inside(part_path, name)
+        reason = escape_reason(name)
+        if reason is not None:
+            message = f"the path {reason}; torch would follow it for {_lost(ranges, numbers)}"
+            yield Finding("path.escape", where, message)
+            continue
+        file = listed.get(name)
+        if file is None:
+            yield Finding("shard.missing", where, f"{_lost(ranges, numbers)} cannot be read")
+        elif file.kind != "file":
+            yield from _check_kind(ranges, numbers, file, where)
+        else:
+            yield from _check_extents(ranges, numbers, file, where, tiled=tiled)
+
+
+def _check_kind(
+    ranges: Ranges, numbers: Sequence[int], file: FileInfo, where: str
+) -> Iterator[Finding]:
+    if file.kind == "dir":
+        yield Finding(
+            "shard.missing", where, f"it is a folder; {_lost(ranges, numbers)} cannot be read"
+        )
+        return
+    is_what = f"is a link to {file.link}" if file.kind == "link" else "is no regular file"
+    yield Finding(
+        "path.escape",
+        where,
+        f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not looked at",
+        expected="a regular file",
+        found=file.kind,
+    )
+
+
+def _check_extents(
+    ranges: Ranges, numbers: Sequence[int], file: FileInfo, where: str, *, tiled: bool
+) -> Iterator[Finding]:
+    """Ranges that no file can hold, that overlap, or that go over the end of this one."""
+    starts, lengths = ranges.starts, ranges.lengths
+    sound = [n for n in numbers if starts[n] >= 0 and lengths[n] > 0]
+    ends = [starts[n] + lengths[n] for n in sound]
+    needed = max(ends, default=0)
+    if needed > _LARGEST_OFFSET or (tiled and len(sound) < len(numbers)):
+        yield _outside(ranges, numbers, where)
+        return
+    if needed > file.size:
+        cut = [n for n in sound if starts[n] + lengths[n] > file.size]
+        yield Finding(
+            "shard.short",
+            where,
+            f"{file.size:,} of {needed:,} bytes are there; {_lost(ranges, cut)} cannot be read",
+            expected=f"{needed:,} bytes",
+            found=f"{file.size:,} bytes",
+        )
+    if not tiled:
+        return
+    # Sorted apart from each other, beginnings and ends show an overlap all the same:
+    # somewhere a range begins before as many have ended as began before it.
+    begins = sorted([starts[n] for n in sound])
+    ends.sort()
+    if any(end > begin for end, begin in zip(ends, begins[1:], strict=False)):
+        yield _overlap(ranges, sound, where)
+    elif needed <= file.size and sum(lengths[n] for n in sound) < file.size:
+        yield _trailing(file.size, needed, sum(lengths[n] for n in sound), where)
+
+
+def _outside(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
+    starts, lengths = ranges.starts, ranges.lengths
+    wrong = [
+        n
+        for n in numbers
+        if starts[n] < 0 or lengths[n] <= 0 or starts[n] + lengths[n] > _LARGEST_OFFSET
+    ]
+    first = wrong[0]
+    return Finding(
+        "range.outside",
+        where,
+        f"{counted(len(wrong), 'byte range')} that no file can hold; the first is that of "
+        f"{ranges.owner(first).name}: {lengths[first]:,} bytes from byte {starts[first]:,} on",
+    )
+
+
+def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
+    in_order = sorted(numbers, key=ranges.starts.__getitem__)
+    pairs = []
+    holder, reached = in_order[0], -1
+    for number in in_order:
+        if ranges.starts[number] < reached:
+            pairs.append((holder, number))
+        if ranges.starts[number] + ranges.lengths[number] > reached:
+            holder, reached = number, ranges.starts[number] + ranges.lengths[number]
+    one, other = pairs[0]
+    return Finding(
+        "range.overlap",
+        where,
+        f"{counted(len(pairs), 'byte range')} begin inside another; the first are those of "
+        f"{ranges.owner(one).name} and {ranges.owner(other).name}",
+        expected=f"bytes from {ranges.starts[one] + ranges.lengths[one]:,} on",
+        found=f"bytes from {ranges.starts[other]:,} on",
+    )
+
+
+def _trailing(size: int, needed: int, named: int, where: str) -> Finding:
+    after, between = size - needed, needed - named
+    said = [f"{after:,} bytes after its last record"] if after else []
+    said += [f"{between:,} bytes before or between its records"] if between else []
+    return Finding(
+        "shard.trailing",
+        where,
+        f"{' and '.join(said)} belong to no entry",
+        expected=f"{named:,} bytes",
+        found=f"{size:,} bytes",
+    )
+
+
+def _check_unplaced(ranges: Ranges, part_path: str) -> Iterator[Finding]:
+    """Entries without a byte range, and byte ranges without an entry."""
+    if NO_FILE in ranges.files:
+        missing = [n for n, file in enumerate(ranges.files) if file == NO_FILE]
+        first = ranges.owner(missing[0])
+        yield Finding(
+            "range.missing",
+            inside(part_path, first.entry.fqn),
+            f"the metadata does not say where {_lost(ranges, missing)} are; "
+            f"the first is {first.name}",
+        )
+    strays = [stray for metadata in ranges.metadatas for stray in metadata.strays]
+    for name in sorted({found.file for _, _, found in strays} - set(ranges.file_names)):
+        reason = escape_reason(name)
+        if reason is not None:
+            message = f"the path {reason}; the byte range belongs to no entry"
+            yield Finding("path.escape", inside(part_path, name), message)
+    if strays:
+        fqn, offsets, found = strays[0]
+        at = f" at {offsets}" if offsets else ""
+        yield Finding(
+            "range.stray",
+            inside(part_path, fqn),
+            f"{counted(len(strays), 'byte range')} belong to no entry; the first is that of "
+            f"{fqn}{at} in {found.file}",
+        )
+
+
+def _check_leftovers(
+    ranges: Ranges, files: Sequence[FileInfo], part_path: str
+) -> Iterator[Finding]:
+    """Shard files that no metadata names: of idle ranks, or left over from another save."""
+    named = set(ranges.file_names)
+    named.update(found.file for m in ranges.metadatas for _, _, found in m.strays)
+    unnamed = [
+        file
+        for file in files
+        if file.kind == "file" and file.path.endswith(SHARD_SUFFIX) and file.path not in named
+    ]
+    empty = [file.path for file in unnamed if file.size == 0]
+    if empty:
+        yield Finding(
+            "shard.empty",
+            inside(part_path, some_of(empty)),
+            f"{counted(len(empty), 'shard file')} of 0 bytes: a rank that had nothing to write",
+        )
+    orphans = [file for file in unnamed if file.size > 0]
+    if orphans:
+        n_bytes = sum(file.size for file in orphans)
+        yield Finding(
+            "shard.orphan",
+            inside(part_path, some_of([file.path for file in orphans])),
+            f"{counted(len(orphans), 'shard file')} with {n_bytes:,} bytes that no metadata "
+            "names: left by a save over this step, or by another world size",
+        )
+
+
+def _lost(ranges: Ranges, numbers: Sequence[int]) -> str:
+    """How many chunks in how many tensors, and how many other entries."""
+    entries = {id(owner.entry): owner.entry for owner in map(ranges.owner, numbers)}
+    n_bytes_entries = sum(isinstance(entry, BytesEntry) for entry in entries.values())
+    n_tensors = len(entries) - n_bytes_entries
+    n_chunks = len(numbers) - n_bytes_entries
+    said = []
+    if n_tensors:
+        said.append(f"{counted(n_chunks, 'chunk')} in {counted(n_tensors, 'tensor')}")
+    if n_bytes_entries:
+        said.append(counted(n_bytes_entries, "bytes entry", "bytes entries"))
+    return " and ".join(said)

@@ -1,0 +1,106 @@
+"""Which byte ranges does the metadata of a part name, and whose are they?
+
+One table in columns for all checks that speak of byte ranges: half a million
+of them are common, and an object for each would cost more than reading the
+metadata did. A range is a number here; `owner` says whose it is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptctl.model import NO_FILE, BytesEntry, Metadata, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a range is: chunk number `chunk` of a tensor, or a bytes entry."""
+
+    entry: TensorEntry | BytesEntry
+    chunk: int
+
+    @property
+    def name(self) -> str:
+        """The FQN, and where the chunk begins where the tensor has several."""
+        if isinstance(self.entry, TensorEntry) and len(self.entry.chunks) > 1:
+            return f"{self.entry.fqn} at {self.entry.chunks.offsets_of(self.chunk)}"
+        return self.entry.fqn
+
+    @property
+    def transforms(self) -> tuple[str, ...]:
+        """What the bytes of the range went through when they were written."""
+        if isinstance(self.entry, TensorEntry):
+            return self.entry.chunks.transforms.get(self.chunk, ())
+        return self.entry.byte_range.transforms if self.entry.byte_range else ()
+
+
+class Ranges:
+    """The byte ranges of all metadata of one part, in columns.
+
+    Range `i` is the `lengths[i]` bytes from `starts[i]` on in the file
+    `file_names[files[i]]`; `files[i]` is `NO_FILE` where the metadata names no
+    range. The ranges of one entry follow each other, its chunks in order.
+    Several metadata are those of a step saved without collectives, one a rank.
+    """
+
+    def __init__(self, metadatas: Sequence[Metadata]) -> None:
+        self.metadatas = tuple(metadatas)
+        self.entries: list[TensorEntry | BytesEntry] = []
+        self.first_range = array("q")
+        self.files = array("q")
+        self.starts = array("q")
+        self.lengths = array("q")
+        self._numbers: dict[str, int] = {}
+        for metadata in metadatas:
+            known: dict[int, list[int]] = {}
+            for tensor in metadata.tensors.values():
+                self._add_tensor(tensor, known)
+            for entry in metadata.bytes_entries.values():
+                self._add_bytes(entry)
+        self.file_names = tuple(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def _add_tensor(self, tensor: TensorEntry, known: dict[int, list[int]]) -> None:
+        self._begin(tensor)
+        chunks = tensor.chunks
+        # All tensors of a metadata share one list of names: it is looked at once.
+        if id(chunks.file_names) not in known:
+            numbers = [self._number(name) for name in chunks.file_names]
+            known[id(chunks.file_names)] = [*numbers, NO_FILE]  # `NO_FILE`, -1, is the last
+        numbers = known[id(chunks.file_names)]
+        self.files.extend([numbers[file] for file in chunks.files])
+        self.starts.extend(chunks.starts)
+        self.lengths.extend(chunks.lengths)
+
+    def _add_bytes(self, entry: BytesEntry) -> None:
+        self._begin(entry)
+        found = entry.byte_range
+        self.files.append(self._number(found.file) if found else NO_FILE)
+        self.starts.append(found.offset if found else 0)
+        self.lengths.append(found.length if found else 0)
+
+    def _begin(self, entry: TensorEntry | BytesEntry) -> None:
+        self.entries.append(entry)
+        self.first_range.append(len(self.starts))
+
+    def _number(self, file_name: str) -> int:
+        return self._numbers.setdefault(file_name, len(self._numbers))
+
+    def owner(self, number: int) -> Owner:
+        """Whose range `number` is."""
+        # Entries without any range share the next one's first: the last is meant.
+        at = bisect_right(self.first_range, number) - 1
+        return Owner(self.entries[at], number - self.first_range[at])
+
+    def by_file(self) -> list[list[int]]:
+        """The numbers of the ranges in each file, in no order; those without a file are in none."""
+        numbers: list[list[int]] = [[] for _ in self.file_names]
+        for number, file in enumerate(self.files):
+            if file != NO_FILE:
+                numbers[file].append(number)
+        return numbers

@@ -1,0 +1,185 @@
+"""Are the safetensors files of a folder whole, and do they fill their tensors?
+
+Only headers are read. They carry no checksums, and DCP's Hugging Face writer
+notes neither the number of ranks nor the shape of the whole tensor: a shard
+that held the end of all its tensors can be lost without a trace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.checks.coverage import check_coverage
+from ckptctl.checks.words import at_most_few, counted, inside, some_of
+from ckptctl.errors import RecordUnreadable
+from ckptctl.findings import Finding
+from ckptctl.formats.safetensors import (
+    INDEX_SUFFIX,
+    MAX_HEADER,
+    PREFIX,
+    SUFFIX,
+    StoredTensor,
+    header_length,
+    parse_header,
+    parse_index,
+)
+from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
+from ckptctl.storage.contract import Span, Store
+
+_FIRST_READ = 64 << 10
+_ONE_OF_SEVERAL = re.compile(r"(?P<before>.*model)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+")
+
+Headers = Mapping[str, Sequence[StoredTensor]]
+"""The tensors of each file whose header is sound."""
+
+
+def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
+    """Yield what the headers of a part's files, and its index, say against it.
+
+    `folder` is where the part is in the store. Yields `path.escape`,
+    `record.framing`, `record.mismatch`, `shard.missing`, `shard.short`,
+    `coverage.gap`, `coverage.overlap`, and always `format.no-checksums`.
+
+    Storage errors pass through. Cost: one read for each file and for the index; a
+    second one for headers of more than 64 KiB.
+    """
+    files = [file for file in part.files if file.path.endswith(SUFFIX)]
+    indexes = [file for file in part.files if file.path.endswith(INDEX_SUFFIX)]
+    findings: list[Finding] = []
+    headers: dict[str, Sequence[StoredTensor]] = {}
+    for file in files + indexes:
+        if file.kind != "file":
+            message = "it is a link or no regular file, which is not followed"
+            findings.append(Finding("path.escape", file.path, message))
+    for file, header in _read_headers(store, folder, [f for f in files if f.kind == "file"]):
+        try:
+            headers[file.path] = parse_header(_checked(file, header))
+        except RecordUnreadable as error:
+            findings.append(Finding(error.code, file.path, error.message))
+            continue
+        findings += _check_length(file, len(header), headers[file.path])
+    if len(headers) == len(files):
+        findings += _check_tensors(headers)
+    for index in indexes:
+        if index.kind == "file":
+            findings += _check_index(store, folder, index, headers, {f.path for f in files})
+    if not indexes:
+        findings += _check_numbers(files)
+    n_tensors = len({tensor.name for tensors in headers.values() for tensor in tensors})
+    said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
+    findings.append(Finding("format.no-checksums", "", f"{said}: no byte of them can be checked"))
+    for finding in at_most_few(findings):
+        where = inside(part.path, finding.where) if finding.where else part.path
+        yield replace(finding, where=where)
+
+
+def _read_headers(
+    store: Store, folder: str, files: Sequence[FileInfo]
+) -> Iterator[tuple[FileInfo, bytes]]:
+    """Each file with its header, the length in front of it included."""
+    empty = [file for file in files if file.size == 0]
+    others = [file for file in files if file.size > 0]
+    yield from ((file, b"") for file in empty)
+    first = [Span(_path(folder, file), 0, min(file.size, _FIRST_READ)) for file in others]
+    longer = []
+    for file, (_, data) in zip(others, store.read_spans(first), strict=True):
+        end = PREFIX + int.from_bytes(data[:PREFIX], "little")
+        if len(data) < end <= min(file.size, PREFIX + MAX_HEADER):
+            longer.append((file, end))
+        else:
+            yield file, data[:end]
+    rest = [Span(_path(folder, file), 0, end) for file, end in longer]
+    for (file, _), (_, data) in zip(longer, store.read_spans(rest), strict=True):
+        yield file, data
+
+
+def _path(folder: str, file: FileInfo) -> str:
+    return f"{folder}/{file.path}" if folder else file.path
+
+
+def _checked(file: FileInfo, header: bytes) -> bytes:
+    """The header without its length, if the file holds all of it."""
+    length = header_length(header)
+    if len(header) < PREFIX + length:
+        raise RecordUnreadable(
+            f"its header would be {length:,} bytes long, the file is {file.size:,}"
+        )
+    return header[PREFIX:]
+
+
+def _check_length(
+    file: FileInfo, n_header: int, tensors: Sequence[StoredTensor]
+) -> Iterator[Finding]:
+    needed = n_header + sum(tensor.n_bytes for tensor in tensors)
+    if file.size < needed:
+        lost = [t for t in tensors if n_header + t.start + t.n_bytes > file.size]
+        yield Finding(
+            "shard.short",
+            file.path,
+            f"{file.size:,} of {needed:,} bytes are there; {counted(len(lost), 'tensor')} "
+            "cannot be read",
+            expected=f"{needed:,} bytes",
+            found=f"{file.size:,} bytes",
+        )
+    elif file.size > needed:
+        message = f"{file.size - needed:,} bytes belong to no tensor; no reader accepts that"
+        yield Finding("record.framing", file.path, message)
+
+
+def _check_tensors(headers: Headers) -> Iterator[Finding]:
+    """The boxes of each tensor, from all files, fill what they reach."""
+    boxes: dict[str, list[StoredTensor]] = defaultdict(list)
+    for tensors in headers.values():
+        for tensor in tensors:
+            boxes[tensor.name].append(tensor)
+    for name, parts in boxes.items():
+        if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
+            message = "its shards differ in dtype or in the number of dimensions"
+            yield Finding("record.mismatch", name, message)
+            continue
+        chunks = Chunks.of(
+            len(parts[0].shape), [Chunk(part.offsets, part.shape, None) for part in parts]
+        )
+        ends = [map(sum, zip(part.offsets, part.shape, strict=True)) for part in parts]
+        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+        yield from check_coverage(TensorEntry(name, parts[0].dtype, shape, chunks))
+
+
+def _check_index(
+    store: Store, folder: str, index: FileInfo, headers: Headers, files: set[str]
+) -> Iterator[Finding]:
+    """Every file and every tensor that the index names is there."""
+    try:
+        if index.size > MAX_HEADER:
+            raise RecordUnreadable(f"an index of {index.size:,} bytes is not read")
+        named = parse_index(store.read(_path(folder, index), limit=MAX_HEADER))
+    except RecordUnreadable as error:
+        yield Finding(error.code, index.path, error.message)
+        return
+    held = {file: {tensor.name for tensor in tensors} for file, tensors in headers.items()}
+    absent: dict[str, list[str]] = defaultdict(list)
+    for name, file in named.items():
+        if file not in files or (file in held and name not in held[file]):
+            absent[file].append(name)
+    for file, names in absent.items():
+        message = f"{counted(len(names), 'tensor')} cannot be read: {some_of(names)}"
+        if file in files:
+            yield Finding("record.mismatch", file, f"{message}; {index.path} says it holds them")
+        else:
+            yield Finding("shard.missing", file, message)
+
+
+def _check_numbers(files: Sequence[FileInfo]) -> Iterator[Finding]:
+    """Files of whole tensors count themselves: `model-00001-of-00003`."""
+    numbers: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in files:
+        match = _ONE_OF_SEVERAL.fullmatch(file.path)
+        if match and not match["before"].startswith("shard-"):
+            numbers[match["before"], int(match["total"])].add(int(match["number"]))
+    for (before, total), there in numbers.items():
+        for number in sorted(set(range(1, total + 1)) - there):
+            name = f"{before}-{number:05}-of-{total:05}{SUFFIX}"
+            yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files are there")

@@ -1,0 +1,393 @@
+"""Is each record one sound archive, and does it hold what the metadata says?
+
+Head and tail of each record are read, not its elements: how it is framed, the
+dtype, shape and number of bytes of each tensor, and the checksum of every member
+that was read whole. A swapped element is the question of `content`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+
+from ckptctl.checks.presence import escape_reason
+from ckptctl.checks.ranges import Owner, Ranges
+from ckptctl.checks.record_reads import Need, Reading, n_reads, read_records
+from ckptctl.checks.sizes import holds_safetensors
+from ckptctl.checks.words import at_most_few, counted, inside, some_of
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
+from ckptctl.findings import Finding
+from ckptctl.formats.records import (
+    RecordDirectory,
+    View,
+    check_headers,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
+from ckptctl.formats.values import TensorStub, decode_tensor_pickle
+from ckptctl.model import DTYPE_SIZES, ByteRange, FileInfo, TensorEntry
+from ckptctl.storage.contract import Store
+
+MAX_ELEMENT_BYTES = 64
+"""Elements that are handed out for a wanted tensor: small enough to be a step number."""
+
+MAX_PICKLE_BYTES = 64 << 10
+"""Bytes of pickle that are handed out for a wanted bytes entry."""
+
+_MAX_HEAD = 1 << 20
+_ZSTD = "stream.zstd/1"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+# Names by which torch pickles tensors that are more than a storage, a shape and strides.
+_OTHER_TENSORS = tuple(
+    f"c{module}\n{name}\n".encode()
+    for module, name in (
+        ("torch._utils", "_rebuild_qtensor"),
+        ("torch._utils", "_rebuild_sparse_tensor"),
+        ("torch._utils", "_rebuild_nested_tensor"),
+        ("torch._utils", "_rebuild_wrapper_subclass"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"),
+        ("torch._tensor", "_rebuild_from_type_v2"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordValue:
+    """The content of one small record that was asked for.
+
+    `data` is the tensor's elements, in the byte order `byte_order` (`little` or
+    `big`), with `stub` saying what they are; or the pickle of a bytes entry, then
+    `stub` is None. Its checksum was right, where it has one.
+    """
+
+    fqn: str
+    byte_range: ByteRange
+    stub: TensorStub | None
+    data: bytes
+    byte_order: str
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What looking at the records of one part found, and what it cost.
+
+    `n_records` were looked at. `values` are those of the entries that were wanted,
+    as far as they are small; of the several ranks of a step saved without
+    collectives each has its own.
+    """
+
+    findings: tuple[Finding, ...]
+    values: tuple[RecordValue, ...]
+    n_records: int
+    n_reads: int
+    n_bytes: int
+
+
+def check_structure(
+    store: Store,
+    folder: str,
+    ranges: Ranges,
+    files: Sequence[FileInfo],
+    part_path: str = "",
+    *,
+    wanted: Callable[[str], bool] = lambda _: False,
+) -> Structure:
+    """Look at every record of a part that `files`, the part's listing, has room for.
+
+    `folder` is where the part is in the store, `part_path` where it is in the step.
+    The values of entries whose FQN is `wanted` are handed out. What is missing or
+    cut short is the finding of `presence`, and passed over here.
+
+    Findings are `record.framing`, `record.mismatch`, `record.crc`, `record.unsafe`
+    and `format.unsupported`, one for each file and code; `record.no-crc`,
+    `record.transformed` and `format.no-checksums`, one for the part.
+
+    Storage errors pass through: a file that has changed since the listing is one.
+    Cost: `n_structure_reads` reads, and a second one for the rare record whose
+    directory or pickle is long.
+    """
+    by_file = _readable(ranges, files)
+    look = _Look(ranges, part_path, {id(e) for e in ranges.entries if wanted(e.fqn)})
+    reading = Reading()
+    needs: Mapping[int, Need] = {}
+    while any(by_file):
+        more: dict[int, Need] = {}
+        for number, view in read_records(store, folder, ranges, by_file, needs, reading):
+            need = look.at(number, view)
+            if need is not None:
+                more[number] = need
+        needs = more
+        by_file = [[number for number in numbers if number in needs] for numbers in by_file]
+    return Structure(
+        tuple(look.findings()),
+        tuple(look.values),
+        look.n_records,
+        reading.n_reads,
+        reading.n_bytes,
+    )
+
+
+def n_structure_reads(ranges: Ranges) -> int:
+    """How many reads `check_structure` takes where no file is missing; none are made here."""
+    return 0 if holds_safetensors(ranges) else n_reads(ranges, ranges.by_file())
+
+
+def _readable(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]]:
+    """The numbers of the ranges of each file, without those that the listing has no room for."""
+    if holds_safetensors(ranges):
+        return []
+    sizes = {file.path: file.size for file in files if file.kind == "file"}
+    readable = []
+    for name, numbers in zip(ranges.file_names, ranges.by_file(), strict=True):
+        size = -1 if escape_reason(name) else sizes.get(name, -1)
+        readable.append(
+            [
+                n
+                for n in numbers
+                if ranges.starts[n] >= 0 < ranges.lengths[n]
+                and ranges.starts[n] + ranges.lengths[n] <= size
+            ]
+        )
+    return readable
+
+
+class _Wrong(Exception):
+    """A sound archive that holds what it should not: which finding that is, and why."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(slots=True)
+class _Alike:
+    """Records of one file with findings of one code: how many, and what the first is."""
+
+    n_records: int
+    first: Owner
+    start: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Look:
+    """What the records looked at so far had to say."""
+
+    ranges: Ranges
+    part_path: str
+    wanted: set[int]
+    n_records: int = 0
+    n_without_crcs: int = 0
+    n_transformed: int = 0
+    n_plain: int = 0
+    values: list[RecordValue] = field(default_factory=list)
+    alike: dict[tuple[int, str], _Alike] = field(default_factory=dict)
+    by_order: dict[str, list[int]] = field(default_factory=dict)
+
+    def at(self, number: int, view: View) -> Need | None:
+        """Look at one record; what more of it must be read first, if anything."""
+        try:
+            need = self._look(number, view)
+        except (RecordUnreadable, _Wrong) as error:
+            self._note(error.code, number, error.message)
+            need = None
+        self.n_records += need is None
+        return need
+
+    def _note(self, code: str, number: int, reason: str) -> None:
+        key = (self.ranges.files[number], code)
+        if key in self.alike:
+            self.alike[key].n_records += 1
+            return
+        start = self.ranges.starts[number]
+        self.alike[key] = _Alike(1, self.ranges.owner(number), start, reason)
+
+    def _look(self, number: int, view: View) -> Need | None:
+        owner = self.ranges.owner(number)
+        if owner.transforms:
+            self._look_at_transformed(owner, view)
+            return None
+        tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
+        if tensor is None and _is_plain_pickle(view):
+            self.n_plain += 1
+            return None
+        needed = tail_needed(view.tail, view.length)
+        if needed > len(view.tail):
+            return Need(len(view.head), needed)
+        directory = parse_directory(view.tail, view.length)
+        wanted = id(owner.entry) in self.wanted
+        more = _more(directory, view, is_tensor=tensor is not None, wanted=wanted)
+        if more is not None:
+            return more
+        check_headers(directory, view)
+        wrong = wrong_crcs(directory, view)
+        if wrong:
+            self._note("record.crc", number, f"{some_of(wrong)} in it")
+            return None
+        self.n_without_crcs += not directory.has_crcs
+        byte_order = _byte_order(directory, view)
+        if byte_order is not None:
+            self.by_order.setdefault(byte_order, []).append(number)
+        stub = None
+        if tensor is not None:
+            stub = _stub(directory, view)
+            _check_stub(stub, directory, tensor, owner.chunk)
+        if wanted:
+            self._hand_out(number, stub, directory, view, byte_order or "little")
+        return None
+
+    def _look_at_transformed(self, owner: Owner, view: View) -> None:
+        if owner.transforms != (_ZSTD,):
+            through = ", ".join(owner.transforms)
+            raise _Wrong("format.unsupported", f"it went through {through} when it was saved")
+        if not view.head.startswith(_ZSTD_MAGIC):
+            raise RecordUnreadable("it is said to be compressed and does not begin as zstd does")
+        self.n_transformed += 1
+
+    def _hand_out(
+        self,
+        number: int,
+        stub: TensorStub | None,
+        directory: RecordDirectory,
+        view: View,
+        byte_order: str,
+    ) -> None:
+        name, limit = "data.pkl", MAX_PICKLE_BYTES
+        if stub is not None:
+            name, limit = f"data/{stub.storage_key}", MAX_ELEMENT_BYTES
+        data = read_member(directory, name, view)
+        if data is not None and len(data) <= limit:
+            ranges = self.ranges
+            byte_range = ByteRange(
+                ranges.file_names[ranges.files[number]],
+                ranges.starts[number],
+                ranges.lengths[number],
+            )
+            fqn = ranges.owner(number).entry.fqn
+            self.values.append(RecordValue(fqn, byte_range, stub, data, byte_order))
+
+    def findings(self) -> Iterator[Finding]:
+        """What all records together had to say: one finding for each file and code."""
+        self._compare_byte_orders()
+        yield from at_most_few(
+            Finding(
+                code,
+                inside(self.part_path, self.ranges.file_names[file]),
+                f"{counted(alike.n_records, 'record')} {_SAYS[code]}; the first is that of "
+                f"{alike.first.name}, from byte {alike.start:,} on: {alike.reason}",
+            )
+            for (file, code), alike in sorted(self.alike.items())
+        )
+        for code, number, says in (
+            ("record.no-crc", self.n_without_crcs, "saved without checksums"),
+            ("record.transformed", self.n_transformed, f"compressed by {_ZSTD}, and not read"),
+            ("format.no-checksums", self.n_plain, "plain pickles, without frame and checksums"),
+        ):
+            if number:
+                yield Finding(code, self.part_path, f"{counted(number, 'record')} {says}")
+
+    def _compare_byte_orders(self) -> None:
+        """One machine writes one byte order: torch swaps the bytes of the others at a load."""
+        usual = max(self.by_order, key=lambda order: len(self.by_order[order]), default="")
+        for order, numbers in self.by_order.items():
+            for number in numbers if order != usual else ():
+                reason = f"its bytes are in {order}-endian order, those of others {usual}-endian"
+                self._note("record.mismatch", number, reason)
+
+
+_SAYS: Mapping[str, str] = {
+    "record.framing": "not as torch.save writes them",
+    "record.mismatch": "not what the metadata says",
+    "record.crc": "with bytes that do not match the checksum saved with them",
+    "record.unsafe": "asking for code to run",
+    "format.unsupported": "in a form that ckptctl does not read",
+}
+
+
+def _is_plain_pickle(view: View) -> bool:
+    """A planner of its own may hand over bytes, which are then not framed by torch."""
+    return view.head[:1] == b"\x80" and view.head[1:2] <= b"\x05" and view.tail.endswith(b".")
+
+
+def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bool) -> Need | None:
+    """What must be read besides: all but the elements, or the pickle of a wanted entry."""
+    head, tail = len(view.head), len(view.tail)
+    if len(view.head) == view.length:
+        return None
+    pickle = directory.find("data.pkl")
+    if is_tensor:
+        elements = next((m for m in directory.members if m.name.startswith("data/")), pickle)
+        if elements is not None:
+            head = max(head, min(elements.start, _MAX_HEAD))
+            tail = max(tail, min(directory.length - elements.end, _MAX_HEAD))
+    elif wanted and pickle is not None and pickle.size <= MAX_PICKLE_BYTES:
+        head = max(head, pickle.end)
+    if (head, tail) == (len(view.head), len(view.tail)):
+        return None
+    return Need(head, tail)
+
+
+def _byte_order(directory: RecordDirectory, view: View) -> str | None:
+    """`little` or `big`; None where the record does not say, or it was not read."""
+    version = read_member(directory, "version", view)
+    if version is not None and not version.strip().isdigit():
+        raise RecordUnreadable(f"its version is {version[:20]!r}")
+    name = read_member(directory, "byteorder", view)
+    if name not in (None, b"little", b"big"):
+        raise RecordUnreadable(f"its byte order is {name[:20]!r}")
+    return None if name is None else name.decode()
+
+
+def _mismatch(message: str) -> _Wrong:
+    return _Wrong("record.mismatch", message)
+
+
+def _stub(directory: RecordDirectory, view: View) -> TensorStub:
+    pickle = read_member(directory, "data.pkl", view)
+    if pickle is None:
+        raise _mismatch("its pickle is too long to be that of a tensor")
+    try:
+        return _decoded(pickle)
+    except MetadataUnreadable as error:
+        raise _mismatch(f"it holds no tensor: {error.message}") from error
+    except MetadataUnsafe as error:
+        if any(name in pickle for name in _OTHER_TENSORS):
+            raise _Wrong("format.unsupported", "it is a tensor of a class of its own") from error
+        raise _Wrong("record.unsafe", error.message) from error
+
+
+@lru_cache(maxsize=1024)
+def _decoded(pickle: bytes) -> TensorStub:
+    # Thousands of records hold equal pickles: those of equally sharded tensors.
+    return decode_tensor_pickle(pickle)
+
+
+def _check_stub(
+    stub: TensorStub, directory: RecordDirectory, tensor: TensorEntry, chunk: int
+) -> None:
+    """Raise `record.mismatch` where a record is not the chunk that the metadata says it is."""
+    sizes = tensor.chunks.sizes_of(chunk)
+    n_elements = prod(stub.shape)
+    if stub.dtype != tensor.dtype:
+        raise _mismatch(f"it holds {stub.dtype}, its metadata says {tensor.dtype}")
+    if stub.shape != sizes and (n_elements or prod(sizes)):
+        raise _mismatch(f"it holds a tensor of shape {stub.shape}, its metadata says {sizes}")
+    member = directory.find(f"data/{stub.storage_key}")
+    if member is None:
+        raise _mismatch(f"it holds no elements: data/{stub.storage_key} is not there")
+    item_size = DTYPE_SIZES.get(stub.dtype)
+    n_bytes = stub.n_elements_in_storage * (item_size or 0)
+    if item_size is not None and member.size != n_bytes:
+        raise _mismatch(f"it holds {member.size:,} bytes of elements instead of {n_bytes:,}")
+    last = stub.storage_offset
+    last += sum((n - 1) * stride for n, stride in zip(stub.shape, stub.strides, strict=True))
+    if n_elements and last >= stub.n_elements_in_storage:
+        raise _mismatch(
+            f"its last element is number {last:,} of {stub.n_elements_in_storage:,} in its storage"
+        )

@@ -1,0 +1,192 @@
+"""What does the header of a safetensors file say?
+
+Eight bytes give the length of a JSON object that names each tensor with dtype,
+shape and place; the elements follow to the end of the file. DCP's Hugging Face
+writer adds where in the global tensor each box begins. The format has no
+checksums, and nothing but the header is looked at here.
+
+Source: safetensors 0.8 `safetensors/src/tensor.rs`; torch 2.13
+`torch/distributed/checkpoint/_hf_utils.py` and `hf_storage.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ckptctl.errors import RecordUnreadable
+
+PREFIX = 8
+"""Bytes in front of the header: its length."""
+
+MAX_HEADER = 100_000_000
+"""The longest header in bytes that the safetensors library reads."""
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_METADATA = "__metadata__"
+_SHARDING = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+_INT64 = 1 << 63
+_MAX_DIMS = 64
+
+_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file: a box of `shape` elements at `offsets` of the global tensor.
+
+    `dtype` is as the format names it (`BF16`). The `n_bytes` of its elements begin
+    `start` bytes after the header.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
+def header_length(prefix: bytes) -> int:
+    """How many bytes of header follow the first eight of a file.
+
+    Raises `RecordUnreadable` where these are not the beginning of a safetensors file.
+    """
+    if prefix.startswith(b"PK"):
+        raise RecordUnreadable(
+            "it begins with an archive: the writer puts entries that are no tensors in front of "
+            "the header, and nothing can read such a file"
+        )
+    length = int.from_bytes(prefix[:PREFIX], "little")
+    if len(prefix) < PREFIX or not 2 <= length <= MAX_HEADER:
+        raise RecordUnreadable(f"its header would be {length:,} bytes long")
+    return length
+
+
+def parse_header(header: bytes) -> tuple[StoredTensor, ...]:
+    """The tensors that a header names, in the order in which their elements lie in the file.
+
+    They follow each other without a gap. Raises `RecordUnreadable` for a header
+    that is damaged or contradicts itself.
+    """
+    entries = _objects(header, "its header")
+    offsets = _saved_offsets(entries.pop(_METADATA, {}))
+    tensors = sorted(
+        (_tensor(name, entry, offsets) for name, entry in entries.items()),
+        key=lambda tensor: (tensor.start, tensor.n_bytes),
+    )
+    if offsets is not None and offsets.keys() != entries.keys():
+        raise RecordUnreadable("its tensors and the places of them are not the same")
+    reached = 0
+    for tensor in tensors:
+        if tensor.start != reached:
+            raise RecordUnreadable(
+                f"the elements of {tensor.name!r} begin at byte {tensor.start:,}, "
+                f"those before end at {reached:,}"
+            )
+        reached += tensor.n_bytes
+    return tuple(tensors)
+
+
+def parse_index(data: bytes) -> Mapping[str, str]:
+    """The file that an index names for each tensor.
+
+    Raises `RecordUnreadable` for an index that is damaged.
+    """
+    weights = _objects(data, "the index").get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise RecordUnreadable("the index names no file for each tensor")
+    return weights
+
+
+def _objects(data: bytes, what: str) -> dict[str, object]:
+    """A JSON object without repeated keys, and without numbers that are not integers."""
+    try:
+        value = json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_float=_refuse, parse_constant=_refuse
+        )
+    except (ValueError, RecursionError) as error:
+        raise RecordUnreadable(f"{what} is not JSON as it should be: {error}") from error
+    if not isinstance(value, dict):
+        raise RecordUnreadable(f"{what} is no JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is there twice")
+    return value
+
+
+def _refuse(number: str) -> object:
+    raise ValueError(f"{number[:20]} is no integer")
+
+
+def _saved_offsets(metadata: object) -> Mapping[str, tuple[int, ...]] | None:
+    """Where each box begins in its global tensor; None for a file that holds whole tensors."""
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise RecordUnreadable("its metadata is not made of strings")
+    if _SHARDING not in metadata:
+        return None
+    sharding = _objects(metadata[_SHARDING].encode("utf-8", "replace"), "its sharding")
+    return {
+        name: _sizes(entry.get(_OFFSETS) if isinstance(entry, dict) else None, name)
+        for name, entry in sharding.items()
+    }
+
+
+def _tensor(
+    name: str, entry: object, offsets: Mapping[str, tuple[int, ...]] | None
+) -> StoredTensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise RecordUnreadable(f"{name!r} has not the fields of a tensor")
+    dtype = entry["dtype"]
+    shape = _sizes(entry["shape"], name)
+    place = _sizes(entry["data_offsets"], name)
+    origin = (0,) * len(shape) if offsets is None else offsets.get(name, ())
+    if not isinstance(dtype, str) or len(place) != 2 or place[0] > place[1]:
+        raise RecordUnreadable(f"{name!r} has no dtype or no place")
+    if len(origin) != len(shape):
+        raise RecordUnreadable(f"{name!r} has {len(shape)} dimensions and {len(origin)} offsets")
+    n_bytes = place[1] - place[0]
+    n_bits = prod(shape) * _BITS.get(dtype, 0)
+    if dtype in _BITS and n_bits != n_bytes * 8:
+        raise RecordUnreadable(f"{name!r} takes {n_bytes:,} bytes, its elements {n_bits // 8:,}")
+    return StoredTensor(name, dtype, shape, origin, place[0], n_bytes)
+
+
+def _sizes(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        raise RecordUnreadable(f"{name!r} has no shape or place")
+    if not all(type(n) is int and 0 <= n < _INT64 for n in value):
+        raise RecordUnreadable(f"{name!r} has a size or an offset that cannot be one")
+    return tuple(value)
