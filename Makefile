@@ -29,6 +29,9 @@ fmt: $(READY) ## Put the code in form
 	@$(BIN)/ruff check -q --fix .
 	@$(BIN)/ruff format .
 
+bench: $(READY) ## Measure against peers, and print the ratios
+	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
 clean: ## Remove all that make has made
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist
 

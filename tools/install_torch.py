@@ -21,7 +21,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 CUDA = re.compile(r"nvidia-|cuda-|triton$")
 
 HELP = """\
-error: {torch} would bring {n} packages of CUDA ({first}, ...), some gigabytes
+error: {torch} would bring CUDA ({packages}), some gigabytes
   a CPU build of torch is enough here, and pip found none for this Python
 next:  PIP_EXTRA_INDEX_URL=URL make demo   with an index of CPU builds; pytorch.org names one
        ALLOW_CUDA=1 make demo              to take CUDA all the same"""
@@ -32,13 +32,18 @@ def main() -> int:
     packages = _would_install(torch)
     cuda = sorted(name for name in packages if CUDA.match(name))
     if cuda and os.environ.get("ALLOW_CUDA") != "1":
-        print(HELP.format(torch=torch, n=len(cuda), first=cuda[0]), file=sys.stderr)
+        print(HELP.format(torch=torch, packages=_shortened(cuda)), file=sys.stderr)
         return 1
     if not packages:
         return 0
     print(f"installing {torch} ({'CUDA' if cuda else 'CPU'})", flush=True)
     command = [*PIP, "install", "-qq", "-c", str(CONSTRAINTS), torch]
     return subprocess.run(command, check=False).returncode
+
+
+def _shortened(names: list[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
 
 
 def _pinned() -> str:
