@@ -1,0 +1,149 @@
+"""Which command was called, and what is its exit code?
+
+Every error becomes two lines and an exit code here, and nowhere else. A command
+is imported only when it is the one that was called: `ckptctl pick` stands in
+front of every training job.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from inspect import cleandoc
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.main import Stopped
+from ckptctl.cli.options import with_common
+from ckptctl.cli.output import Output
+from ckptctl.errors import CkptctlError, UsageError
+
+COMMANDS = ("scan", "verify", "pick", "show", "explain")
+"""In the order in which help lists them; each is a module of `cli` with a function of its name."""
+
+_USAGE = 2
+_READER_LEFT = 128 + signal.SIGPIPE
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line, print its answer, and give its exit code.
+
+    Without arguments it prints the help, but a job script that lost its arguments
+    must not take that for an answer: 2.
+    """
+    command = _command(argv)
+    out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
+    app = build_app(COMMANDS if command is None else (command,), out)
+    try:
+        exit_code: int = app(
+            args=list(argv or ["--help"]), prog_name="ckptctl", standalone_mode=False
+        )
+        out.flush()
+    except BrokenPipeError:
+        return _READER_LEFT
+    except SystemExit as left:
+        # typer leaves so after completion, and when the reader of a help text has left.
+        gone = isinstance(left.__context__, BrokenPipeError)
+        return _READER_LEFT if gone else int(left.code or 0)
+    except BaseException as error:  # noqa: BLE001 - the one place that answers for all of them
+        return _failed(error, argv, out)
+    return exit_code if argv else _USAGE
+
+
+def _command(argv: Sequence[str]) -> str | None:
+    name = next((word for word in argv if not word.startswith("-")), None)
+    return name if name in COMMANDS else None
+
+
+def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
+    """Whether a flag is set, for when the command line could not be parsed."""
+    value = os.environ.get(variable, "").lower()
+    return option in argv or value in ("1", "true", "t", "yes", "y", "on")
+
+
+def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
+    """The command line with the commands named."""
+    app = typer.Typer(
+        help="Which checkpoint do we resume from, and did the resume work?",
+        epilog="Every finding code, verdict and exit code is explained by: ckptctl explain",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP_NAMES,
+    )
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
+        ] = False,
+    ) -> None:
+        if version:
+            out.bare([f"ckptctl {ckptctl.__version__}"])
+            raise typer.Exit
+
+    for name in commands:
+        module = import_module(f"ckptctl.cli.{name}")
+        command = getattr(module, name)
+        app.command(
+            name,
+            help=_help(command.__doc__, module.EXAMPLES, module.EXIT_CODES),
+            short_help=command.__doc__.splitlines()[0],
+            context_settings=_HELP_NAMES,
+        )(with_common(command, out))
+    return app
+
+
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+def _help(doc: str, examples: Sequence[str], exit_codes: Sequence[int]) -> str:
+    """What a command answers, its examples, its exit codes."""
+    # A backspace on a line of its own keeps typer from filling the block below it.
+    shown = "\n".join(f"  {example}" for example in examples)
+    codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
+    return f"{cleandoc(doc)}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
+
+
+def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
+    """Say what went wrong in two lines, and give the exit code."""
+    known = _in_our_words(error, argv)
+    # What cannot be said, for a full disk or a reader that left, changes no exit code.
+    with suppress(OSError, CkptctlError):
+        if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
+            out.trace(error)
+        out.error(known)
+    return known.exit_code
+
+
+def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
+    if isinstance(error, CkptctlError):
+        return error
+    if isinstance(error, Stopped):
+        return _Ended(error.exit_code)
+    if isinstance(error, typer.TyperException):
+        message = error.format_message()
+        command = _command(argv)
+        help_command = f"ckptctl {command} --help" if command else "ckptctl --help"
+        return UsageError(message[:1].lower() + message[1:], next_command=help_command)
+    return CkptctlError(
+        f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
+        next_command=shlex.join(["ckptctl", *argv, "--debug"]),
+    )
+
+
+class _Ended(CkptctlError):
+    """A signal ended the command; nothing was changed."""
+
+    code = "ended"
+
+    def __init__(self, exit_code: int) -> None:
+        name = signal.Signals(exit_code - 128).name
+        super().__init__(f"ended by {name}; nothing was changed")
+        self.exit_code = exit_code

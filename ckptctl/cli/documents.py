@@ -1,0 +1,122 @@
+"""What does `--json` write?
+
+One document for each answer: an envelope that is the same everywhere, then the
+fields of the result under the names they have in the library. The schemas in
+`ckptctl/schemas` describe them; fields are only ever added within a major.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import ckptctl
+from ckptctl.errors import CkptctlError
+from ckptctl.findings import Finding, Report
+from ckptctl.judge.results import Contents, Pick, Scan
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Document = dict[str, object]
+
+# Said by a result, but not a field of it.
+_ALSO: Mapping[type, tuple[str, ...]] = {
+    Finding: ("severity", "verdict"),
+    Report: ("usable", "interrupted", "damaged"),
+}
+# Pairs that are an object in JSON.
+_PAIRS = frozenset({"digests", "bytes_by_kind"})
+
+
+def scan_document(scan: Scan) -> Document:
+    """The document of `scan`."""
+    return {**_envelope("scan", scan.exit_code), **_rest(scan)}
+
+
+def verify_document(report: Report, next_command: str | None) -> Document:
+    """The document of `verify`: the report is in its field `report`."""
+    rest = {"report": plain(report), "next_command": next_command}
+    return {**_envelope("verify", report.exit_code), **rest}
+
+
+def pick_document(pick: Pick, exit_code: int) -> Document:
+    """The document of `pick`; `path` and `step` are null where nothing was chosen."""
+    chosen = pick.chosen
+    taken = {"path": chosen.url if chosen else None, "step": chosen.number if chosen else None}
+    return {**_envelope("pick", exit_code), **taken, **_rest(pick)}
+
+
+def show_document(contents: Contents) -> Document:
+    """The document of `show`."""
+    return {**_envelope("show", contents.exit_code), **_rest(contents)}
+
+
+def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:
+    """The document of `explain`: one entry for each thing that was explained."""
+    return {**_envelope("explain", 0), "explained": [dict(one) for one in explained]}
+
+
+def error_document(error: CkptctlError, command: str | None) -> Document:
+    """The document of a command that could not do its work."""
+    rest = {
+        "command": command,
+        "code": error.code,
+        "message": error.message,
+        "next_command": error.next_command,
+    }
+    return {**_envelope("error", error.exit_code), **rest}
+
+
+def as_text(document: Document) -> str:
+    """The document as it is written: ASCII only, so that every encoding can carry it."""
+    return json.dumps(document, allow_nan=False, indent=2) + "\n"
+
+
+def plain(value: object) -> object:
+    """A result as dicts, lists, strings and numbers; NaN and infinities become null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return fields_of(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
+
+
+def fields_of(result: DataclassInstance) -> Document:
+    """The fields of a result, and what it says beyond them."""
+    names = [field.name for field in dataclasses.fields(result)]
+    names += _ALSO.get(type(result), ())
+    return {name: _field(name, getattr(result, name)) for name in names}
+
+
+def _rest(result: DataclassInstance) -> Document:
+    # The envelope has the exit code, and `pick` may have made it more detailed.
+    return {name: value for name, value in fields_of(result).items() if name != "exit_code"}
+
+
+def _field(name: str, value: object) -> object:
+    if name in _PAIRS and isinstance(value, tuple):
+        return {key: plain(item) for key, item in value}
+    return plain(value)
+
+
+def _envelope(name: str, exit_code: int) -> Document:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "schema": f"ckptctl.{name}/1",
+        "tool": {"name": "ckptctl", "version": ckptctl.__version__},
+        "generated_at": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "ok": exit_code in (0, 3),
+        "exit_code": exit_code,
+    }

@@ -1,0 +1,115 @@
+"""What does an exit code say, and what is there to do about it?
+
+The one table behind the help texts, `ckptctl explain NUMBER` and the guard that
+keeps the documents in step. Codes are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCode:
+    """`title` is the code in a few words; `advice` says what a caller does next.
+
+    `retry` is what helps: `yes` (the same command later), `no`, or what else.
+    """
+
+    title: str
+    advice: str
+    retry: str = "no"
+
+
+EXIT_CODES: Mapping[int, ExitCode] = {
+    0: ExitCode("yes", "Go on.", "not needed"),
+    1: ExitCode(
+        "a bug in ckptctl",
+        "Run the command again with `--debug` and report what it prints. Treat the answer as "
+        "unknown: do not start fresh.",
+    ),
+    2: ExitCode(
+        "usage or configuration",
+        "An argument, an option or a path is wrong, or an extra is not installed; the message "
+        "says which. Correct the command.",
+    ),
+    3: ExitCode(
+        "yes, but an older step than the newest",
+        "Only `pick --detailed-exitcode` gives it. Resume from the path on standard output, and "
+        "read on standard error why newer steps were refused.",
+        "not needed",
+    ),
+    10: ExitCode(
+        "no step at all: a fresh run",
+        "The storage answered, and the root holds no step. Start from the beginning if that is "
+        "what you expect (`--allow-fresh` turns it into 0); if not, the root is not the one you "
+        "mean.",
+    ),
+    11: ExitCode(
+        "steps exist, none is usable",
+        "Never start fresh: page someone. Run `ckptctl scan ROOT` to see every step with its "
+        "reason, and have the storage path looked at when several recent steps are damaged.",
+    ),
+    20: ExitCode(
+        "incomplete",
+        "Part of the step was never written, or is gone. Use another step: `ckptctl pick ROOT`.",
+        "use another step",
+    ),
+    21: ExitCode(
+        "corrupt",
+        "What is there contradicts itself. Use another step: `ckptctl pick ROOT`; keep this one "
+        "for whoever looks into the cause.",
+        "use another step",
+    ),
+    22: ExitCode(
+        "unverifiable",
+        "The step may be good, but nothing in it proves that at the level asked for. Ask for a "
+        "shallower level, or use another step.",
+        "use another step",
+    ),
+    23: ExitCode(
+        "whole, but required train state is missing",
+        "The step loads, but lacks something that `--require` asked for. Require less, or use "
+        "another step; `ckptctl show STEP` lists what is in it.",
+        "use another step",
+    ),
+    24: ExitCode(
+        "cannot be loaded at the world size asked for",
+        "The format is bound to the number of ranks that wrote it. Start that many ranks, or "
+        "convert the checkpoint with the framework that wrote it.",
+    ),
+    25: ExitCode(
+        "unsafe",
+        "The step asks for code to run, or for a file outside itself. Nothing of it was run or "
+        "read. Do not load it with anything; report it.",
+    ),
+    26: ExitCode(
+        "changed while being looked at, or a save in flight",
+        "Look again in a few minutes. Only `verify` gives it; `pick` passes such a step over.",
+        "yes",
+    ),
+    27: ExitCode(
+        "rejected or superseded",
+        "Someone, or an older branch of the run, has ruled this step out. Use another step.",
+        "use another step",
+    ),
+    75: ExitCode(
+        "the storage did not answer",
+        "Nothing is known about the step, good or bad. Try again later; never take it for "
+        "'no checkpoint'.",
+        "yes",
+    ),
+    77: ExitCode(
+        "access denied",
+        "The storage answered that you may not. Check the credentials and the permissions of the "
+        "account that runs the job.",
+    ),
+    130: ExitCode("interrupted by Ctrl-C (signal 2)", "Nothing was changed.", "yes"),
+    141: ExitCode(
+        "the reader of the output went away (signal 13)",
+        "Usual behind `| head`. The answer was not delivered: never act on it.",
+        "yes",
+    ),
+    143: ExitCode("ended by signal 15", "Nothing was changed.", "yes"),
+}

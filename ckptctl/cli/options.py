@@ -1,0 +1,320 @@
+"""Which options do the commands share, and how is each written?
+
+Every option has an environment variable `CKPTCTL_…`. Those that every command
+has are added by `with_common`, so that no command can lack one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from ckptctl.cli.output import Color, Output
+from ckptctl.errors import UsageError
+from ckptctl.model import STATE_KINDS, Level
+
+Storage = dict[str, Any]
+"""The keyword arguments of the library that say how to reach a storage."""
+
+
+class LevelChoice(str, Enum):
+    """The levels that can be asked for."""
+
+    LISTING = "listing"
+    STRUCTURE = "structure"
+
+
+RootArg = Annotated[
+    str, typer.Argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
+]
+RootsArg = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ROOT...",
+        help="One root, or several that hold steps of the same run; at the same step the earlier "
+        "root is preferred.",
+    ),
+]
+StepArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP",
+        help="PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what pick "
+        "takes).",
+    ),
+]
+LevelOpt = Annotated[
+    LevelChoice | None,
+    typer.Option(
+        "--level",
+        envvar="CKPTCTL_LEVEL",
+        help="How deep to look: listing reads the metadata, structure also the frame of every "
+        "record. Default: as deep as is cheap on that storage.",
+    ),
+]
+VerifyLevelOpt = Annotated[
+    LevelChoice,
+    typer.Option(
+        "--level",
+        envvar="CKPTCTL_LEVEL",
+        help="How deep to look: listing reads the metadata, structure also the frame of every "
+        "record.",
+    ),
+]
+RequireOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--require",
+        metavar="KIND,...",
+        envvar="CKPTCTL_REQUIRE",
+        help=f"Train state that must be there: {', '.join(STATE_KINDS)}.",
+    ),
+]
+WeightsOpt = Annotated[
+    bool,
+    typer.Option(
+        "--weights-ok",
+        envvar="CKPTCTL_WEIGHTS_OK",
+        help="Take a step that lacks train state which older steps hold.",
+    ),
+]
+WorldSizeOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size",
+        metavar="N",
+        min=1,
+        envvar="CKPTCTL_WORLD_SIZE",
+        help="How many ranks will load the step: say what that needs, or that it cannot be.",
+    ),
+]
+SavedWorldSizeOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--saved-world-size",
+        metavar="N",
+        min=1,
+        envvar="CKPTCTL_SAVED_WORLD_SIZE",
+        help="How many ranks wrote the step: each must have left a shard file.",
+    ),
+]
+PatternOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--pattern",
+        metavar="REGEX",
+        envvar="CKPTCTL_PATTERN",
+        help="How step folders are named, where ckptctl does not know; the whole name must match, "
+        "and the group (?P<step>[0-9]+) is the number.",
+    ),
+]
+GraceOpt = Annotated[
+    float,
+    typer.Option(
+        "--grace",
+        metavar="SECONDS",
+        min=0,
+        envvar="CKPTCTL_GRACE",
+        help="How long after its last write an unfinished save counts as still running.",
+    ),
+]
+
+_StorageOptionOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        envvar="CKPTCTL_STORAGE_OPTION",
+        help="Option for the fsspec file system; may be given several times. A value that is JSON "
+        "is taken as JSON.",
+    ),
+]
+_EndpointUrlOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint-url",
+        metavar="URL",
+        envvar="CKPTCTL_ENDPOINT_URL",
+        help="Address of an S3 service that is not Amazon's.",
+    ),
+]
+_TimeoutOpt = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.1,
+        envvar="CKPTCTL_TIMEOUT",
+        help="How long to wait for one answer of the storage.",
+    ),
+]
+_JsonOpt = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        envvar="CKPTCTL_JSON",
+        help="Write one JSON document to standard output, also on failure.",
+    ),
+]
+_QuietOpt = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", envvar="CKPTCTL_QUIET", help="Print the bare answer and no talk."
+    ),
+]
+_ReportOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        envvar="CKPTCTL_REPORT",
+        help="Also write the JSON document to this file, whole or not at all.",
+    ),
+]
+_ColorOpt = Annotated[
+    Color,
+    typer.Option(
+        "--color",
+        envvar="CKPTCTL_COLOR",
+        help="When to colour; auto obeys NO_COLOR and FORCE_COLOR.",
+    ),
+]
+_DebugOpt = Annotated[
+    bool,
+    typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show the traceback of an error."),
+]
+
+_STORAGE = {
+    "storage_option": (_StorageOptionOpt, None),
+    "endpoint_url": (_EndpointUrlOpt, None),
+    "timeout": (_TimeoutOpt, 30.0),
+}
+_COMMON = {
+    "as_json": (_JsonOpt, False),
+    "quiet": (_QuietOpt, False),
+    "report": (_ReportOpt, None),
+    "color": (_ColorOpt, Color.AUTO),
+    "debug": (_DebugOpt, False),
+}
+
+
+def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
+    """The command with the options that every command has.
+
+    What they say is handed to it as `out`, and as `storage` where it takes that.
+    typer reads options from a signature, so the one that it sees is put together
+    here. `--debug` has no effect but in `main`, which prints tracebacks.
+    """
+    own = dict(inspect.signature(command, eval_str=True).parameters)
+    del own["out"]
+    takes_storage = own.pop("storage", None) is not None
+    added = {**_STORAGE, **_COMMON} if takes_storage else _COMMON
+
+    def run(**given: Any) -> int:
+        common = {name: given.pop(name) for name in added}
+        repeated = ""
+        if takes_storage:
+            repeated = _repeated(common, given.get("pattern"))
+            given["storage"] = {
+                "storage_options": parse_storage_options(common["storage_option"] or ()),
+                "endpoint_url": common["endpoint_url"],
+                "timeout_s": common["timeout"],
+            }
+        out.configure(
+            as_json=common["as_json"],
+            quiet=common["quiet"],
+            color=common["color"],
+            report_file=common["report"],
+            repeated=repeated,
+        )
+        return command(**given, out=out)
+
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (option, default) in added.items()
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
+    """`KEY=VALUE` pairs as keyword arguments of an fsspec file system.
+
+    A value that is JSON (`true`, `{"region_name": "eu"}`) is taken as that; a number
+    is, too: quote it (`key='"0123"'`) where a string is meant.
+    """
+    options: dict[str, object] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(
+                f"--storage-option is KEY=VALUE, not {pair!r}",
+                next_command="ckptctl scan ROOT --storage-option anon=true",
+            )
+        options[key] = _json_or_text(value)
+    return options or None
+
+
+def _json_or_text(value: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def level_of(choice: LevelChoice | None) -> Level | None:
+    """The level that was asked for, if one was."""
+    return None if choice is None else Level(choice.value)
+
+
+def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The kinds of train state in `--require`, given with commas or several times."""
+    kinds = [kind.strip() for each in given or () for kind in each.split(",") if kind.strip()]
+    unknown = [kind for kind in kinds if kind not in STATE_KINDS]
+    if unknown:
+        raise UsageError(
+            f"--require does not know {unknown[0]!r}; the kinds of train state are "
+            f"{', '.join(STATE_KINDS)}",
+            next_command=f"ckptctl pick ROOT --require {','.join(STATE_KINDS[:2])}",
+        )
+    return tuple(dict.fromkeys(kinds))
+
+
+def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The step numbers in `--skip`, given with commas or several times."""
+    words = [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > 19:
+            raise UsageError(
+                f"--skip takes step numbers, not {word!r}",
+                next_command="ckptctl pick ROOT --skip 1400,1600",
+            )
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+_SECRETS = ("key", "secret", "token", "password")
+
+
+def _repeated(common: dict[str, Any], pattern: str | None) -> str:
+    """The options that a next command needs again; those in the environment it has already."""
+    words: list[str] = []
+    if pattern is not None and pattern != os.environ.get("CKPTCTL_PATTERN"):
+        words += ["--pattern", pattern]
+    url = common["endpoint_url"]
+    if url is not None and url != os.environ.get("CKPTCTL_ENDPOINT_URL"):
+        words += ["--endpoint-url", url]
+    if "CKPTCTL_STORAGE_OPTION" not in os.environ:
+        for pair in common["storage_option"] or ():
+            key, _, value = pair.partition("=")
+            secret = any(word in key.lower() for word in _SECRETS)
+            words += ["--storage-option", f"{key}=***" if secret else f"{key}={value}"]
+    return shlex.join(words)

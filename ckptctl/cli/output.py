@@ -1,0 +1,330 @@
+"""How does an answer reach the reader?
+
+The one place that prints. Data goes to standard output, all talk to standard
+error. On a terminal there is colour, and prose is wrapped at its width; off a
+terminal every line stays whole. With `--json` there is one document on standard
+output and no talk. What an answer says is the business of `views` and `documents`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TextIO
+
+from ckptctl.cli.lines import Line, Style, line, made_safe, wrapped
+from ckptctl.cli.progress import Progress
+from ckptctl.cli.views.common import error_lines
+from ckptctl.errors import CkptctlError, UsageError
+
+Document = dict[str, object]
+
+_STRIP_WIDTH = 80
+"""How wide pictures are where there is no terminal to fit them to."""
+
+
+class Color(str, Enum):
+    """When to colour."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+# Of the 256 colours those that can be read on a white and on a black background;
+# where there are 16, each becomes the nearest of them. Glyphs and words say the same.
+_STYLES: Mapping[Style, str] = {
+    "good": "color(28)",
+    "warn": "color(166)",
+    "bad": "bold color(160)",
+    "strong": "bold",
+    "name": "bold",
+    "command": "bold color(32)",
+}
+
+
+@dataclass(slots=True)
+class Channel:
+    """One of the standard streams, and what can be shown on it.
+
+    `width` is None off a terminal. `stream` is None where the caller closed it.
+    """
+
+    stream: TextIO | None
+    width: int | None
+    unicode: bool
+    color: bool
+
+    @classmethod
+    def on(cls, stream: TextIO | None, color: Color) -> Channel:
+        """Find out what a stream can show."""
+        if stream is None:
+            return cls(None, None, unicode=False, color=False)
+        terminal = stream.isatty()
+        return cls(
+            stream,
+            _terminal_width(stream) if terminal else None,
+            unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑"),
+            color=_wants_color(color, terminal=terminal),
+        )
+
+    @property
+    def picture_width(self) -> int:
+        """How many cells a picture may take."""
+        return self.width or _STRIP_WIDTH
+
+    def write(self, text: str) -> None:
+        """Write and flush, whatever the encoding of the stream."""
+        if self.stream is None:
+            return
+        encoding = self.stream.encoding or "utf-8"
+        _write(self.stream, text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+class Output:
+    """Standard output, standard error, and how the caller wants them used."""
+
+    def __init__(self, command: str | None = None, *, as_json: bool = False) -> None:
+        self.command = command
+        self.configure(as_json=as_json)
+
+    def configure(
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        color: Color = Color.AUTO,
+        report_file: str | None = None,
+        repeated: str = "",
+    ) -> None:
+        """Take the caller's options; `repeated` are those that a next command needs again."""
+        self.as_json = as_json
+        self.quiet = quiet
+        self._report_file = report_file
+        self._repeated = repeated
+        # Colour is worth an import, but not in front of a training job.
+        color = Color.NEVER if self.command == "pick" else color
+        self.out = Channel.on(sys.stdout, color)
+        self.err = Channel.on(sys.stderr, color)
+        self._progress: Progress | None = None
+
+    @property
+    def talks(self) -> bool:
+        """The reader is a person: there is no `--json` and no `--quiet`."""
+        return not (self.as_json or self.quiet)
+
+    def answer(
+        self,
+        document: Callable[[], Document],
+        lines: Callable[[], Iterable[Line]],
+        *,
+        bare: Iterable[str] = (),
+        page: str | None = None,
+    ) -> None:
+        """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`.
+
+        A `page` of Markdown stands in for the lines where it is given.
+        """
+        self.save(document)
+        if self.as_json:
+            self.document(document())
+        elif self.quiet:
+            self.bare(bare)
+        elif page is not None:
+            self._markdown(page)
+        else:
+            self.lines(lines())
+
+    def lines(self, lines: Iterable[Line], *, to: Channel | None = None) -> None:
+        """Print lines for a person, on standard output unless `to` says otherwise."""
+        channel = to or self.out
+        self._clear_progress()
+        for a_line in lines:
+            channel.write("".join(f"{text}\n" for text in self._rendered(a_line, channel)))
+
+    def document(self, document: Document) -> None:
+        """Print the one document of `--json`."""
+        _write(self._stdout(), self._as_text(document))
+
+    def bare(self, texts: Iterable[str]) -> None:
+        """Print each text on a line of its own, as it is: a script takes it as a path."""
+        stream = self._stdout()
+        with _writing():
+            for text in texts:
+                stream.buffer.write(os.fsencode(text) + b"\n")
+            stream.flush()
+
+    def save(self, document: Callable[[], Document]) -> None:
+        """Write the document to the file of `--report`, if there is one."""
+        if self._report_file is not None:
+            _replace_file(self._report_file, self._as_text(document()))
+
+    def error(self, error: CkptctlError) -> None:
+        """Say why ckptctl could not do its work; with `--json` as a document too."""
+        self.lines(error_lines(error.message, error.next_command), to=self.err)
+        if self.as_json or self._report_file is not None:
+            from ckptctl.cli.documents import error_document
+
+            document = error_document(error, self.command)
+            report_file, self._report_file = self._report_file, None
+            if self.as_json and self.out.stream is not None:
+                self.document(document)
+            if report_file is not None:
+                _replace_file(report_file, self._as_text(document))
+
+    def trace(self, error: BaseException) -> None:
+        """Print the traceback of an error, with its causes."""
+        import traceback
+
+        self.lines(
+            (
+                line(each, solid=True)
+                for text in traceback.format_exception(error)
+                for each in text.splitlines()
+            ),
+            to=self.err,
+        )
+
+    def progress(self, said: str, done: int = 0, total: int = 0) -> None:
+        """Say how far it is, if a person may be waiting."""
+        if not self.talks or self.err.stream is None:
+            return
+        if self._progress is None:
+            smart = self.err.width is not None and os.environ.get("TERM") != "dumb"
+            self._progress = Progress(self.err.stream, terminal=smart)
+        self._progress.update(said, done, total)
+
+    def flush(self) -> None:
+        """Bring out what is still held back, so that a failure to do so is noticed."""
+        self._clear_progress()
+        for channel in (self.out, self.err):
+            channel.write("")
+
+    def _markdown(self, text: str) -> None:
+        """Print a page: as it is, or laid out where there is colour."""
+        if not self.out.color:
+            self.lines(line(each) for each in text.splitlines())
+            return
+        import io
+
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        page = io.StringIO()
+        width = min(self.out.width or _STRIP_WIDTH, 100)
+        console = Console(file=page, force_terminal=True, width=width, color_system="standard")
+        console.print(Markdown(text, code_theme="bw"))
+        self.out.write(page.getvalue())
+
+    def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
+        spans = tuple(
+            span._replace(text=self._again(span.text)) if span.style == "command" else span
+            for span in a_line.spans
+        )
+        whole = made_safe(Line(spans, a_line.hang, a_line.solid))
+        for part in wrapped(whole, channel.width):
+            yield _colored(part) if channel.color else part.text.rstrip()
+
+    def _again(self, command: str) -> str:
+        """A next command with the caller's own options that it needs."""
+        if not self._repeated or not command.startswith("ckptctl "):
+            return command
+        return command if command.startswith("ckptctl explain") else f"{command} {self._repeated}"
+
+    def _as_text(self, document: Document) -> str:
+        from ckptctl.cli.documents import as_text
+
+        return as_text({key: self._with_again(key, value) for key, value in document.items()})
+
+    def _with_again(self, key: str, value: object) -> object:
+        if key == "next_command" and isinstance(value, str):
+            return self._again(value)
+        if isinstance(value, dict):
+            return {name: self._with_again(name, item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._with_again(key, item) for item in value]
+        return value
+
+    def _stdout(self) -> TextIO:
+        if self.out.stream is None:
+            raise UsageError("standard output is closed, so there is nowhere to put the answer")
+        return self.out.stream
+
+    def _clear_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.clear()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Turn a full disk under an output into an error; a reader that left stays what it is."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"the output cannot be written: {error.strerror}") from error
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with _writing():
+        stream.write(text)
+        stream.flush()
+
+
+def _colored(a_line: Line) -> str:
+    from rich.color import ColorSystem
+    from rich.style import Style as RichStyle
+
+    many = "256" in os.environ.get("TERM", "") or os.environ.get("COLORTERM")
+    system = ColorSystem.EIGHT_BIT if many else ColorSystem.STANDARD
+    return "".join(
+        RichStyle.parse(_STYLES[style]).render(text, color_system=system) if style else text
+        for text, style in a_line.spans
+    )
+
+
+def _wants_color(color: Color, *, terminal: bool) -> bool:
+    """`--color` first, then NO_COLOR, then FORCE_COLOR, then what the stream is."""
+    if color is not Color.AUTO:
+        return color is Color.ALWAYS
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return terminal and os.environ.get("TERM") != "dumb"
+
+
+def _terminal_width(stream: TextIO) -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isascii() and columns.isdigit() and int(columns) > 0:
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _STRIP_WIDTH
+    except OSError:
+        return _STRIP_WIDTH
+
+
+def _can_encode(stream: TextIO, glyphs: str) -> bool:
+    try:
+        glyphs.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _replace_file(path: str, text: str) -> None:
+    """Write a file whole, or leave what was there."""
+    aside = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(aside, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        raise UsageError(f"the report cannot be written to {path}: {error.strerror}") from error

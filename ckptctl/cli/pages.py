@@ -1,0 +1,100 @@
+"""What does ckptctl explain, and where does the text come from?
+
+A page of `ckptctl/pages` for each finding code; verdicts and exit codes are
+explained from the tables that decide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.errors import UsageError
+from ckptctl.findings import CODES, Verdict
+
+_VERDICTS = {
+    Verdict.UNSAFE: "The step asks for code to run, or for a file outside itself. Nothing of it "
+    "was run or read.",
+    Verdict.UNKNOWN: "The storage did not let us look. The step may be good or bad.",
+    Verdict.CHANGED: "Files came, went or changed while the step was looked at. Look again when "
+    "nobody writes there.",
+    Verdict.CORRUPT: "What is there is wrong: it contradicts itself or its own checksums.",
+    Verdict.INCOMPLETE: "Something that should be there is not: a file, the end of a file, part "
+    "of a tensor.",
+    Verdict.IN_PROGRESS: "The save is not finished, and something was written a moment ago. Look "
+    "again in a few minutes.",
+    Verdict.UNVERIFIABLE: "Nothing in the step proves it good or bad at the level asked for.",
+    Verdict.REJECTED: "A person or a job has marked the step as not to be used.",
+    Verdict.SUPERSEDED: "The step belongs to a branch of the run that was abandoned when the job "
+    "resumed from an older step.",
+    Verdict.COMPLETE: "Everything that the metadata promises is there, as far as the level looked.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One thing that can be explained: `kind` is `finding`, `verdict` or `exit-code`."""
+
+    name: str
+    kind: str
+    title: str
+    text: str
+
+
+def page(name: str) -> Page:
+    """The page of a finding code, a verdict or an exit code.
+
+    Raises `UsageError` for anything else, with the names that come close.
+    """
+    if name in CODES:
+        return Page(name, "finding", CODES[name].title, _text_of(name))
+    if name in {verdict.value for verdict in Verdict}:
+        return _verdict_page(Verdict(name))
+    if name.isascii() and name.isdigit() and int(name[:4]) in EXIT_CODES:
+        return _exit_code_page(int(name))
+    raise UsageError(
+        f"there is nothing to explain under {name!r}{_close_to(name)}",
+        next_command="ckptctl explain",
+    )
+
+
+def all_pages() -> Iterator[Page]:
+    """Every page: finding codes, then verdicts, then exit codes."""
+    for code in sorted(CODES):
+        yield page(code)
+    for verdict in Verdict:
+        yield page(verdict.value)
+    for number in EXIT_CODES:
+        yield page(str(number))
+
+
+def _text_of(code: str) -> str:
+    text = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md").read_text("utf-8")
+    return text.rstrip("\n")
+
+
+def _verdict_page(verdict: Verdict) -> Page:
+    codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
+    lines = [f"# {verdict.value}", "", _VERDICTS[verdict], ""]
+    lines.append(f"`ckptctl verify` exits with {verdict.exit_code}.")
+    if codes:
+        lines += ["", "Findings that make a step so:", ""]
+        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines))
+
+
+def _exit_code_page(number: int) -> Page:
+    code = EXIT_CODES[number]
+    lines = [f"# exit code {number}: {code.title}", "", code.advice]
+    lines += ["", f"Does trying again help? {code.retry.capitalize()}."]
+    return Page(str(number), "exit-code", code.title, "\n".join(lines))
+
+
+def _close_to(name: str) -> str:
+    from difflib import get_close_matches
+
+    names = [*CODES, *(verdict.value for verdict in Verdict)]
+    close = get_close_matches(name.lower(), names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

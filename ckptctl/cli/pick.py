@@ -1,0 +1,154 @@
+"""`ckptctl pick`: the one path to resume from."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import partial
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import pick_document
+from ckptctl.cli.options import (
+    GraceOpt,
+    LevelOpt,
+    PatternOpt,
+    RequireOpt,
+    RootsArg,
+    SavedWorldSizeOpt,
+    Storage,
+    WeightsOpt,
+    WorldSizeOpt,
+    level_of,
+    parse_kinds,
+    parse_steps,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.pick import pick_lines
+from ckptctl.judge.results import Answer, Pick
+
+EXAMPLES = (
+    'CKPT=$(ckptctl pick /shared/ckpt/run-1234) && torchrun train.py --resume "$CKPT"',
+    "ckptctl pick s3://bucket/run-1234 --require model,optimizer --before 1400",
+)
+EXIT_CODES = (0, 2, 3, 10, 11, 75, 77)
+
+_FELL_BACK = 3
+
+
+class Printed(str, Enum):
+    """What `pick` puts on standard output."""
+
+    PATH = "path"
+    STEP = "step"
+
+
+def pick(
+    roots: RootsArg,
+    level: LevelOpt = None,
+    require: RequireOpt = None,
+    weights_ok: WeightsOpt = False,
+    accept_unverifiable: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unverifiable",
+            envvar="CKPTCTL_ACCEPT_UNVERIFIABLE",
+            help="Take a step that nothing in it can prove good at the level asked for.",
+        ),
+    ] = False,
+    before: Annotated[
+        int | None,
+        typer.Option(
+            "--before",
+            metavar="STEP",
+            min=0,
+            envvar="CKPTCTL_BEFORE",
+            help="Only steps older than this one.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip",
+            metavar="STEP,...",
+            envvar="CKPTCTL_SKIP",
+            help="Steps to leave out, also when they cannot be looked at.",
+        ),
+    ] = None,
+    max_fallback: Annotated[
+        int,
+        typer.Option(
+            "--max-fallback",
+            metavar="N",
+            min=0,
+            envvar="CKPTCTL_MAX_FALLBACK",
+            help="How many damaged steps may be passed over; interrupted saves do not count.",
+        ),
+    ] = 2,
+    allow_fresh: Annotated[
+        bool,
+        typer.Option(
+            "--allow-fresh",
+            envvar="CKPTCTL_ALLOW_FRESH",
+            help="Exit with 0 and print nothing where the root holds no step at all.",
+        ),
+    ] = False,
+    detailed_exitcode: Annotated[
+        bool,
+        typer.Option(
+            "--detailed-exitcode",
+            envvar="CKPTCTL_DETAILED_EXITCODE",
+            help="Exit with 3 instead of 0 where newer steps were refused.",
+        ),
+    ] = False,
+    printed: Annotated[
+        Printed,
+        typer.Option("--print", envvar="CKPTCTL_PRINT", help="What to print on standard output."),
+    ] = Printed.PATH,
+    world_size: WorldSizeOpt = None,
+    saved_world_size: SavedWorldSizeOpt = None,
+    pattern: PatternOpt = None,
+    grace: GraceOpt = 600.0,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which step do we resume from?
+
+    Prints one path on standard output, and on standard error why newer steps were
+    refused. With --quiet standard error stays empty unless there is no such step.
+    """
+    found = ckptctl.pick(
+        *roots,
+        level=level_of(level),
+        require=parse_kinds(require),
+        weights_ok=weights_ok,
+        accept_unverifiable=accept_unverifiable,
+        before=before,
+        skip=parse_steps(skip),
+        max_fallback=max_fallback,
+        allow_fresh=allow_fresh,
+        world_size=world_size,
+        saved_world_size=saved_world_size,
+        pattern=pattern,
+        grace_s=grace,
+        **storage,
+    )
+    fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
+    exit_code = _FELL_BACK if fell_back else found.exit_code
+    document = partial(pick_document, found, exit_code)
+    out.save(document)
+    if out.as_json:
+        out.document(document())
+    else:
+        if out.talks or found.exit_code:
+            out.lines(pick_lines(found), to=out.err)
+        out.bare(_taken(found, printed))
+    return exit_code
+
+
+def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
+    if found.chosen is None:
+        return ()
+    return (found.path,) if printed is Printed.PATH else (str(found.step),)

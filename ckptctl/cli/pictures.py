@@ -1,0 +1,205 @@
+"""What does a long list look like at a glance?
+
+A strip of steps for `scan`, a map of ranks for `verify`: one glyph each, or the
+worst of several where there is no room. A glyph says what its colour says, so
+nothing is lost without colour; ASCII stands in where the terminal knows no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.cli.lines import Line, Span, Style, line
+from ckptctl.findings import CODES, Report, Severity, Verdict
+from ckptctl.formats.layouts import rank_local_rank, shard_rank
+
+MAX_CELLS = 64
+"""A row of ranks is never longer: beyond, nobody can tell one cell from the next."""
+
+_MAX_RANKS = 100_000  # a file may be named __999999999_0.distcp
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How one state is drawn, and the word for it."""
+
+    glyph: str
+    ascii: str
+    style: Style
+    word: str
+
+
+LACKING = "lacking"
+
+# Worst first, as `Verdict` has it; a step that is whole but lacks what was asked
+# for stands before the good ones.
+STEP_MARKS: Mapping[str, Mark] = {
+    Verdict.UNSAFE.value: Mark("⊘", "U", "bad", "unsafe"),
+    Verdict.UNKNOWN.value: Mark("?", "?", "warn", "unknown"),
+    Verdict.CHANGED.value: Mark("∆", "c", "warn", "changed"),
+    Verdict.CORRUPT.value: Mark("✗", "X", "bad", "corrupt"),
+    Verdict.INCOMPLETE.value: Mark("!", "!", "bad", "incomplete"),
+    Verdict.IN_PROGRESS.value: Mark("⋯", "~", "warn", "in-progress"),
+    Verdict.UNVERIFIABLE.value: Mark("◌", "u", "warn", "unverifiable"),
+    Verdict.REJECTED.value: Mark("⨯", "R", "bad", "rejected"),
+    Verdict.SUPERSEDED.value: Mark("»", "S", "warn", "superseded"),
+    LACKING: Mark("◒", "-", "warn", "lacks state"),
+    Verdict.COMPLETE.value: Mark("✓", "+", "good", "complete"),
+}
+
+RANK_MARKS: Mapping[str, Mark] = {
+    "damaged": Mark("✗", "X", "bad", "damaged"),
+    "missing": Mark("○", "o", "bad", "missing"),
+    "short": Mark("!", "!", "bad", "short"),
+    "long": Mark("»", ">", "warn", "too long"),
+    "extra": Mark("±", "x", "", "extra"),
+    "empty": Mark("·", ".", "", "empty"),
+    "none": Mark("-", "-", "", "no file"),
+    "whole": Mark("✓", "+", "good", "whole"),
+}
+
+_RANK_STATES = {
+    "shard.missing": "missing",
+    "shard.short": "short",
+    "shard.trailing": "long",
+    "shard.orphan": "extra",
+    "shard.empty": "empty",
+}
+
+
+def step_state(report: Report) -> str:
+    """The key of a step in `STEP_MARKS`."""
+    if report.verdict is Verdict.COMPLETE and not report.usable:
+        return LACKING
+    return report.verdict.value
+
+
+def step_mark(report: Report, *, unicode: bool) -> Span:
+    """The glyph of a step, in its colour."""
+    return _glyph(STEP_MARKS[step_state(report)], unicode)
+
+
+def strip_of_steps(
+    reports: Sequence[Report], chosen: str | None, width: int, *, unicode: bool
+) -> list[Line]:
+    """A row of glyphs, oldest step to newest, with an arrow under the chosen one.
+
+    `reports` are newest first. One cell stands for several steps where there are
+    more steps than cells: the cells are then filled from the newest end, and each
+    shows the worst of its steps.
+    """
+    if len(reports) < 2:
+        return []
+    per_cell = -(-len(reports) // max(1, width - 2))
+    newest_first = [reports[i : i + per_cell] for i in range(0, len(reports), per_cell)]
+    cells = [
+        _glyph(_worst([step_state(r) for r in cell], STEP_MARKS), unicode)
+        for cell in reversed(newest_first)
+    ]
+    first, last = reports[-1], reports[0]
+    title = f"steps {first.number} to {last.number}, oldest to newest"
+    if per_cell > 1:
+        title += f"; {per_cell} to a glyph, the worst shows"
+    lines = [line(title), line("  ", *cells, solid=True)]
+    for i, cell in enumerate(newest_first):
+        if chosen is not None and any(r.url == chosen for r in cell):
+            lines.append(_arrow(len(cells) - 1 - i, "pick", unicode))
+    return [*lines, _legend(Counter(step_state(r) for r in reports), STEP_MARKS, unicode)]
+
+
+def _arrow(column: int, label: str, unicode: bool) -> Line:
+    arrow = "↑" if unicode else "^"
+    # At the right end there is no room for the label but on the left.
+    if column > len(label):
+        return line(" " * (1 + column - len(label)), Span(f"{label} {arrow}", "strong"), solid=True)
+    return line(" " * (2 + column), Span(f"{arrow} {label}", "strong"), solid=True)
+
+
+def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
+    """A row of glyphs for each part of the step, one for each rank that wrote it.
+
+    Nothing where only one rank wrote the step, or where nothing says how many did.
+    """
+    rows = rank_states(report)
+    if not any(len(states) > 1 for states in rows.values()):
+        return []
+    label_width = max(len(part) for part in rows) + 2
+    lines: list[Line] = []
+    longest = 1
+    for part, states in rows.items():
+        per_cell = -(-len(states) // MAX_CELLS)
+        longest = max(longest, per_cell)
+        cells = [
+            _glyph(_worst(states[i : i + per_cell], RANK_MARKS), unicode)
+            for i in range(0, len(states), per_cell)
+        ]
+        label = part.ljust(label_width) if label_width > 2 else ""
+        lines.append(line("  ", label, *cells, solid=True))
+    n_ranks = max(len(states) for states in rows.values())
+    title = f"ranks 0 to {n_ranks - 1}"
+    if longest > 1:
+        title += f"; {longest} to a glyph, the worst shows"
+    counts = Counter(state for states in rows.values() for state in states)
+    return [line(title), *lines, _legend(counts, RANK_MARKS, unicode)]
+
+
+def rank_states(report: Report) -> dict[str, list[str]]:
+    """For each part of the step the state of every rank's files: a key of `RANK_MARKS` each.
+
+    A rank is as bad as the worst that a finding says of one of its files.
+    """
+    said: dict[tuple[str, int], list[str]] = {}
+    for finding in report.findings:
+        part, _, name = finding.where.rpartition("/")
+        rank = _rank(name)
+        state = _RANK_STATES.get(finding.code)
+        if state is None and CODES[finding.code].severity is Severity.FAULT:
+            state = "damaged"
+        if rank is not None and state is not None:
+            said.setdefault((part, rank), []).append(state)
+    here = {part: set(ranks) for part, ranks in report.ranks}
+    here |= {part: set() for part, _ in said if part not in here}
+    size = report.world_size.size if report.world_size and len(here) == 1 else 0
+    rows: dict[str, list[str]] = {}
+    for part, present in sorted(here.items()):
+        named = {rank for in_part, rank in said if in_part == part}
+        n_ranks = min(_MAX_RANKS, max(size, max(present | named, default=-1) + 1))
+        rows[part] = [
+            _worst_key(
+                [*said.get((part, rank), ()), "whole" if rank in present else "none"], RANK_MARKS
+            )
+            for rank in range(n_ranks)
+        ]
+    return rows
+
+
+def _rank(name: str) -> int | None:
+    rank = shard_rank(name)
+    return rank_local_rank(name) if rank is None else rank
+
+
+def _legend(counts: Mapping[str, int], marks: Mapping[str, Mark], unicode: bool) -> Line:
+    pieces: list[Span] = []
+    for state, mark in marks.items():
+        if counts.get(state):
+            pieces += [
+                Span("   " if pieces else ""),
+                _glyph(mark, unicode),
+                Span(f" {mark.word} {counts[state]:,}"),
+            ]
+    return line("  ", *pieces, hang=2)
+
+
+def _glyph(mark: Mark, unicode: bool) -> Span:
+    return Span(mark.glyph if unicode else mark.ascii, mark.style)
+
+
+def _worst(states: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
+    return marks[_worst_key(states, marks)]
+
+
+def _worst_key(states: Sequence[str], marks: Mapping[str, Mark]) -> str:
+    order = list(marks)
+    return min(states, key=order.index)

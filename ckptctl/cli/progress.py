@@ -1,0 +1,64 @@
+"""How far is it?
+
+On a terminal a bar on standard error, once a second has gone by; elsewhere a
+plain line every 30 seconds, so that a log shows life and nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from ckptctl.cli.words import duration
+
+_BAR_AFTER_S = 1.0
+_BAR_EVERY_S = 0.1
+_LINE_EVERY_S = 30.0
+_BAR_CELLS = 24
+
+
+class Progress:
+    """Tells on `stream` how far something is; `update` as often as you like."""
+
+    def __init__(self, stream: TextIO, *, terminal: bool) -> None:
+        self._stream = stream
+        self._terminal = terminal
+        self._started_s = time.monotonic()
+        self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
+        self._shown = False
+
+    def update(self, said: str, done: int = 0, total: int = 0) -> None:
+        """Show `said`, with a bar where `total` is known; at most as often as is useful."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        text = said
+        if total:
+            text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
+        if self._terminal:
+            bar = _bar(done, total) if total else ""
+            self._stream.write(f"\r\x1b[K{bar}{text}"[: _BAR_CELLS + 56])
+            self._next_s = now_s + _BAR_EVERY_S
+        else:
+            self._stream.write(f"{text}\n")
+            self._next_s = now_s + _LINE_EVERY_S
+        self._stream.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take the bar away, before something else is printed."""
+        if self._shown and self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._shown = False
+
+    def _left(self, done: int, total: int, now_s: float) -> str:
+        if not done:
+            return ""
+        left_s = (now_s - self._started_s) * (total - done) / done
+        return f", {duration(left_s)} left"
+
+
+def _bar(done: int, total: int) -> str:
+    filled = _BAR_CELLS * done // total
+    return f"[{'#' * filled}{'.' * (_BAR_CELLS - filled)}] "

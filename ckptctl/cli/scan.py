@@ -1,0 +1,123 @@
+"""`ckptctl scan`: every step under a root, and which one to resume from."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import scan_document
+from ckptctl.cli.options import (
+    GraceOpt,
+    LevelOpt,
+    PatternOpt,
+    RequireOpt,
+    RootArg,
+    SavedWorldSizeOpt,
+    Storage,
+    WeightsOpt,
+    WorldSizeOpt,
+    level_of,
+    parse_kinds,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
+from ckptctl.cli.words import count
+from ckptctl.findings import Report
+from ckptctl.judge.results import Scan
+
+EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
+EXIT_CODES = (0, 2, 10, 11, 75, 77)
+
+
+def scan(
+    root: RootArg,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            "--last", metavar="N", min=1, envvar="CKPTCTL_LAST", help="Only the newest N steps."
+        ),
+    ] = None,
+    level: LevelOpt = None,
+    require: RequireOpt = None,
+    weights_ok: WeightsOpt = False,
+    world_size: WorldSizeOpt = None,
+    saved_world_size: SavedWorldSizeOpt = None,
+    pattern: PatternOpt = None,
+    grace: GraceOpt = 600.0,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which steps are under a root, is each of them whole, and which one would pick take?
+
+    Steps are shown newest first, as soon as each has been looked at. With --quiet the
+    addresses of the usable steps are printed, one a line.
+    """
+    shown = _Shown(out)
+    found = ckptctl.scan(
+        root,
+        level=level_of(level),
+        last=last,
+        pattern=pattern,
+        require=parse_kinds(require),
+        weights_ok=weights_ok,
+        grace_s=grace,
+        world_size=world_size,
+        saved_world_size=saved_world_size,
+        on_report=shown.on_report,
+        **storage,
+    )
+    shown.finish(found)
+    return found.exit_code
+
+
+class _Shown:
+    """Prints rows as they come, held back until the verdict can be said first."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._waiting: list[Report] = []
+        self._n_looked_at = 0
+        self._table: StepTable | None = None
+
+    def on_report(self, report: Report, is_chosen: bool) -> None:
+        """One more step was looked at."""
+        self._n_looked_at += 1
+        self._waiting.append(report)
+        if not self._out.talks:
+            return
+        if is_chosen:
+            self._out.lines(chosen_lines(report))
+            self._begin()
+        elif self._table is not None:
+            self._rows()
+        else:
+            self._out.progress(f"{count(self._n_looked_at, 'step')} looked at")
+
+    def finish(self, scan: Scan) -> None:
+        """All steps were looked at."""
+        if self._out.talks and self._table is None:
+            self._out.lines(none_lines(scan))
+            if scan.reports:
+                self._begin()
+        out = self._out.out
+        self._out.answer(
+            lambda: scan_document(scan),
+            lambda: foot_lines(scan, out.picture_width, unicode=out.unicode),
+            bare=usable_urls(scan.reports),
+        )
+
+    def _begin(self) -> None:
+        out = self._out.out
+        self._table = StepTable(self._waiting[0], time.time(), out.width, out.unicode)
+        self._out.lines([self._table.head()])
+        self._rows()
+
+    def _rows(self) -> None:
+        if self._table is not None:
+            for report in self._waiting:
+                self._out.lines(self._table.row(report))
+            self._waiting = []

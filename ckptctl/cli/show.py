@@ -1,0 +1,48 @@
+"""`ckptctl show`: what is in a step?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import show_document
+from ckptctl.cli.options import PatternOpt, StepArg, Storage
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.show import contents_lines
+
+EXAMPLES = (
+    "ckptctl show /shared/ckpt/run-1234@auto",
+    "ckptctl show s3://bucket/run-1234/step_1200 --tensors | grep embed",
+)
+EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 75, 77)
+
+
+def show(
+    step: StepArg,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors",
+            envvar="CKPTCTL_TENSORS",
+            help="List every tensor, instead of one row for tensors that differ only in the "
+            "number of their layer.",
+        ),
+    ] = False,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """What is in a step: tensors, sizes, ranks, and what a resume would restore?
+
+    Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
+    """
+    contents = ckptctl.show(step, pattern=pattern, **storage)
+    out.answer(
+        lambda: show_document(contents),
+        lambda: contents_lines(contents, every_tensor=tensors),
+        bare=(tensor.fqn for tensor in contents.tensors),
+    )
+    return contents.exit_code

@@ -1,0 +1,1 @@
+"""What a person reads about each kind of answer; printing it is `output`'s business."""

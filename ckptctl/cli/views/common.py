@@ -1,0 +1,88 @@
+"""How are findings, train state and next commands worded in every view?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.words import count, listed
+from ckptctl.findings import Finding, Report, Severity
+from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+
+_STYLES: dict[Severity, Style] = {
+    Severity.FAULT: "bad",
+    Severity.WARNING: "warn",
+    Severity.REMARK: "",
+}
+
+
+def next_line(command: str | None) -> list[Line]:
+    """The last line of an answer: one command, whole, to be copied."""
+    return [line("next: ", Span(command, "command"), solid=True)] if command else []
+
+
+def error_lines(message: str, next_command: str | None) -> list[Line]:
+    """Why ckptctl could not do its work, and what to do about it."""
+    lines = [line(Span("error:", "bad"), f" {message}", hang=2)]
+    if next_command:
+        lines.append(line("next:  ", Span(next_command, "command"), solid=True))
+    return lines
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[Line]:
+    """Findings, one a line, with their codes for `ckptctl explain`."""
+    width = max((len(finding.code) for finding in findings), default=0)
+    return [_finding_line(finding, width) for finding in findings]
+
+
+def _finding_line(finding: Finding, code_width: int) -> Line:
+    style = _STYLES[finding.severity]
+    said = finding.message
+    if finding.where and not all(name in said for name in finding.where.split(", ")):
+        said = f"{finding.where}: {said}"
+    word = padded(finding.severity.value, 7, style)
+    code = padded(finding.code, code_width, style)
+    return line("  ", word, "  ", code, "  ", said, hang=13 + code_width)
+
+
+def state_lines(state: TrainState) -> list[Line]:
+    """What a resume restores, and what it does not; nothing where nobody could look."""
+    if not state.held:
+        return []
+    missing = [kind for kind in STATE_KINDS if not state.part(kind).found]
+    lines = [line("  a resume restores ", ", ".join(_state_facts(state)), hang=4)]
+    if missing:
+        lines.append(line("  and does not restore ", Span(listed(missing), "warn"), hang=4))
+    return lines
+
+
+def _state_facts(state: TrainState) -> Iterator[str]:
+    for kind in state.held:
+        part = state.part(kind)
+        facts = []
+        if part.value is not None:
+            facts.append(f"{part.value:,}")
+        if part.n_ranks is not None:
+            facts.append(f"for {count(part.n_ranks, 'rank')}")
+        yield f"{kind} ({' '.join(facts)})" if facts else kind
+
+
+def ranks_in_words(world_size: WorldSize | None) -> str:
+    """The world size of the writer, with where it was read from."""
+    if world_size is None:
+        return "written by an unknown number of ranks"
+    least = "at least " if world_size.at_least else ""
+    return f"written by {least}{count(world_size.size, 'rank')} (by its {world_size.source})"
+
+
+def step_name(report: Report) -> str:
+    """The step's number, or its folder's name where that gives none."""
+    if report.number is not None:
+        return str(report.number)
+    return report.url.rstrip("/").rpartition("/")[2]
+
+
+def section(lines: Iterable[Line]) -> list[Line]:
+    """The lines and an empty one, or nothing at all."""
+    taken = [*lines]
+    return [*taken, EMPTY] if taken else []

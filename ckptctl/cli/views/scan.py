@@ -1,0 +1,153 @@
+"""What does `scan` show?
+
+The step to resume from, a row for each step as soon as it has been looked at,
+and the strip of all steps at the end, where a long table has not scrolled away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
+from ckptctl.cli.pictures import STEP_MARKS, step_mark, step_state, strip_of_steps
+from ckptctl.cli.views.common import finding_lines, next_line, step_name
+from ckptctl.cli.words import age, count, size, utc
+from ckptctl.findings import Report, Severity
+from ckptctl.judge.results import Scan
+from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+
+_WIDE = 100
+"""From so many cells on, the table has a column for the time in UTC."""
+
+
+def chosen_lines(chosen: Report) -> list[Line]:
+    """The first lines: the step that `pick` takes."""
+    said = f"resume from step {step_name(chosen)}"
+    looked = f": {chosen.verdict.value} (looked at: {chosen.level.value})"
+    return [
+        line(Span(said + looked, "good"), hang=2),
+        line("  ", Span(chosen.url, "name"), solid=True),
+        EMPTY,
+    ]
+
+
+def none_lines(scan: Scan) -> list[Line]:
+    """The first lines where `pick` takes nothing."""
+    if not scan.n_steps:
+        return [
+            line(Span("no step at all", "strong"), f" in {scan.root}", hang=2),
+            *(line(f"  but there are steps in {name}", hang=4) for name in scan.looked_elsewhere),
+        ]
+    looked_at = len(scan.reports)
+    which = "newest " if scan.n_steps > looked_at else ""
+    said = f"none of the {which}{count(looked_at, 'step')} is usable"
+    return [line(Span(said, "bad"), f" in {scan.root}", hang=2), EMPTY]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The rows of the table; `newest` comes first in it and has the longest number.
+
+    `width` is the terminal's, None off a terminal: then the reason stands at the
+    end of its row, however long, for `grep`.
+    """
+
+    newest: Report
+    now_s: float
+    width: int | None
+    unicode: bool
+
+    def head(self) -> Line:
+        """The names of the columns."""
+        cells = ("step", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
+        return line(" ", *self._cells(cells, Span("")))
+
+    def row(self, report: Report) -> Iterator[Line]:
+        """One step: a row, and its reason beside or below it."""
+        mark = STEP_MARKS[step_state(report)]
+        written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
+        cells = (
+            step_name(report),
+            mark.word,
+            size(report.n_bytes),
+            _ranks(report.world_size),
+            age(report.written_s, self.now_s),
+            written,
+            state_words(report.state),
+        )
+        glyph = step_mark(report, unicode=self.unicode)
+        row = line(glyph, *self._cells(cells, Span("", mark.style)))
+        reason = reason_of(report)
+        beside = line(*row.spans, "  ", reason) if reason else row
+        if self.width is None or beside.width <= self.width:
+            yield beside
+        else:
+            yield row
+            yield line("    ", reason, hang=4)
+
+    def _cells(self, cells: Sequence[str], verdict_style: Span) -> Iterator[Span]:
+        step, verdict, n_bytes, ranks, written, written_utc, state = cells
+        wide = self.width is None or self.width >= _WIDE
+        columns = [
+            padded(step, max(4, len(step_name(self.newest))), right=True),
+            padded(verdict, 12, verdict_style.style),
+            padded(n_bytes, 9, right=True),
+            padded(ranks, 5, right=True),
+            padded(written, 7, right=True),
+            *([padded(written_utc, 19)] if wide else []),
+            Span(state),
+        ]
+        for column in columns:
+            yield Span("  ")
+            yield column
+
+
+def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
+    """What follows the table: the strip, what is to say about the root, what is next."""
+    lines: list[Line] = []
+    strip = strip_of_steps(scan.reports, scan.chosen, width, unicode=unicode)
+    if strip:
+        lines += [EMPTY, *strip]
+    left_out = scan.n_steps - len(scan.reports)
+    if left_out > 0:
+        lines.append(line(f"  {count(left_out, 'older step')} not looked at", hang=2))
+    if scan.findings:
+        lines += [EMPTY, *finding_lines(scan.findings)]
+    if scan.next_command:
+        lines += [EMPTY, *next_line(scan.next_command)]
+    return lines
+
+
+def usable_urls(reports: Iterable[Report]) -> list[str]:
+    """The addresses that `scan --quiet` prints: usable steps only."""
+    return [report.url for report in reports if report.usable]
+
+
+def reason_of(report: Report) -> str:
+    """Why a step is not usable, or what to mind, in one line; empty where there is nothing."""
+    for severity in (Severity.FAULT, Severity.WARNING):
+        found = report.with_severity(severity)
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return found[0].message + more
+    return "" if report.usable else next((f.message for f in report.findings), "")
+
+
+def _ranks(world_size: WorldSize | None) -> str:
+    if world_size is None:
+        return "-"
+    return f"{world_size.size}{'+' if world_size.at_least else ''}"
+
+
+def state_words(state: TrainState) -> str:
+    """The train state of a step in a few words: all of it, the little that it lacks, or holds."""
+    held = state.held
+    missing = [kind for kind in STATE_KINDS if kind not in held]
+    if not held:
+        return "-"
+    if not missing:
+        return "all"
+    if held == ("model",):
+        return "weights only"
+    return f"no {', '.join(missing)}" if len(missing) <= 2 else ", ".join(held)

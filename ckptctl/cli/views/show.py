@@ -1,0 +1,133 @@
+"""What does `show` show of the contents of a step?
+
+Tensors that differ only in the numbers of their names, as the layers of a model
+do, share a row; each can have its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptctl.cli.lines import Line, Span, line, padded
+from ckptctl.cli.views.common import (
+    finding_lines,
+    next_line,
+    ranks_in_words,
+    section,
+    state_lines,
+)
+from ckptctl.cli.words import cell_width, count, exact_size, size
+from ckptctl.judge.results import Contents, TensorRow
+
+
+def contents_lines(contents: Contents, *, every_tensor: bool) -> list[Line]:
+    """Facts first, then the tensors, then the shard files."""
+    groups = [Group.of([row]) for row in contents.tensors]
+    return [
+        *section(_head(contents)),
+        *section(finding_lines(contents.findings)),
+        *section(state_lines(contents.state)),
+        *section(_bytes_by_kind(contents)),
+        *section(_tensor_table(groups if every_tensor else grouped(contents.tensors))),
+        *section(_shards(contents)),
+        *next_line(contents.next_command),
+    ]
+
+
+def _head(contents: Contents) -> Iterator[Line]:
+    number = "" if contents.number is None else f"step {contents.number}: "
+    said = f"{number}{contents.n_params:,} parameters, {exact_size(contents.n_bytes)}"
+    yield line(Span(said, "strong"), hang=2)
+    yield line("  ", Span(contents.url, "name"), solid=True)
+    yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
+    yield line(f"  metadata as torch {contents.torch_version} writes it", hang=4)
+    if contents.checkpoint_id is not None:
+        yield line(f"  saved as {contents.checkpoint_id}", solid=True)
+
+
+def _bytes_by_kind(contents: Contents) -> list[Line]:
+    total = sum(n_bytes for _, n_bytes in contents.bytes_by_kind) or 1
+    width = max((len(kind) for kind, _ in contents.bytes_by_kind), default=0)
+    return [
+        line(f"  {kind:<{width}}  {size(n_bytes):>9}  {100 * n_bytes / total:5.1f} %")
+        for kind, n_bytes in contents.bytes_by_kind
+    ]
+
+
+_COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
+
+
+def _tensor_table(groups: Sequence[Group]) -> Iterator[Line]:
+    if not groups:
+        return
+    table = [_COLUMNS, *(group.cells for group in groups)]
+    widths = [max(cell_width(row[i]) for row in table) for i in range(len(_COLUMNS))]
+    for row in table:
+        cells = (padded(cell, widths[i], right=i > 2) for i, cell in enumerate(row))
+        yield line(*(span for cell in cells for span in ("  ", cell)), solid=True)
+
+
+def _shards(contents: Contents) -> Iterator[Line]:
+    if not contents.shards:
+        return
+    sizes = sorted(shard.n_bytes for shard in contents.shards)
+    spread = f"{size(sizes[0])} to {size(sizes[-1])}" if sizes[0] < sizes[-1] else size(sizes[0])
+    n_records = sum(shard.n_records for shard in contents.shards)
+    n_pickled = len(contents.bytes_entries)
+    yield line(
+        f"  {count(len(sizes), 'shard file')} of {spread}, {count(n_records, 'record')}, "
+        f"{n_pickled:,} of the entries pickled",
+        hang=4,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors of one dtype and shape whose names differ in numbers only."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_tensors: int
+    n_chunks: int
+    n_bytes: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorRow]) -> Group:
+        """The rows as one."""
+        return cls(
+            _common_name([row.fqn for row in rows]),
+            rows[0].dtype,
+            rows[0].shape,
+            len(rows),
+            sum(row.n_chunks for row in rows),
+            sum(row.n_bytes for row in rows),
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        shape = " x ".join(str(n) for n in self.shape) or "scalar"
+        times = f"  ({self.n_tensors:,} of them)" if self.n_tensors > 1 else ""
+        return (self.name, self.dtype, shape + times, f"{self.n_chunks:,}", size(self.n_bytes))
+
+
+_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
+
+
+def grouped(rows: Sequence[TensorRow]) -> list[Group]:
+    """The tensors, with those of equal names but for the numbers taken together."""
+    alike: dict[tuple[str, str, tuple[int, ...]], list[TensorRow]] = {}
+    for row in rows:
+        alike.setdefault((_INDEX.sub("*", row.fqn), row.dtype, row.shape), []).append(row)
+    return [Group.of(group) for group in alike.values()]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """`layers.{0..31}.weight` for `layers.0.weight` to `layers.31.weight`."""
+    columns = zip(*(map(int, _INDEX.findall(name)) for name in names), strict=True)
+    ranges = [(min(numbers), max(numbers)) for numbers in columns]
+    shown = iter(str(low) if low == high else f"{{{low}..{high}}}" for low, high in ranges)
+    return _INDEX.sub(lambda _: next(shown), names[0])
