@@ -34,7 +34,7 @@ def main() -> None:
     _run(f"{train} --save-every {SAVE_EVERY} --die-during-save {STEPS}", expect=-signal.SIGKILL)
     _check_that_the_save_was_cut_short()
 
-    _say("What is there now? Newest first; the arrow is the step that `pick` would take.")
+    _say("Which steps are there now, and which of them would `pick` take?")
     _run(f"ckptctl scan {ROOT}", expect=0)
 
     _say(
@@ -68,7 +68,7 @@ def _run(command: str, *, expect: int, capture: bool = False) -> str:
     if capture:
         print(done.stdout, end="", flush=True)
     if done.returncode != expect:
-        _fail(f"{command}: ended {_ending(done.returncode)}, expected {_ending(expect)}")
+        _fail(f"{command}: {_ending(done.returncode)}, expected: {_ending(expect)}")
     print(f"({_ending(done.returncode)})", flush=True)
     return done.stdout or ""
 
@@ -82,7 +82,7 @@ def _check_that_the_save_was_cut_short() -> None:
 
 
 def _ending(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _say(text: str) -> None:
