@@ -119,12 +119,11 @@ def _from_content(
         for name in by_name.names if by_name else ():
             _note(found[name], path, rank)
         return
-    own_kind = by_name.names if by_name and len(by_name.names) == 1 else ()
-    for name in own_kind:
-        _note(found[name], path, rank)
+    if by_name and len(by_name.names) == 1:
+        _note(found[by_name.names[0]], path, rank)
     for key, value in content.items():
         name = kind_of_entry((str(key),)).names[0]
-        if name not in STATE_KINDS or name in own_kind or _is_empty(value):
+        if name not in STATE_KINDS or _is_empty(value):
             continue
         if name == "tokens" and value == 0:
             continue  # a counter that was never switched on

@@ -8,43 +8,60 @@ the caller states how many ranks wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import is_stage, rank_local_rank, shard_rank
-from ckptctl.model import Part, PartFormat, TrainState, WorldSize
+from ckptctl.model import FileInfo, Part, PartFormat, TrainState, WorldSize
 
 _SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL)
 
 
-def ranks_in(part: Part) -> frozenset[int]:
-    """The ranks that left a shard file or rank-local metadata in a part."""
-    names = [file.path for file in part.files]
+def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
+    """The ranks that left a shard file or rank-local metadata in a part.
+
+    `named` are the shard files that the part's metadata names. A file with bytes
+    that it does not name was left by another save, and says nothing of this one.
+    """
+    names = [file.path for file in part.files if not _is_left_over(file, named)]
     ranks = {shard_rank(name) for name in names} | {rank_local_rank(name) for name in names}
     return frozenset(rank for rank in ranks if rank is not None)
 
 
-def saved_world_size(parts: Sequence[Part], state: TrainState) -> WorldSize | None:
+def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
+    is_shard = shard_rank(file.path) is not None
+    return named is not None and is_shard and file.size > 0 and file.path not in named
+
+
+def saved_world_size(
+    parts: Sequence[Part], named: Mapping[str, Collection[str]], state: TrainState
+) -> WorldSize | None:
     """How many ranks wrote the step, and where that was read from; None where nothing says so.
 
-    Pipeline stages number their ranks from 0 each, so they add up; other parts are
-    written by the same ranks. State that exists once per rank can show more ranks
-    than the shard files do.
+    `named` are the shard files that the metadata of each part names, by its path,
+    without the parts whose metadata says nothing. Pipeline stages number their
+    ranks from 0 each, so they add up; other parts are written by the same ranks.
+    State that exists once per rank can show more ranks than the shard files do.
     """
     sharded = [part for part in parts if part.format in _SHARDED]
-    stages = [ranks_in(part) for part in sharded if is_stage(part.path)]
-    others = [ranks_in(part) for part in sharded if not is_stage(part.path)]
+    ranks = {part.path: ranks_in(part, named.get(part.path)) for part in sharded}
+    stages = [found for path, found in ranks.items() if is_stage(path)]
+    others = [found for path, found in ranks.items() if not is_stage(path)]
     by_files = max(
-        sum(len(ranks) for ranks in stages),
-        max((max(ranks, default=-1) + 1 for ranks in others), default=0),
+        sum(len(found) for found in stages),
+        max((max(found, default=-1) + 1 for found in others), default=0),
     )
-    holes = any(len(ranks) <= max(ranks, default=-1) for ranks in (*stages, *others))
+    unclear = any(
+        len(ranks[part.path]) <= max(ranks[part.path], default=-1)
+        or any(_is_left_over(file, named.get(part.path)) for file in part.files)
+        for part in sharded
+    )
     by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
     if by_state > by_files:
         return WorldSize(by_state, "train-state", at_least=True)
     if by_files == 0:
         return None
-    return WorldSize(by_files, "shard-files", at_least=holes)
+    return WorldSize(by_files, "shard-files", at_least=unclear)
 
 
 def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> Iterator[Finding]:

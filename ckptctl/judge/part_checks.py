@@ -34,27 +34,23 @@ class PartLook:
 
     `metadata` is one, or one for each rank, or none that could be decoded.
     `numbers` are the values of the `step` and `tokens` entries that were read, by
-    FQN. `n_records` counts the byte ranges that the metadata names.
+    FQN. `ranges` are the byte ranges of all metadata.
     """
 
     part: Part
     metadata: tuple[Metadata, ...] = ()
+    ranges: Ranges = field(default_factory=lambda: Ranges(()))
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, int] = field(default_factory=dict)
-    n_records: int = 0
     bytes_read: int = 0
 
     @property
     def records_by_file(self) -> Mapping[str, int]:
         """How many records lie in each shard file that the metadata names."""
-        ranges = self.ranges
-        numbers = ranges.by_file()
-        return {name: len(inside) for name, inside in zip(ranges.file_names, numbers, strict=True)}
-
-    @property
-    def ranges(self) -> Ranges:
-        """The byte ranges of all metadata of the part."""
-        return Ranges(self.metadata)
+        names = self.ranges.file_names
+        return {
+            name: len(inside) for name, inside in zip(names, self.ranges.by_file(), strict=True)
+        }
 
 
 def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
@@ -75,8 +71,8 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
             metadata.append(item)
         else:
             findings.append(item)
+    ranges = Ranges(metadata)
     if metadata:
-        ranges = Ranges(metadata)
         findings += check_identity(step, part, metadata[0])
         findings += check_presence(ranges, part.files, part.path)
         findings += check_sizes(ranges, part.path)
@@ -84,8 +80,8 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
     looked = PartLook(
         part,
         tuple(metadata),
+        ranges,
         tuple(findings),
-        n_records=len(ranges) if metadata else 0,
         bytes_read=sum(one.n_bytes for one in metadata),
     )
     # A request each on an object store: there they wait for a deeper look.

@@ -43,7 +43,8 @@ def report_on(
 ) -> Report:
     """Add up what was found of a step, and hold it against the conditions."""
     looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
-    saved = saved_world_size(step.parts, state)
+    named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
+    saved = saved_world_size(step.parts, named, state)
     found = [*_in_flight(step, findings, conditions.grace_s)]
     if looked and step.parts:
         found += check_required(state, conditions.require, step.url)
@@ -66,7 +67,7 @@ def report_on(
         n_bytes=sum(file.size for file in step.files),
         n_files=len(step.files),
         n_tensors=sum(len(one.tensors) for _, one in metadata),
-        n_records=sum(look.n_records for look in parts),
+        n_records=sum(len(look.ranges) for look in parts),
         bytes_read=sum(look.bytes_read for look in parts),
         written_s=_newest(step.files),
         parts=tuple(part.path for part in step.parts),
