@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.checks.state import check_required
-from ckptctl.checks.world_size import check_saved_world_size, check_world_size, saved_world_size
+from ckptctl.checks.world_size import (
+    check_saved_world_size,
+    check_world_size,
+    ranks_in,
+    saved_world_size,
+)
 from ckptctl.findings import (
     EXIT_DENIED,
     EXIT_STATE_MISSING,
@@ -72,6 +77,7 @@ def report_on(
         written_s=_newest(step.files),
         parts=tuple(part.path for part in step.parts),
         digests=tuple((_metadata_path(path, one.rank), one.digest) for path, one in metadata),
+        ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
     )
 
 
