@@ -91,7 +91,7 @@ class _Shown:
             return
         if is_chosen:
             self._out.lines(chosen_lines(report))
-            self._begin()
+            self._begin(report.url)
         elif self._table is not None:
             self._rows()
         else:
@@ -102,7 +102,7 @@ class _Shown:
         if self._out.talks and self._table is None:
             self._out.lines(none_lines(scan))
             if scan.reports:
-                self._begin()
+                self._begin(None)
         out = self._out.out
         self._out.answer(
             lambda: scan_document(scan),
@@ -110,9 +110,9 @@ class _Shown:
             bare=usable_urls(scan.reports),
         )
 
-    def _begin(self) -> None:
+    def _begin(self, chosen: str | None) -> None:
         out = self._out.out
-        self._table = StepTable(self._waiting[0], time.time(), out.width, out.unicode)
+        self._table = StepTable(self._waiting[0], chosen, time.time(), out.width, out.unicode)
         self._out.lines([self._table.head()])
         self._rows()
 

@@ -42,7 +42,7 @@ def show(
     contents = ckptctl.show(step, pattern=pattern, **storage)
     out.answer(
         lambda: show_document(contents),
-        lambda: contents_lines(contents, every_tensor=tensors),
+        lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),
         bare=(tensor.fqn for tensor in contents.tensors),
     )
     return contents.exit_code

@@ -37,22 +37,27 @@ def finding_lines(findings: Sequence[Finding]) -> list[Line]:
 
 def _finding_line(finding: Finding, code_width: int) -> Line:
     style = _STYLES[finding.severity]
-    said = finding.message
-    if finding.where and not all(name in said for name in finding.where.split(", ")):
-        said = f"{finding.where}: {said}"
     word = padded(finding.severity.value, 7, style)
     code = padded(finding.code, code_width, style)
-    return line("  ", word, "  ", code, "  ", said, hang=13 + code_width)
+    return line("  ", word, "  ", code, "  ", said_of(finding), hang=13 + code_width)
 
 
-def state_lines(state: TrainState) -> list[Line]:
+def said_of(finding: Finding) -> str:
+    """What a finding says, with the thing that it speaks of."""
+    if not finding.where or all(name in finding.message for name in finding.where.split(", ")):
+        return finding.message
+    return f"{finding.where}: {finding.message}"
+
+
+def state_lines(state: TrainState, *, usable: bool) -> list[Line]:
     """What a resume restores, and what it does not; nothing where nobody could look."""
     if not state.held:
         return []
     missing = [kind for kind in STATE_KINDS if not state.part(kind).found]
-    lines = [line("  a resume restores ", ", ".join(_state_facts(state)), hang=4)]
+    verb = "restores" if usable else "would restore"
+    lines = [line(f"  a resume {verb} {', '.join(_state_facts(state))}", hang=4)]
     if missing:
-        lines.append(line("  and does not restore ", Span(listed(missing), "warn"), hang=4))
+        lines.append(line("  but not ", Span(listed(missing, "or"), "warn"), hang=4))
     return lines
 
 
@@ -72,7 +77,16 @@ def ranks_in_words(world_size: WorldSize | None) -> str:
     if world_size is None:
         return "written by an unknown number of ranks"
     least = "at least " if world_size.at_least else ""
-    return f"written by {least}{count(world_size.size, 'rank')} (by its {world_size.source})"
+    source = _SOURCES.get(world_size.source, world_size.source)
+    return f"written by {least}{count(world_size.size, 'rank')} ({source})"
+
+
+_SOURCES = {
+    "shard-files": "by its shard files",
+    "train-state": "by its train state",
+    "seal": "by its seal",
+    "asked": "as you say",
+}
 
 
 def step_name(report: Report) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
+from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.pictures import STEP_MARKS, step_mark, step_state, strip_of_steps
-from ckptctl.cli.views.common import finding_lines, next_line, step_name
+from ckptctl.cli.views.common import finding_lines, next_line, said_of, step_name
 from ckptctl.cli.words import age, count, size, utc
 from ckptctl.findings import Report, Severity
 from ckptctl.judge.results import Scan
@@ -49,11 +49,13 @@ def none_lines(scan: Scan) -> list[Line]:
 class StepTable:
     """The rows of the table; `newest` comes first in it and has the longest number.
 
-    `width` is the terminal's, None off a terminal: then the reason stands at the
-    end of its row, however long, for `grep`.
+    `chosen` is the address of the step that `pick` takes. `width` is the terminal's,
+    None off a terminal: then the reason stands at the end of its row, however long,
+    for `grep`.
     """
 
     newest: Report
+    chosen: str | None
     now_s: float
     width: int | None
     unicode: bool
@@ -61,7 +63,7 @@ class StepTable:
     def head(self) -> Line:
         """The names of the columns."""
         cells = ("step", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
-        return line(" ", *self._cells(cells, Span("")))
+        return line(" ", *self._cells(cells, ""))
 
     def row(self, report: Report) -> Iterator[Line]:
         """One step: a row, and its reason beside or below it."""
@@ -77,7 +79,7 @@ class StepTable:
             state_words(report.state),
         )
         glyph = step_mark(report, unicode=self.unicode)
-        row = line(glyph, *self._cells(cells, Span("", mark.style)))
+        row = line(glyph, *self._cells(cells, mark.style), *self._pointer(report))
         reason = reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
         if self.width is None or beside.width <= self.width:
@@ -86,12 +88,17 @@ class StepTable:
             yield row
             yield line("    ", reason, hang=4)
 
-    def _cells(self, cells: Sequence[str], verdict_style: Span) -> Iterator[Span]:
+    def _pointer(self, report: Report) -> tuple[Span, ...]:
+        if report.url != self.chosen:
+            return ()
+        return (Span("  "), Span("← pick" if self.unicode else "<- pick", "strong"))
+
+    def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[Span]:
         step, verdict, n_bytes, ranks, written, written_utc, state = cells
         wide = self.width is None or self.width >= _WIDE
         columns = [
             padded(step, max(4, len(step_name(self.newest))), right=True),
-            padded(verdict, 12, verdict_style.style),
+            padded(verdict, 12, verdict_style),
             padded(n_bytes, 9, right=True),
             padded(ranks, 5, right=True),
             padded(written, 7, right=True),
@@ -130,8 +137,8 @@ def reason_of(report: Report) -> str:
         found = report.with_severity(severity)
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return found[0].message + more
-    return "" if report.usable else next((f.message for f in report.findings), "")
+            return said_of(found[0]) + more
+    return "" if report.usable else next((said_of(f) for f in report.findings), "")
 
 
 def _ranks(world_size: WorldSize | None) -> str:

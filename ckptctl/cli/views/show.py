@@ -22,15 +22,15 @@ from ckptctl.cli.words import cell_width, count, exact_size, size
 from ckptctl.judge.results import Contents, TensorRow
 
 
-def contents_lines(contents: Contents, *, every_tensor: bool) -> list[Line]:
+def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None) -> list[Line]:
     """Facts first, then the tensors, then the shard files."""
     groups = [Group.of([row]) for row in contents.tensors]
     return [
         *section(_head(contents)),
         *section(finding_lines(contents.findings)),
-        *section(state_lines(contents.state)),
+        *section(state_lines(contents.state, usable=contents.exit_code == 0)),
         *section(_bytes_by_kind(contents)),
-        *section(_tensor_table(groups if every_tensor else grouped(contents.tensors))),
+        *section(_tensor_table(groups if every_tensor else grouped(contents.tensors), width)),
         *section(_shards(contents)),
         *next_line(contents.next_command),
     ]
@@ -59,14 +59,21 @@ def _bytes_by_kind(contents: Contents) -> list[Line]:
 _COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
 
 
-def _tensor_table(groups: Sequence[Group]) -> Iterator[Line]:
+def _tensor_table(groups: Sequence[Group], width: int | None) -> Iterator[Line]:
+    """A row for each group; where that is too wide for the terminal, the name above the rest."""
     if not groups:
         return
     table = [_COLUMNS, *(group.cells for group in groups)]
     widths = [max(cell_width(row[i]) for row in table) for i in range(len(_COLUMNS))]
+    fits = width is None or sum(widths) + 2 * len(widths) <= width
     for row in table:
-        cells = (padded(cell, widths[i], right=i > 2) for i, cell in enumerate(row))
-        yield line(*(span for cell in cells for span in ("  ", cell)), solid=True)
+        name, *rest = (padded(cell, widths[i], right=i > 2) for i, cell in enumerate(row))
+        facts = [span for cell in rest for span in ("  ", cell)]
+        if fits:
+            yield line("  ", name, *facts, solid=True)
+        else:
+            yield line("  ", row[0], solid=True)
+            yield line("    ", *facts, solid=True)
 
 
 def _shards(contents: Contents) -> Iterator[Line]:
@@ -78,7 +85,7 @@ def _shards(contents: Contents) -> Iterator[Line]:
     n_pickled = len(contents.bytes_entries)
     yield line(
         f"  {count(len(sizes), 'shard file')} of {spread}, {count(n_records, 'record')}, "
-        f"{n_pickled:,} of the entries pickled",
+        f"{n_pickled:,} entries pickled",
         hang=4,
     )
 

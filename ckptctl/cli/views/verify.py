@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ckptctl.cli.lines import EMPTY, Line, Span, line
 from ckptctl.cli.pictures import LACKING, STEP_MARKS, map_of_ranks, step_mark, step_state
 from ckptctl.cli.views.common import (
@@ -12,8 +14,9 @@ from ckptctl.cli.views.common import (
     state_lines,
 )
 from ckptctl.cli.words import age, count, exact_size, size, utc
-from ckptctl.findings import Report
+from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.model import Level
+from ckptctl.storage.opening import parent_url
 
 _NOT_SEEN = {
     Level.LISTING: "what is inside the shard files was not looked at",
@@ -34,20 +37,33 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
         EMPTY,
         *section(finding_lines(report.findings)),
         *section(map_of_ranks(report, unicode=unicode)),
-        *section(state_lines(report.state)),
+        *section(state_lines(report.state, usable=report.usable)),
         *next_line(next_command(report)),
     ]
 
 
-def next_command(report: Report) -> str | None:
-    """What to run after `verify`: what the worst finding says, never the same look again."""
-    same = f"ckptctl verify {report.url}"
-    said = (f.next_command for f in report.findings if f.next_command not in (None, same))
-    if not report.usable:
-        return next(said, f"ckptctl explain {report.verdict.value}")
-    if report.level is Level.LISTING:
-        return f"{same} --level structure"
-    return f"ckptctl show {report.url}"
+def next_command(report: Report) -> str:
+    """What to run after `verify`.
+
+    The same look again where that may end otherwise, else what the worst fault says,
+    else the choice of another step.
+    """
+    same = shlex.join(["ckptctl", "verify", report.url])
+    if report.usable:
+        deeper = f"{same} --level structure"
+        return (
+            deeper if report.level is Level.LISTING else f"ckptctl show {shlex.quote(report.url)}"
+        )
+    if report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED, Verdict.IN_PROGRESS):
+        return same
+    if report.verdict is Verdict.COMPLETE:
+        return f"ckptctl show {shlex.quote(report.url)}"
+    fault = report.with_severity(Severity.FAULT)[0]
+    if fault.next_command not in (None, same):
+        return str(fault.next_command)
+    if report.verdict is Verdict.UNSAFE or report.number is None:
+        return f"ckptctl explain {fault.code}"
+    return shlex.join(["ckptctl", "pick", parent_url(report.url), "--before", str(report.number)])
 
 
 def _facts(report: Report, now_s: float) -> list[str]:
