@@ -24,6 +24,7 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
     that it does not name was left by another save, and says nothing of this one.
     """
     names = [file.path for file in part.files if not _is_left_over(file, named)]
+    names += named or ()  # a file that is missing was written by someone too
     ranks = {shard_rank(name) for name in names} | {rank_local_rank(name) for name in names}
     return frozenset(rank for rank in ranks if rank is not None)
 

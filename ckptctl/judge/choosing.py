@@ -133,8 +133,10 @@ def refusal(report: Report, policy: Policy) -> str | None:
         return None
     faults = report.with_severity(Severity.FAULT)
     if faults:
+        first = faults[0]
+        place = f"{first.where}: " if first.where and first.where not in first.message else ""
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        return f"{report.verdict.value}: {faults[0].message}{more}"
+        return f"{report.verdict.value}: {place}{first.message}{more}"
     conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
     wanted = conditions.get(report.exit_code, "").split()
     said = [finding.message for finding in report.findings if finding.code in wanted]

@@ -1,0 +1,90 @@
+"""What a resume would restore, by keys and by files."""
+
+from ckptctl.checks.state import (
+    NO_STATE,
+    Sources,
+    check_optimizer_steps,
+    check_required,
+    train_state,
+)
+from ckptctl.model import BytesEntry, Chunks, FileInfo, Metadata, TensorEntry
+
+
+def metadata(*names: str) -> Metadata:
+    is_tensor = [n for n in names if "_group" not in n and "step" not in n]
+    empty = Chunks.of(1, [])
+    tensors = {n: TensorEntry(n, "float32", (4,), empty, tuple(n.split("."))) for n in is_tensor}
+    others = {n: BytesEntry(n, None, tuple(n.split("."))) for n in names if n not in tensors}
+    return Metadata(tensors, others, ())
+
+
+def state(*names: str, layout: str = "dcp", files=(), contents=None, numbers=None):
+    return train_state(
+        Sources(layout, [("", metadata(*names))], files, contents or {}, numbers or {})
+    )
+
+
+def test_nothing_is_held_by_a_step_that_could_not_be_looked_at():
+    assert NO_STATE.held == ()
+
+
+def test_model_and_optimizer_are_found_by_their_keys():
+    found = state("model.w", "optimizer.state.w.exp_avg")
+    assert found.held == ("model", "optimizer")
+    assert found.optimizer.where == ("optimizer.state.w.exp_avg",)
+
+
+def test_an_optimizer_without_moments_is_none():
+    assert state("model.w", "optimizer.param_groups.0.betas").held == ("model",)
+
+
+def test_the_ranks_of_state_per_rank_are_counted():
+    names = [f"dataloader.dp_rank_{rank}.step" for rank in range(3)]
+    assert state("model.w", *names).dataloader.n_ranks == 3
+
+
+def test_a_number_that_was_read_is_shown():
+    found = state("model.w", "train_state.step", numbers={("", "train_state.step"): 1200})
+    assert found.step.value == 1200
+
+
+def test_a_file_is_believed_by_its_name_until_someone_has_looked_inside():
+    file = FileInfo("train_state.pt", 100)
+    by_name = state("model.w", layout="kempnerforge", files=[file])
+    assert by_name.held == ("model", "scheduler", "rng", "dataloader", "step", "tokens")
+    content = {"train_state.pt": {"step": 7, "rng": {"torch": 1}, "scheduler": None}}
+    looked = state("model.w", layout="kempnerforge", files=[file], contents=content)
+    assert looked.held == ("model", "rng", "step")
+    assert looked.step.value == 7
+
+
+def test_an_empty_file_holds_nothing():
+    assert state(layout="kempnerforge", files=[FileInfo("train_state.pt", 0)]).held == ()
+
+
+def test_a_missing_kind_is_one_remark_that_names_what_was_required():
+    found = state("model.w", "optimizer.state.w.exp_avg")
+    (remark,) = check_required(found, ("rng",), "root/step_1")
+    assert remark.code == "state.missing"
+    assert remark.message.endswith("; rng is required")
+
+
+def test_shards_that_disagree_about_the_step_are_mixed():
+    steps = {"optimizer": [("a", 10.0), ("a", 10.0), ("b", 20.0), ("b", 20.0), ("b", 20.0)]}
+    (finding,) = check_optimizer_steps(steps, "root/step_20")
+    assert finding.code == "state.mixed"
+
+
+def test_parameters_without_a_gradient_for_a_while_are_no_mixture():
+    steps = {"optimizer": [("a", 10.0), ("a", 20.0), ("b", 20.0), ("b", 20.0)]}
+    assert list(check_optimizer_steps(steps, "x")) == []
+
+
+def test_one_value_in_a_file_is_not_enough_to_accuse_it():
+    steps = {"optimizer": [("a", 10.0), ("b", 20.0), ("b", 20.0)]}
+    assert list(check_optimizer_steps(steps, "x")) == []
+
+
+def test_two_optimizers_may_count_differently():
+    steps = {"g": [("a", 10.0), ("a", 10.0)], "d": [("b", 50.0), ("b", 50.0)]}
+    assert list(check_optimizer_steps(steps, "x")) == []
