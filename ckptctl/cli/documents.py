@@ -8,8 +8,6 @@ fields of the result under the names they have in the library. The schemas in
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -75,6 +73,8 @@ def error_document(error: CkptctlError, command: str | None) -> Document:
 
 def as_text(document: Document) -> str:
     """The document as it is written: ASCII only, so that every encoding can carry it."""
+    import json
+
     return json.dumps(document, allow_nan=False, indent=2) + "\n"
 
 
@@ -112,6 +112,8 @@ def _field(name: str, value: object) -> object:
 
 
 def _envelope(name: str, exit_code: int) -> Document:
+    import datetime
+
     now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "schema": f"ckptctl.{name}/1",

@@ -7,7 +7,6 @@ has are added by `with_common`, so that no command can lack one.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -265,6 +264,8 @@ def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
 
 
 def _json_or_text(value: str) -> object:
+    import json
+
     try:
         return json.loads(value)
     except ValueError:
