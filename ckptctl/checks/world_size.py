@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import is_stage, rank_local_rank, shard_rank
+from ckptctl.formats.layouts import hugging_face_rank, is_stage, rank_local_rank, shard_rank
 from ckptctl.model import FileInfo, Part, PartFormat, TrainState, WorldSize
 
-_SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL)
+_SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL, PartFormat.SAFETENSORS)
+_RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
 
 
 def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
@@ -25,8 +26,8 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
     """
     names = [file.path for file in part.files if not _is_left_over(file, named)]
     names += named or ()  # a file that is missing was written by someone too
-    ranks = {shard_rank(name) for name in names} | {rank_local_rank(name) for name in names}
-    return frozenset(rank for rank in ranks if rank is not None)
+    found = (read(name) for name in names for read in _RANK_READERS)
+    return frozenset(rank for rank in found if rank is not None)
 
 
 def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
@@ -52,8 +53,10 @@ def saved_world_size(
         sum(len(found) for found in stages),
         max((max(found, default=-1) + 1 for found in others), default=0),
     )
+    # A rank with nothing to write leaves no safetensors file, and nothing counts them.
     unclear = any(
-        len(ranks[part.path]) <= max(ranks[part.path], default=-1)
+        part.format is PartFormat.SAFETENSORS
+        or len(ranks[part.path]) <= max(ranks[part.path], default=-1)
         or any(_is_left_over(file, named.get(part.path)) for file in part.files)
         for part in sharded
     )
@@ -78,8 +81,9 @@ def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> It
     for part in sharded:
         if is_stage(part.path):
             continue
-        missing = [rank for rank in range(expected) if rank not in ranks_in(part)]
-        if missing:
+        there = ranks_in(part)
+        missing = [rank for rank in range(expected) if rank not in there]
+        if missing and (there or part.format is not PartFormat.SAFETENSORS):
             shown = ", ".join(str(rank) for rank in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             what = f"no shard file of rank {shown}{more}"

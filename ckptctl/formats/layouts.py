@@ -178,6 +178,7 @@ def pointed_step(
 # Parts: the folders of tensors in a step.
 
 _SHARD = re.compile(r"__(?P<rank>[0-9]+)_[0-9]+\.distcp")
+_HUGGING_FACE_SHARD = re.compile(r"shard-(?P<number>[0-9]{1,9})-[^/]*\.safetensors")
 _RANK_LOCAL = re.compile(r"__(?P<rank>[0-9]+)\.metadata")
 METADATA = ".metadata"
 METADATA_TMP = ".metadata.tmp"
@@ -189,6 +190,12 @@ def shard_rank(file_name: str) -> int | None:
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
+def hugging_face_rank(file_name: str) -> int | None:
+    """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
+    match = _HUGGING_FACE_SHARD.fullmatch(file_name)
+    return int(match["number"]) - 1 if match and int(match["number"]) > 0 else None
+
+
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
     match = _RANK_LOCAL.fullmatch(file_name)
@@ -198,7 +205,7 @@ def rank_local_rank(file_name: str) -> int | None:
 def belongs_to_shards(path: str) -> bool:
     """Whether a file of a step is a shard, metadata, or ckptctl's own: not a sidecar."""
     name = path.rsplit("/", 1)[-1]
-    return name.endswith((".distcp", ".metadata", METADATA_TMP, ".safetensors")) or is_own(path)
+    return name.endswith((".distcp", ".metadata", METADATA_TMP)) or is_own(path)
 
 
 def is_own(path: str) -> bool:

@@ -266,6 +266,8 @@ _SIDECARS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = tuple(
         ("verl", r"data\.pt", "dataloader"),
         ("", r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
         ("", r"(?:.*/)?optimizer(?:_[0-9]+)?\.(?:pt|pth|bin)", "optimizer"),
+        ("", r"(?:.*/)?(?:pytorch_model|model|consolidated)[^/]*\.(?:pt|pth|bin)", "model"),
+        ("", r"(?:.*/)?[^/]*model[^/]*\.safetensors", "model"),
     )
 )
 

@@ -41,8 +41,15 @@ def not_negative(name: str, value: float) -> float:
     return value
 
 
-def known_level(level: Level | None) -> Level | None:
-    """The level, if it is one that this version reaches."""
-    if level is Level.CONTENT:
+def known_level(level: Level | str | None) -> Level | None:
+    """The level, if it is one that this version reaches; raises `UsageError`."""
+    if level is None:
+        return None
+    try:
+        known = Level(level)
+    except ValueError:
+        words = ", ".join(one.value for one in Level)
+        raise UsageError(f"{level!r} is no level; they are {words}") from None
+    if known is Level.CONTENT:
         raise UsageError("level content is not there yet; the deepest level is structure")
-    return level
+    return known

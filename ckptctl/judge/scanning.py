@@ -61,7 +61,7 @@ def scan(
     metadata; on a file system one listing for each step, and the reads of `pick`.
     """
     asked = conditions(require, world_size, saved_world_size, grace_s)
-    known_level(level)
+    level = known_level(level)
     compiled = compile_pattern(pattern)
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s

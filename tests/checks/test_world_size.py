@@ -105,3 +105,11 @@ def test_what_cannot_be_resharded_loads_at_its_own_world_size_only(kind):
     (finding,) = check_world_size(made, NO_STATE, WorldSize(2, "shard-files"), 8, "x")
     assert finding.code == "world-size.fixed"
     assert list(check_world_size(made, NO_STATE, WorldSize(2, "shard-files"), 2, "x")) == []
+
+
+def test_the_shards_of_the_hugging_face_writer_give_a_lower_bound():
+    names = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
+    made = part("", *names, kind=PartFormat.SAFETENSORS)
+    assert saved_world_size([made], {}, NO_STATE) == WorldSize(2, "shard-files", at_least=True)
+    (finding,) = check_saved_world_size([made], 3, "x")
+    assert "rank 2" in finding.message
