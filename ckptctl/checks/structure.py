@@ -23,6 +23,7 @@ from ckptctl.formats.records import (
     RecordDirectory,
     View,
     check_headers,
+    check_texts,
     parse_directory,
     read_member,
     tail_needed,
@@ -231,15 +232,16 @@ class _Look:
             self._note("record.crc", number, f"{some_of(wrong)} in it")
             return None
         self.n_without_crcs += not directory.has_crcs
-        byte_order = _byte_order(directory, view)
-        if byte_order is not None:
-            self.by_order.setdefault(byte_order, []).append(number)
+        check_texts(directory, view)
+        said = read_member(directory, "byteorder", view)
+        if said is not None:
+            self.by_order.setdefault(said.decode(), []).append(number)
         stub = None
         if tensor is not None:
             stub = _stub(directory, view)
             _check_stub(stub, directory, tensor, owner.chunk)
         if wanted:
-            self._hand_out(number, stub, directory, view, byte_order or "little")
+            self._hand_out(number, stub, directory, view, (said or b"little").decode())
         return None
 
     def _look_at_transformed(self, owner: Owner, view: View) -> None:
@@ -331,17 +333,6 @@ def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bo
     if (head, tail) == (len(view.head), len(view.tail)):
         return None
     return Need(head, tail)
-
-
-def _byte_order(directory: RecordDirectory, view: View) -> str | None:
-    """`little` or `big`; None where the record does not say, or it was not read."""
-    version = read_member(directory, "version", view)
-    if version is not None and not version.strip().isdigit():
-        raise RecordUnreadable(f"its version is {version[:20]!r}")
-    name = read_member(directory, "byteorder", view)
-    if name not in (None, b"little", b"big"):
-        raise RecordUnreadable(f"its byte order is {name[:20]!r}")
-    return None if name is None else name.decode()
 
 
 def _mismatch(message: str) -> _Wrong:

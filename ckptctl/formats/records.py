@@ -17,6 +17,8 @@ Source: records written by torch 2.1 to 2.15; torch 2.13
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
@@ -47,6 +49,15 @@ _DOS_FOLDER = 0x10
 _IN_ZIP64 = 0xFFFFFFFF
 _ZIP64_EXTRA = 1
 _MAX_EXTRA = 0xFFFF
+
+
+_TEXTS: Mapping[str, re.Pattern[bytes]] = {
+    "version": re.compile(rb"[1-9][0-9]*\n?"),
+    ".format_version": re.compile(rb"[0-9]+"),
+    ".storage_alignment": re.compile(rb"[0-9]+"),
+    "byteorder": re.compile(rb"little|big"),
+    ".data/serialization_id": re.compile(rb"[ -~]*"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,7 @@ def parse_directory(tail: bytes, length: int) -> RecordDirectory:
 
 
 def check_headers(directory: RecordDirectory, view: View) -> None:
-    """Raise `RecordUnreadable` where a member's own header contradicts the directory.
+    """Raise `RecordUnreadable` where a member's own header contradicts its directory.
 
     Looks at those local headers and data descriptors that were read.
     """
@@ -160,6 +171,17 @@ def check_headers(directory: RecordDirectory, view: View) -> None:
         descriptor = view.get(member.end, member.following)
         if descriptor:
             _check_descriptor(descriptor, member)
+
+
+def check_texts(directory: RecordDirectory, view: View) -> None:
+    """Raise `RecordUnreadable` where a member that torch reads as a text is not one.
+
+    Finds what a checksum would, in records that were saved without.
+    """
+    for name, form in _TEXTS.items():
+        text = read_member(directory, name, view)
+        if text is not None and not form.fullmatch(text):
+            raise RecordUnreadable(f"its {name} is {text[:40]!r}")
 
 
 def wrong_crcs(directory: RecordDirectory, view: View) -> tuple[str, ...]:
@@ -313,13 +335,11 @@ def _check_header(header: bytes, member: Member) -> None:
         or member.header + _LOCAL.size + n_path + n_extra != member.start
     ):
         raise RecordUnreadable(
-            f"the header of its member {member.name!r} contradicts the directory"
+            f"the header of its member {member.name!r} contradicts its directory"
         )
 
 
 def _check_descriptor(descriptor: bytes, member: Member) -> None:
     form = _DESCRIPTOR if len(descriptor) == _DESCRIPTOR.size else _DESCRIPTOR64
     if form.unpack(descriptor) != (b"PK\7\x08", member.crc, member.size, member.size):
-        raise RecordUnreadable(
-            f"what follows its member {member.name!r} is not as its directory says"
-        )
+        raise RecordUnreadable(f"what follows its member {member.name!r} contradicts its directory")
