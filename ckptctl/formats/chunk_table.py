@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 
+from ckptctl.formats.inert import Malformed
 from ckptctl.model import NO_FILE, Chunks
 
 Dims = tuple[int, ...]
@@ -31,37 +32,51 @@ class ChunkTable:
         self._starts = array("q", [0]) * len(offsets)
         self._lengths = array("q", [0]) * len(offsets)
         self._transforms: dict[int, tuple[str, ...]] = {}
-        # Built when a hint does not help; several chunks at one offset need it from the start.
+        # Made when a hint is of no help, or where several chunks begin at one offset.
         self._positions: dict[Dims, int] | None = None
         if len(set(offsets)) != len(offsets):
-            self._positions = self._indexed()
-
-    def position_of(self, offset: Dims, hint: int | None) -> int | None:
-        """Which chunk begins at `offset`: the first, where several do."""
-        if self._positions is None:
-            if hint is not None and 0 <= hint < len(self.offsets) and self.offsets[hint] == offset:
-                return hint
-            self._positions = self._indexed()
-        return self._positions.get(offset)
-
-    def _indexed(self) -> dict[Dims, int]:
-        positions: dict[Dims, int] = {}
-        for position, offset in enumerate(self.offsets):
-            positions.setdefault(offset, position)
-        return positions
+            self._positions = self._by_offset()
 
     def place(
-        self, position: int, file: int, start: int, length: int, transforms: tuple[str, ...]
+        self,
+        offset: Dims,
+        hint: int | None,
+        file: int,
+        start: int,
+        length: int,
+        transforms: tuple[str, ...],
     ) -> bool:
-        """Give a chunk its byte range; False where it has one already."""
+        """Give the chunk that begins at `offset` its byte range: the first, where several do.
+
+        False where no chunk begins there. Raises `Malformed` where the chunk has a
+        range already.
+        """
+        if (
+            self._positions is None
+            and hint is not None
+            and 0 <= hint < len(self.offsets)
+            and self.offsets[hint] == offset
+        ):
+            position = hint
+        else:
+            self._positions = self._positions or self._by_offset()
+            if offset not in self._positions:
+                return False
+            position = self._positions[offset]
         if self._files[position] != NO_FILE:
-            return False
+            raise Malformed("two byte ranges for one chunk")
         self._files[position] = file
         self._starts[position] = start
         self._lengths[position] = length
         if transforms:
             self._transforms[position] = transforms
         return True
+
+    def _by_offset(self) -> dict[Dims, int]:
+        positions: dict[Dims, int] = {}
+        for position, offset in enumerate(self.offsets):
+            positions.setdefault(offset, position)
+        return positions
 
     def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
         """The columns, once every byte range is placed."""

@@ -11,11 +11,16 @@ Whether what the metadata says is complete, or fits the files, is for `checks`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.chunk_table import ChunkTable, Dims
+from ckptctl.formats.hot_chunks import ChunkRun, chunk_shape
+from ckptctl.formats.hot_parts import Parts
+from ckptctl.formats.hot_storage import StorageRun, storage_shape
+from ckptctl.formats.inert import Inert, Malformed, shown
 from ckptctl.formats.metadata_grammar import (
     BYTES,
     CHUNK,
@@ -29,7 +34,8 @@ from ckptctl.formats.metadata_grammar import (
     Encoded,
     Layout,
 )
-from ckptctl.formats.pickles import Inert, Malformed, read_pickle, shown
+from ckptctl.formats.pickle_machine import Machine, Shape, Shapes
+from ckptctl.formats.pickles import collector_paused, read_pickle
 from ckptctl.formats.torch_names import Dtype, checked_dims
 from ckptctl.model import ByteRange, BytesEntry, Metadata, TensorEntry
 
@@ -37,18 +43,29 @@ Path = tuple[str | int, ...]
 Fields = Mapping[object, object]
 
 
-def decode_metadata(data: bytes, *, rank: int | None = None) -> Metadata:
+def hot_shapes(machine: Machine) -> Mapping[str, Shape]:
+    """The shapes of metadata, by the object after which each is tried."""
+    parts = Parts(machine)
+    return {CHUNK: chunk_shape(parts), STORAGE_INFO: storage_shape(parts)}
+
+
+def decode_metadata(
+    data: bytes, *, rank: int | None = None, shapes: Shapes | None = hot_shapes
+) -> Metadata:
     """The metadata in `data`; `rank` is that of a rank-local file.
+
+    `shapes` is for tests: without it the answer is the same and takes longer.
 
     Raises `MetadataUnsafe` when it asks for anything but metadata's types, and
     `MetadataUnreadable` when it is damaged or says what no writer can mean.
     Nothing of it runs. Time and memory are linear in its size.
     """
-    root = read_pickle(data, GRAMMAR)
-    try:
-        return _metadata(_fields(root, METADATA), data, rank)
-    except Malformed as wrong:
-        raise MetadataUnreadable(str(wrong)) from None
+    with collector_paused():
+        root = read_pickle(data, GRAMMAR, shapes)
+        try:
+            return _metadata(_fields(root, METADATA), data, rank)
+        except Malformed as wrong:
+            raise MetadataUnreadable(str(wrong)) from None
 
 
 def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
@@ -183,6 +200,11 @@ def _tensor(fields: Fields) -> _Tensor:
     offsets: list[Dims] = []
     sizes: list[Dims] = []
     for chunk in chunks:
+        if isinstance(chunk, ChunkRun):
+            _check_run(shape, chunk)
+            offsets += chunk.offsets
+            sizes += chunk.sizes
+            continue
         box = _fields(chunk, CHUNK)
         offsets.append(_dims_like(shape, _required(box, "offsets", CHUNK)))
         sizes.append(_dims_like(shape, _required(box, "sizes", CHUNK)))
@@ -208,6 +230,12 @@ def _dims_like(shape: Dims, value: object) -> Dims:
     if len(dims) != len(shape):
         raise Malformed(f"{len(shape)} dimensions, but a chunk of {len(dims)}")
     return dims
+
+
+def _check_run(shape: Dims, run: ChunkRun) -> None:
+    for n_dims in {*map(len, run.offsets), *map(len, run.sizes)}:
+        if n_dims != len(shape):
+            raise Malformed(f"{len(shape)} dimensions, but a chunk of {n_dims}")
 
 
 def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
@@ -239,6 +267,11 @@ def _storage_entries(storage_data: object) -> Iterator[StorageEntry]:
     if not isinstance(storage_data, dict):
         raise Malformed("the byte ranges are in no dict")
     for key, value in storage_data.items():
+        if isinstance(key, StorageRun):
+            yield from zip(
+                key.fqns, key.hints, key.offsets, key.files, key.starts, key.lengths, repeat(())
+            )
+            continue
         index, info = _fields(key, INDEX), _fields(value, STORAGE_INFO)
         fqn = _text(_required(index, "fqn", INDEX), "the name in a key of the byte ranges")
         try:
@@ -277,37 +310,29 @@ class _Ranges:
         self.of_bytes: dict[str, ByteRange | None] = dict.fromkeys(bytes_fqns)
         self.strays: list[tuple[str, Dims | None, ByteRange]] = []
         self._tables = {fqn: tensor.table for fqn, tensor in tensors.items()}
-        self._files: dict[str, int] = {}
 
-    def place_all(self, entries: Iterator[StorageEntry]) -> None:
+    def place_all(self, entries: Iterable[StorageEntry]) -> None:
         """Give each byte range to its chunk, to its bytes entry, or to the strays."""
         tables = self._tables
+        numbers: dict[str, int] = {}
         for fqn, hint, offset, file, start, length, transforms in entries:
-            number = self._number_of(file)
+            number = numbers.get(file)
+            if number is None:
+                number = numbers[file] = len(numbers)
             table = tables.get(fqn)
-            position = None
-            if table is not None and offset is not None:
-                position = table.position_of(offset, hint)
-            if table is not None and position is not None:
-                is_first = table.place(position, number, start, length, transforms)
-            else:
-                byte_range = ByteRange(file, start, length, transforms)
-                is_first = self._place_other(fqn, offset, byte_range)
-            if not is_first:
-                raise Malformed(f"{shown(fqn)} has two byte ranges for one chunk")
+            try:
+                if table is None or offset is None:
+                    self._place_other(fqn, offset, ByteRange(file, start, length, transforms))
+                elif not table.place(offset, hint, number, start, length, transforms):
+                    self.strays.append((fqn, offset, ByteRange(file, start, length, transforms)))
+            except Malformed as wrong:
+                raise Malformed(f"{shown(fqn)}: {wrong}") from None
+        self.file_names.extend(numbers)
 
-    def _number_of(self, file: str) -> int:
-        number = self._files.get(file)
-        if number is None:
-            number = self._files[file] = len(self.file_names)
-            self.file_names.append(file)
-        return number
-
-    def _place_other(self, fqn: str, offset: Dims | None, byte_range: ByteRange) -> bool:
+    def _place_other(self, fqn: str, offset: Dims | None, byte_range: ByteRange) -> None:
         if offset is not None or fqn not in self.of_bytes:
             self.strays.append((fqn, offset, byte_range))
-            return True
-        if self.of_bytes[fqn] is not None:
-            return False
-        self.of_bytes[fqn] = byte_range
-        return True
+        elif self.of_bytes[fqn] is None:
+            self.of_bytes[fqn] = byte_range
+        else:
+            raise Malformed("two byte ranges for one bytes entry")

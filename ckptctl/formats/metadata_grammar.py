@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.formats.pickles import Function, Grammar, Inert, Malformed
+from ckptctl.formats.inert import Function, Grammar, Inert, Malformed
 from ckptctl.formats.torch_names import COMMON
 
 METADATA = "Metadata"

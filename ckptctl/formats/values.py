@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.pickles import Function, Grammar, Inert, Malformed, read_pickle, shown
+from ckptctl.formats.inert import Function, Grammar, Inert, Malformed, shown
+from ckptctl.formats.pickles import read_pickle
 from ckptctl.formats.torch_names import COMMON, DTYPES, Dtype, checked_dims
 from ckptctl.model import DTYPE_SIZES
 

@@ -1,0 +1,73 @@
+"""What is the hot shape of a chunk?
+
+A `ChunkStorageMetadata` with its two sizes; see `hot_shapes` for how it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptctl.formats.hot_parts import Dims, Parts, n_size_slots
+from ckptctl.formats.hot_shapes import (
+    NEW,
+    SET,
+    Hole,
+    HotShape,
+    Window,
+    is_class,
+    is_size,
+    is_text,
+    size_of,
+)
+from ckptctl.formats.metadata_grammar import CHUNK
+from ckptctl.formats.pickle_machine import Machine
+from ckptctl.formats.pickle_memo import Run
+
+_EXPECTS = {
+    CHUNK: is_class(CHUNK),
+    "offsets": is_text("offsets"),
+    "Size": is_size,
+    "sizes": is_text("sizes"),
+}
+
+
+class ChunkRun(Run):
+    """Chunks in columns: where each begins, and its size, in elements."""
+
+    __slots__ = ("offsets", "sizes")
+
+    offsets: list[Dims]
+    sizes: list[Dims]
+
+
+def chunk_shape(parts: Parts) -> HotShape:
+    """The shape of chunks, for one reading."""
+
+    def push(machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
+        return _push(parts, machine, window, holes["Size"])
+
+    return HotShape(_template, _EXPECTS, push)
+
+
+def _template(hole: Hole) -> str:
+    return (
+        f"{hole(CHUNK)}{NEW}{hole('offsets')}({size_of(hole)}){hole('sizes')}({size_of(hole)}){SET}"
+    )
+
+
+def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes) -> int:
+    offset_parts, size_parts, _ = zip(*window.rows, strict=True)
+    offsets: list[Dims] = []
+    sizes: list[Dims] = []
+    parts.sizes.extend(offsets, offset_parts)
+    parts.sizes.extend(sizes, size_parts)
+    n_rows = min(len(offsets), len(sizes))
+    if not n_rows:
+        return 0
+    n_slots = 2 * n_rows
+    n_slots += n_size_slots(offset_parts[:n_rows], size_reference)
+    n_slots += n_size_slots(size_parts[:n_rows], size_reference)
+    end = window.end_after(n_rows)
+    run = ChunkRun(CHUNK, window.start, end, window.first_slot, n_slots, in_pairs=False)
+    run.offsets, run.sizes = offsets[:n_rows], sizes[:n_rows]
+    return n_rows if machine.push_run(run, n_containers=n_slots) else 0

@@ -1,0 +1,289 @@
+"""In which state is an interpreted pickle, and what may be done to it?
+
+Position, stack, marks and memo, and the checks that each step makes before it
+allocates anything. What each opcode does is `pickle_opcodes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
+from ckptctl.formats.inert import Function, Grammar, Malformed, shown
+from ckptctl.formats.pickle_memo import Memo, Run
+
+MAX_MARKS = 1_000
+"""How deep containers may be open at once; torch's metadata opens eight."""
+
+MAX_KEY_ITEMS = 64
+MAX_TUPLE_KEYS = 4_096
+"""Tuples of numbers can be made to collide: comparing all with all must stay cheap."""
+
+FREE_CONTAINERS = 100_000
+BYTES_PER_CONTAINER = 4
+"""A container costs some 60 bytes of memory. One for every four bytes of pickle is
+twice as dense as torch writes, and bounds memory at some 25 times the pickle."""
+
+INT64 = 1 << 63
+_PROTO, _STOP = 0x80, 0x2E
+
+Opcodes = Sequence[Callable[["Machine"], None]]
+
+
+class Shape(Protocol):
+    """A shortcut for objects that come in thousands; see `hot_shapes`."""
+
+    def take(self, machine: Machine) -> None:
+        """Take as many objects of the shape as follow, or none."""
+
+
+Shapes = Callable[["Machine"], Mapping[str, Shape]]
+"""Makes the shortcuts of one reading, by the kind of object after which each is tried."""
+
+
+class Machine:
+    """The state of one reading. `opcodes` is the table of what each byte does."""
+
+    __slots__ = (
+        "at",
+        "cheap_keys",
+        "data",
+        "end",
+        "grammar",
+        "marks",
+        "memo",
+        "n_left",
+        "opcodes",
+        "pos",
+        "shapes",
+        "stack",
+        "tuple_keys",
+    )
+
+    def __init__(
+        self, data: bytes, grammar: Grammar, opcodes: Opcodes, memo: Memo | None = None
+    ) -> None:
+        self.data = data
+        self.grammar = grammar
+        self.opcodes = opcodes
+        self.memo = memo or Memo()
+        self.shapes: Mapping[str, Shape] = {}
+        self.at = self.pos = 0
+        self.end = len(data)
+        self.stack: list[object] = []
+        self.marks: list[list[object]] = []
+        self.n_left = FREE_CONTAINERS + len(data) // BYTES_PER_CONTAINER
+        self.tuple_keys = 0
+        self.cheap_keys = str | bytes | None | grammar.hashable
+
+    def run(self) -> object:
+        """Interpret the whole pickle: the one object that it builds."""
+        data = self.data
+        if len(data) < 2 or data[0] != _PROTO:
+            self.damaged("this does not begin as a pickle")
+        if not 2 <= data[1] <= 5:
+            self.damaged(f"pickle protocol {data[1]}; 2 to 5 can be read")
+        self.pos = 2
+        self.step_to_stop()
+        if self.pos != self.end:
+            self.damaged(f"{self.end - self.pos:,} bytes follow the end of the pickle")
+        value = self.pop()
+        if self.stack or self.marks:
+            self.damaged("the pickle ends with values left over")
+        return value
+
+    def step_to_stop(self) -> None:
+        """Interpret up to and with the end mark, or up to `end` in a replay."""
+        data, opcodes, end = self.data, self.opcodes, self.end
+        while (at := self.pos) < end:
+            self.at = at
+            self.pos = at + 1
+            code = data[at]
+            if code == _STOP:
+                return
+            opcodes[code](self)
+        if end == len(data):
+            self.at = end
+            self.damaged("the pickle is cut short: its end mark is missing")
+
+    def damaged(self, what: str) -> NoReturn:
+        """Raise `MetadataUnreadable` for the opcode at hand."""
+        raise MetadataUnreadable(f"byte {self.at:,}: {what}")
+
+    def unsafe(self, what: str) -> NoReturn:
+        """Raise `MetadataUnsafe` for the opcode at hand."""
+        raise MetadataUnsafe(f"{what} at byte {self.at:,}")
+
+    def take(self, n_bytes: int) -> bytes:
+        """The next `n_bytes`."""
+        start = self.pos
+        end = start + n_bytes
+        if end > self.end:
+            self.damaged(f"{n_bytes:,} bytes are to follow, {self.end - start:,} are left")
+        self.pos = end
+        return self.data[start:end]
+
+    def push(self, value: object) -> None:
+        """Put one value on the stack."""
+        self.stack.append(value)
+
+    def push_container(self, value: object) -> None:
+        """Put a container or an object on the stack, and count it."""
+        self.n_left -= 1
+        if self.n_left < 0:
+            self.damaged("more containers than a pickle of this size can need")
+        self.stack.append(value)
+
+    def push_run(self, run: Run, n_containers: int) -> bool:
+        """Put all values of a run on the stack; False where there may not be so many."""
+        if n_containers > self.n_left:
+            return False
+        self.n_left -= n_containers
+        self.memo.skip(run)
+        self.stack.append(run)
+        self.pos = run.end
+        return True
+
+    def pop(self) -> object:
+        """Take the topmost value off the stack."""
+        value = self.top()
+        self.stack.pop()
+        return value
+
+    def top(self) -> object:
+        """The topmost value, left where it is."""
+        if not self.stack:
+            self.damaged("a value is missing")
+        value = self.stack[-1]
+        if isinstance(value, Run):
+            self.stack[-1:] = self.values_of(value)
+            return self.stack[-1]
+        return value
+
+    def pop_to_mark(self) -> list[object]:
+        """Take everything above the topmost mark, and the mark."""
+        return self.singly(self.pop_runs_to_mark())
+
+    def pop_runs_to_mark(self) -> list[object]:
+        """The same, with a `Run` left in place of its values."""
+        if not self.marks:
+            self.damaged("a mark is missing")
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def singly(self, items: list[object]) -> list[object]:
+        """`items`, with its values in place of each `Run`."""
+        if not any(isinstance(item, Run) for item in items):
+            return items
+        values: list[object] = []
+        for item in items:
+            values.extend(self.values_of(item) if isinstance(item, Run) else (item,))
+        return values
+
+    def values_of(self, run: Run) -> list[object]:
+        """The values of a run, one by one: its bytes are interpreted after all."""
+        if not run.values:
+            inner = Machine(self.data, self.grammar, self.opcodes, Memo(self.memo, run.first_slot))
+            inner.pos, inner.end = run.start, run.end
+            inner.step_to_stop()
+            run.values, run.slots = inner.stack, inner.memo.values
+        return run.values
+
+    def remember(self, slot: int) -> None:
+        """Put the topmost value into the memo; writers fill the slots one after the other."""
+        if slot != self.memo.n_slots:
+            self.damaged(f"memo slot {slot:,} is written, {self.memo.n_slots:,} is next")
+        self.memo.put(self.top())
+
+    def recall(self, slot: int) -> object:
+        """What the memo holds."""
+        if slot >= self.memo.n_slots:
+            self.damaged(f"memo slot {slot:,} is read, {self.memo.n_slots:,} are filled")
+        value = self.memo.get(slot)
+        if not isinstance(value, Run):
+            return value
+        text = value.text_at(slot)
+        if text is not None:
+            return text
+        self.values_of(value)
+        return value.slots[slot - value.first_slot]
+
+    def set_items(self, target: object, items: list[object]) -> None:
+        """Put keys and values, one after the other, into the dict `target`."""
+        if not isinstance(target, dict):
+            self.damaged("items are set on what is no dict")
+        for key, value in self._pairs(items):
+            if not isinstance(key, Run):
+                key = self.checked_key(key)
+                if key in target:
+                    self.damaged("a dict has the same key twice")
+            target[key] = value
+
+    def _pairs(self, items: list[object]) -> Iterator[tuple[object, object]]:
+        """Keys and values; a run of pairs goes in as one key, as long as it begins with one."""
+        position = 0
+        pairs: list[tuple[object, object]] = []
+        while position < len(items):
+            here = items[position]
+            if isinstance(here, Run) and here.in_pairs:
+                pairs.append((here, here))
+                position += 1
+                continue
+            pair = items[position : position + 2]
+            if any(isinstance(item, Run) for item in pair):
+                return self._pairs(self.singly(items))
+            if len(pair) < 2:
+                self.damaged("a key has no value")
+            pairs.append((pair[0], pair[1]))
+            position += 2
+        return iter(pairs)
+
+    def append_items(self, target: object, items: list[object]) -> None:
+        """Put `items` at the end of the list `target`."""
+        if not isinstance(target, list):
+            self.damaged("values are appended to what is no list")
+        target.extend(items)
+
+    def checked_key(self, key: object) -> Hashable:
+        """`key`, if it is of a kind whose hash and comparison are cheap."""
+        if isinstance(key, tuple):
+            self.tuple_keys += 1
+            if self.tuple_keys > MAX_TUPLE_KEYS:
+                self.damaged(f"more than {MAX_TUPLE_KEYS:,} keys are tuples")
+            if len(key) <= MAX_KEY_ITEMS and all(map(self._is_cheap, key)):
+                return key
+        elif self._is_cheap(key):
+            return key
+        return self.damaged(f"a key of a dict is of type {type(key).__name__}")
+
+    def _is_cheap(self, key: object) -> bool:
+        if isinstance(key, int):
+            return -INT64 <= key < 2 * INT64
+        return isinstance(key, self.cheap_keys)
+
+    def push_global(self, module: object, name: object) -> None:
+        """Push what the grammar has for a global."""
+        if type(module) is not str or type(name) is not str:
+            self.unsafe("names a global by what are not two strings")
+        known = self.grammar.names.get((module, name))
+        if known is None:
+            if self.grammar.other is None:
+                self.unsafe(f"asks for {shown(module + '.' + name)}")
+            known = self.grammar.other(module, name)
+        self.push(known)
+
+    def call(self, function: object, args: object) -> None:
+        """Push what the stand-in of a global makes of the arguments."""
+        if not isinstance(function, Function):
+            self.unsafe(f"calls {_described(function)}")
+        if not isinstance(args, tuple):
+            self.damaged(f"{function.name} is called without a tuple of arguments")
+        try:
+            self.push_container(function.call(args))
+        except Malformed as wrong:
+            self.damaged(str(wrong))
+
+
+def _described(value: object) -> str:
+    return shown(str(value)) if isinstance(value, str | int) else f"a {type(value).__name__}"
