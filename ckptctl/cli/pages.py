@@ -12,7 +12,7 @@ from importlib import resources
 
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.errors import UsageError
-from ckptctl.findings import CODES, Verdict
+from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 
 _VERDICTS = {
     Verdict.UNSAFE: "The step asks for code to run, or for a file outside itself. Nothing of it "
@@ -71,8 +71,17 @@ def all_pages() -> Iterator[Page]:
 
 
 def _text_of(code: str) -> str:
-    text = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md").read_text("utf-8")
-    return text.rstrip("\n")
+    file = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md")
+    heading, _, rest = file.read_text("utf-8").rstrip("\n").partition("\n")
+    return f"{heading}: {CODES[code].title}\n\n{_consequence(code)}\n{rest}"
+
+
+def _consequence(code: str) -> str:
+    severity, verdict = CODES[code].severity.value.capitalize(), CODES[code].verdict
+    if verdict is None:
+        return f"{severity}: it makes no step unusable by itself."
+    exit_code = EXIT_DENIED if code == "step.denied" else verdict.exit_code
+    return f"{severity}: the step is `{verdict.value}` (`verify` exits with {exit_code})."
 
 
 def _verdict_page(verdict: Verdict) -> Page:
