@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.state import check_required
 from ckptctl.checks.world_size import (
     check_saved_world_size,
@@ -52,7 +53,8 @@ def report_on(
     saved = saved_world_size(step.parts, named, state)
     found = [*_in_flight(step, findings, conditions.grace_s)]
     if looked and step.parts:
-        found += check_required(state, conditions.require, step.url)
+        if _is_known(parts):
+            found += check_required(state, conditions.require, step.url)
         if conditions.saved_world_size is not None:
             found += check_saved_world_size(step.parts, conditions.saved_world_size, step.url)
         if conditions.world_size is not None:
@@ -79,6 +81,11 @@ def report_on(
         digests=tuple((_metadata_path(path, one.rank), one.digest) for path, one in metadata),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
     )
+
+
+def _is_known(parts: Sequence[PartLook]) -> bool:
+    # Without metadata there is nothing to say what a resume would restore.
+    return all(look.metadata or look.part.format not in SHARDED for look in parts)
 
 
 def _metadata_path(part: str, rank: int | None) -> str:
