@@ -1,17 +1,88 @@
-"""Which client talks to the storage behind a URL?"""
+"""Which client talks to the storage behind a URL?
+
+Decided by the URL's scheme, by what is installed and by the option `client`.
+What the clients can and how they differ is said in each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.storage.contract import Store
+from ckptctl.storage.objects import Client, ObjectStore
+
+_S3 = frozenset({"s3", "s3a"})
+_S3_CLIENTS = {"s3fs": "s3", "obstore": "obstore"}
+"""The clients for S3 in order of preference, each with the extra that brings it."""
 
 
 def open_remote(
     url: str, options: Mapping[str, object], *, timeout_s: float, retries: int
 ) -> Store:
-    """The store for a URL that is not a folder of this machine."""
-    raise UsageError(
-        f"{url}: no store for such an address ({len(options)} options, {timeout_s}, {retries})"
-    )
+    """The store for a URL that is not a folder of this machine.
+
+    The option `client` chooses between s3fs and obstore; without it s3fs is
+    taken where it is installed, because the two find credentials in different
+    places, and installing a package must not change which are used.
+
+    Raises `MissingExtra` and `UsageError`, see `open_store`.
+    """
+    protocol, _, path = url.partition("://")
+    protocol = protocol.lower()
+    if "::" in url:
+        raise UsageError(
+            f"{url}: chained URLs are not opened; a cache could answer for the storage"
+        )
+    others = {name: value for name, value in options.items() if name != "client"}
+    if protocol in _S3:
+        client = _s3_client(url, path, options.get("client"), others, timeout_s)
+    else:
+        client = _fsspec_client(protocol, url, others)
+    return ObjectStore(client, url=url, retries=retries)
+
+
+def _s3_client(
+    url: str, path: str, chosen: object, options: Mapping[str, object], timeout_s: float
+) -> Client:
+    bucket, _, prefix = path.partition("/")
+    if not bucket:
+        raise UsageError(f"{url}: the bucket is missing; s3://BUCKET/PREFIX is expected")
+    if chosen is None:
+        chosen = next((name for name in _S3_CLIENTS if find_spec(name)), "s3fs")
+    if chosen not in _S3_CLIENTS:
+        raise UsageError(f"client={chosen} is none of {', '.join(_S3_CLIENTS)}")
+    if find_spec(str(chosen)) is None:
+        raise MissingExtra(
+            f"{url}: opening s3:// needs the package {chosen}, which is an extra",
+            next_command=f"pip install 'ckptctl[{_S3_CLIENTS[str(chosen)]}]'",
+        )
+    if chosen == "obstore":
+        from ckptctl.storage.obstore_client import ObstoreClient
+
+        return ObstoreClient(bucket, prefix, options, timeout_s=timeout_s)
+    from ckptctl.storage.s3fs_client import S3fsClient
+
+    return S3fsClient(bucket, prefix, options, timeout_s=timeout_s)
+
+
+def _fsspec_client(protocol: str, url: str, options: Mapping[str, object]) -> Client:
+    if find_spec("fsspec") is None:
+        raise MissingExtra(
+            f"{url}: opening {protocol}:// needs fsspec", next_command="pip install fsspec"
+        )
+    from fsspec.registry import known_implementations
+
+    from ckptctl.storage.fsspec_client import FsspecClient
+
+    try:
+        return FsspecClient(protocol, url, options)
+    except ImportError as exc:
+        package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
+        raise MissingExtra(
+            f"{url}: opening {protocol}:// needs the package {package}",
+            next_command=f"pip install {package}",
+        ) from exc
+    except (ValueError, TypeError) as exc:
+        raise UsageError(f"{url}: {exc}") from exc

@@ -1,0 +1,185 @@
+"""How does any other fsspec implementation make one request?
+
+`gs://`, `az://`, `memory://`, `https://` and whatever else is registered with
+fsspec, through the verbs that all of them have. A folder costs a request here:
+`find` hides errors in some implementations, `ls` does not. S3 has clients of
+its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ckptctl.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CkptctlError,
+    PathNotFound,
+    StorageError,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import ShortRead
+from ckptctl.storage.objects import CannotCreate
+from ckptctl.storage.retrying import Transient
+
+T = TypeVar("T")
+
+# Stores of whole objects. On anything else a put could be seen half-written.
+_OF_OBJECTS = frozenset(
+    {"memory", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "cos", "obs", "tos"}
+)
+
+
+class FsspecClient:
+    """See `objects.Client`; a key is the path as the implementation writes it."""
+
+    def __init__(self, protocol: str, url: str, options: Mapping[str, object]) -> None:
+        import fsspec
+
+        fs_class = fsspec.get_filesystem_class(protocol)
+        self._fs = fs_class(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
+        self._protocol = protocol
+        self.prefix: str = self._fs._strip_protocol(url).rstrip("/")
+
+    def list_page(
+        self,
+        prefix: str,
+        *,
+        deep: bool,
+        token: str | None,  # noqa: ARG002 - there is one page
+    ) -> tuple[list[FileInfo], str | None]:
+        """See `Client.list_page`; one page, and `deep` one request for each folder."""
+        found: list[FileInfo] = []
+        folders = [prefix]
+        while folders:
+            level = self._level(folders.pop())
+            if deep:
+                folders += [f"{info.path}/" for info in level if info.kind == "dir"]
+                level = [info for info in level if info.kind != "dir"]
+            found += level
+        return found, None
+
+    def get(self, key: str, start: int, end: int) -> bytes:
+        """See `Client.get`."""
+        data = bytes(self._ask(lambda: self._fs.cat_file(key, start=start, end=end), key))
+        if not data:
+            raise ShortRead(f"{key} ends before the bytes that were asked for")
+        return data
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        """See `Client.put`; for stores of whole objects only."""
+        if self._protocol not in _OF_OBJECTS:
+            raise UsageError(
+                f"{self._protocol}:// is read only here: its writes are not whole or nothing"
+            )
+        if not create:
+            self._ask(lambda: self._fs.pipe_file(key, data), key)
+            return
+        try:
+            self._ask(lambda: self._fs.pipe_file(key, data, mode="create"), key)
+        except _Unsupported as exc:
+            raise CannotCreate(f"{key}: {exc.message}") from exc
+
+    def exists(self, key: str) -> bool:
+        """See `Client.exists`."""
+        try:
+            self._ask(lambda: self._fs.info(key), key)
+        except PathNotFound:
+            return False
+        return True
+
+    def close(self) -> None:
+        """The implementations let go by themselves."""
+
+    def _level(self, prefix: str) -> list[FileInfo]:
+        self._fs.invalidate_cache()
+        try:
+            items = self._ask(lambda: self._fs.ls(prefix.rstrip("/"), detail=True), prefix)
+        except PathNotFound:
+            self._check_container(prefix)
+            return []
+        # Asked for a file, some implementations list that file.
+        return [self._info(item) for item in items if item["name"].rstrip("/").startswith(prefix)]
+
+    def _check_container(self, prefix: str) -> None:
+        if self._protocol == "memory":
+            return
+        if self._protocol not in _OF_OBJECTS:
+            raise PathNotFound(f"{self._protocol}: {prefix} does not exist")
+        container = prefix.split("/", 1)[0]
+        try:
+            self._ask(lambda: self._fs.info(container), container)
+        except PathNotFound:
+            raise PathNotFound(f"{self._protocol}://{container}: there is no such bucket") from None
+
+    def _info(self, item: Mapping[str, Any]) -> FileInfo:
+        path = item["name"]
+        if item["type"] == "directory":
+            return FileInfo(path.rstrip("/"), 0, kind="dir")
+        size = item["size"]
+        if size is None:
+            size = self._ask(lambda: self._fs.info(path)["size"], path)
+        if size is None:
+            raise StorageUnavailable(f"{path}: the storage does not say how large it is")
+        return FileInfo(path, size, _seconds(item), _identity(item))
+
+    def _ask(self, request: Callable[[], T], key: str) -> T:
+        try:
+            return request()
+        except CkptctlError:
+            raise
+        except Exception as exc:
+            raise self._error(exc, key) from exc
+
+    def _error(self, exc: Exception, key: str) -> StorageError:
+        where = f"{self._protocol}: {key}"
+        status = next(
+            (s for name in ("status", "code", "status_code")
+             if isinstance(s := getattr(exc, name, None), int)),
+            0,
+        )  # fmt: skip
+        if isinstance(exc, FileNotFoundError) or status == 404:
+            return PathNotFound(f"{where} does not exist")
+        if isinstance(exc, PermissionError) or status in (401, 403):
+            return AccessDenied(f"{where}: access denied ({_described(exc)})")
+        if isinstance(exc, FileExistsError) or status == 412:
+            return AlreadyExists(f"{where} is there already; it was kept")
+        if isinstance(exc, (NotImplementedError, TypeError)):
+            return _Unsupported(f"{where}: {_described(exc)}")
+        if isinstance(exc, OSError) or status >= 500 or status in (408, 429):
+            return Transient(_described(exc))
+        return StorageUnavailable(f"{where}: {_described(exc)}")
+
+
+class _Unsupported(StorageUnavailable):
+    """The implementation does not know this verb, or not with these arguments."""
+
+
+def _described(exc: Exception) -> str:
+    # A query string may carry a signature that opens the object to anybody.
+    text = re.sub(r"\?\S+", "?...", str(exc)).strip()
+    return f"{type(exc).__name__}: {text.splitlines()[0]}" if text else type(exc).__name__
+
+
+def _seconds(item: Mapping[str, Any]) -> float | None:
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = item.get(name)
+        if isinstance(value, str):
+            value = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
+
+
+def _identity(item: Mapping[str, Any]) -> str:
+    for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "created"):
+        if value := item.get(name):
+            return str(value)
+    return ""

@@ -1,0 +1,204 @@
+"""How does a store of keys and prefixes look like folders and files?
+
+Paths, pages, markers, retries and whole writes are the same for every object
+store, so they are here, over a `Client` that makes one request at a time. How a
+request is made and what its answer means is the client's question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Protocol, TypeVar
+
+from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kind, ShortRead, Span, TooLarge
+from ckptctl.storage.in_flight import read_in_flight
+from ckptctl.storage.paths import key_of
+from ckptctl.storage.retrying import retried
+
+T = TypeVar("T")
+
+
+class CannotCreate(StorageUnavailable):
+    """The storage has no write that fails where the key is there already."""
+
+
+class Client(Protocol):
+    """One request a call, tried once; raises `Transient` for what may heal.
+
+    Keys are complete: what is below the bucket, or whatever else the client
+    says that its `prefix` is part of.
+    """
+
+    @property
+    def prefix(self) -> str:
+        """The key of the root, without slashes around it; empty for a whole bucket."""
+        ...
+
+    def list_page(
+        self, prefix: str, *, deep: bool, token: str | None
+    ) -> tuple[list[FileInfo], str | None]:
+        """Keys that start with `prefix`, and the token of the next page.
+
+        Paths are complete keys. Not `deep`: keys with a `/` behind the prefix are
+        shown as one entry of kind `dir`, up to and without that `/`.
+        """
+        ...
+
+    def get(self, key: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, fewer where the object ends before; `ShortRead` at `start`."""
+        ...
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        """Write the object; `create` raises `AlreadyExists` or `CannotCreate`."""
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+class ObjectStore:
+    """A prefix of an object store, through a client.
+
+    A prefix is no folder: one that holds no key lists as empty, and only a bucket
+    that does not exist raises `PathNotFound`. Keys with empty names between
+    slashes are listed and read as they are.
+    """
+
+    kind = Kind.OBJECT
+
+    def __init__(self, client: Client, *, url: str, retries: int) -> None:
+        self.url = url
+        self._client = client
+        self._retries = retries
+
+    def list_dir(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_dir`."""
+        return self._listing(path, deep=False)
+
+    def list_tree(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_tree`."""
+        return self._listing(path, deep=True)
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """See `Store.read`: one request, for one byte more than the limit."""
+        key = self._key(path)
+        try:
+            data = self._tried(path, lambda _: self._client.get(key, 0, limit + 1))
+        except ShortRead:
+            return b""  # a range of an empty object cannot be satisfied
+        if len(data) > limit:
+            raise TooLarge(f"{self._named(path)} is larger than {limit:,} bytes; it was not read")
+        return data
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """See `Store.read_spans`: always in flight, one request a span."""
+        return read_in_flight(self._span, spans)
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """See `Store.put`; one object is written whole or not at all by its store."""
+        key = self._key(path)
+        if replace:
+            self._tried(path, lambda _: self._client.put(key, data, create=False))
+            return
+        # Some stores take a conditional write and ignore the condition.
+        if self._tried(path, lambda _: self._client.exists(key)):
+            raise AlreadyExists(f"{self._named(path)} is there already; it was kept")
+        self._tried(path, lambda n_before: self._create(key, data, n_before))
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._client.close()
+
+    def __enter__(self) -> ObjectStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
+        key = self._client.prefix if not path else self._key(path)
+        prefix = f"{key}/" if key else ""
+        found: list[FileInfo] = []
+        token: str | None = None
+        while True:
+            page, following = self._tried(path, self._page(prefix, deep=deep, token=token))
+            found += page
+            if following is None:
+                break
+            if following == token:
+                raise StorageUnavailable(f"{self._named(path)}: the listing never ends")
+            token = following
+        root = len(self._client.prefix) + 1 if self._client.prefix else 0
+        return sorted(
+            (_relative(info, root) for info in found if not _is_marker(info, prefix)),
+            key=attrgetter("path"),
+        )
+
+    def _page(
+        self, prefix: str, *, deep: bool, token: str | None
+    ) -> Callable[[int], tuple[list[FileInfo], str | None]]:
+        return lambda _: self._client.list_page(prefix, deep=deep, token=token)
+
+    def _span(self, span: Span) -> bytes:
+        if span.length == 0:
+            return b""
+        key, end = self._key(span.path), span.offset + span.length
+        wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were asked for"
+        if span.offset < 0 or span.length < 0:
+            raise ShortRead(f"{wanted}; there is no such range")
+        data = self._tried(span.path, lambda _: self._client.get(key, span.offset, end))
+        if len(data) < span.length:
+            size = span.offset + len(data)
+            raise ShortRead(f"{wanted}, it ends at {size:,}", size=size)
+        if len(data) > span.length:
+            raise StorageUnavailable(f"{wanted}, the storage sent {len(data):,} bytes instead")
+        return data
+
+    def _create(self, key: str, data: bytes, n_before: int) -> None:
+        try:
+            self._client.put(key, data, create=True)
+        except AlreadyExists:
+            # A try that failed may have arrived all the same.
+            if n_before == 0 or not self._holds(key, data):
+                raise
+        except CannotCreate:
+            self._client.put(key, data, create=False)
+            if not self._holds(key, data):
+                raise AlreadyExists(
+                    f"{self._client.prefix}: another writer wrote {key} in the same instant"
+                ) from None
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self._client.get(key, 0, len(data) + 1) == data
+        except ShortRead:
+            return not data
+        except PathNotFound:
+            return False
+
+    def _key(self, path: str) -> str:
+        prefix = self._client.prefix
+        return f"{prefix}/{key_of(path)}" if prefix else key_of(path)
+
+    def _tried(self, path: str, once: Callable[[int], T]) -> T:
+        return retried(once, what=self._named(path), retries=self._retries)
+
+    def _named(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
+
+
+def _is_marker(info: FileInfo, prefix: str) -> bool:
+    # Consoles make an empty object `step_5/` to show a folder.
+    return info.path in (prefix, prefix[:-1]) or (info.path.endswith("/") and info.size == 0)
+
+
+def _relative(info: FileInfo, root: int) -> FileInfo:
+    return FileInfo(info.path[root:], info.size, info.mtime_s, info.identity, info.kind, info.link)

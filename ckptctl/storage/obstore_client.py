@@ -1,0 +1,195 @@
+"""How does obstore make one request?
+
+obstore is a client in Rust: it starts in a few milliseconds, lists several
+times as fast as s3fs, and depends on nothing. It reads the `AWS_…` environment, web
+identity and instance metadata, but neither profiles nor fsspec's
+configuration. `docs/decisions/object-store-client.md` has the comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+from ckptctl.errors import (
+    AccessDenied,
+    AlreadyExists,
+    PathNotFound,
+    StorageError,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.model import FileInfo
+from ckptctl.storage.retrying import Transient
+from ckptctl.storage.s3_answers import NO_CREDENTIALS, error_of
+
+T = TypeVar("T")
+
+# What s3fs calls it, and what obstore does: one command line serves both.
+_NAMES = {
+    "key": "access_key_id",
+    "secret": "secret_access_key",
+    "token": "session_token",
+    "endpoint_url": "endpoint",
+    "anon": "skip_signature",
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class ObstoreClient:
+    """See `objects.Client`; `options` have s3fs's names, or those of obstore's `S3Config`.
+
+    Keys with empty names between slashes are an error to obstore, and a listing
+    that meets one fails. A folder marker comes without its slash; it is told from
+    an empty file by the keys below it, so that the marker of an empty folder
+    within the listed one shows as an empty file.
+    """
+
+    def __init__(
+        self, bucket: str, prefix: str, options: Mapping[str, object], *, timeout_s: float
+    ) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import S3Store
+
+        self.prefix = prefix
+        self._bucket = bucket
+        config = _config(options)
+        try:
+            self._store = S3Store(
+                bucket,
+                config=cast("Any", config),
+                client_options={
+                    "allow_http": _endpoint(config).startswith("http://"),
+                    "connect_timeout": f"{timeout_s:g}s",
+                    "read_timeout": f"{timeout_s:g}s",
+                },
+                retry_config={"max_retries": 0},
+            )
+        except (BaseError, ValueError) as exc:
+            raise UsageError(f"s3://{bucket}: {_first_line(exc)}") from exc
+
+    def list_page(
+        self,
+        prefix: str,
+        *,
+        deep: bool,
+        token: str | None,  # noqa: ARG002 - there is one page
+    ) -> tuple[list[FileInfo], str | None]:
+        """See `Client.list_page`; all pages at once, so the token is never used."""
+        import obstore
+
+        if not deep:
+            return self._ask(lambda: self._level(prefix), prefix), None
+        found = self._ask(
+            lambda: [
+                _info(item) for page in obstore.list(self._store, prefix or None) for item in page
+            ],
+            prefix,
+        )
+        folders = {info.path[:at] for info in found for at in _slashes(info.path)}
+        return [info for info in found if info.size or info.path not in folders], None
+
+    def get(self, key: str, start: int, end: int) -> bytes:
+        """See `Client.get`."""
+        import obstore
+
+        def once() -> bytes:
+            answer = obstore.get(self._store, key, options={"range": (start, end)})
+            data = bytes(answer.bytes())
+            first, last = answer.range
+            if len(data) != last - first:
+                raise Transient(f"{len(data):,} of {last - first:,} bytes arrived")
+            return data
+
+        return self._ask(once, key)
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        """See `Client.put`."""
+        import obstore
+
+        mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+        self._ask(lambda: obstore.put(self._store, key, data, mode=mode, use_multipart=False), key)
+
+    def exists(self, key: str) -> bool:
+        """See `Client.exists`; one HEAD."""
+        import obstore
+
+        try:
+            self._ask(lambda: obstore.head(self._store, key), key)
+        except PathNotFound:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Connections go with the object."""
+
+    def _level(self, prefix: str) -> list[FileInfo]:
+        import obstore
+
+        answer = obstore.list_with_delimiter(self._store, prefix or None)
+        folders = [FileInfo(path, 0, kind="dir") for path in answer["common_prefixes"]]
+        return [_info(item) for item in answer["objects"]] + folders
+
+    def _ask(self, request: Callable[[], T], key: str) -> T:
+        from obstore import exceptions
+
+        try:
+            return request()
+        except exceptions.InvalidPathError as exc:
+            raise StorageUnavailable(
+                f"s3://{self._bucket}/{key}: obstore cannot list this ({_first_line(exc)}); "
+                "--storage-option client=s3fs can"
+            ) from exc
+        except (exceptions.BaseError, OSError, ValueError) as exc:
+            raise self._error(exc, key) from exc
+
+    def _error(self, exc: Exception, key: str) -> StorageError:
+        text = str(exc)
+        status, code = _STATUS.search(text), _CODE.search(text)
+        if status:
+            return error_of(int(status[1]), code[1] if code else "", bucket=self._bucket, key=key)
+        where = f"s3://{self._bucket}/{key}"
+        if "credential" in text.lower() or "169.254.169.254" in text:
+            return AccessDenied(f"{where}: {NO_CREDENTIALS}")
+        if isinstance(exc, FileExistsError):
+            return AlreadyExists(f"{where} is there already; it was kept")
+        if isinstance(exc, FileNotFoundError):
+            return PathNotFound(f"{where}: there is no such object")
+        return Transient(_first_line(exc))
+
+
+def _config(options: Mapping[str, object]) -> dict[str, Any]:
+    if "profile" in options:
+        raise UsageError(
+            "obstore reads no profiles; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or use --storage-option client=s3fs"
+        )
+    flat = {name: value for name, value in options.items() if name != "client_kwargs"}
+    nested = options.get("client_kwargs")
+    if isinstance(nested, Mapping):
+        flat.update({"region" if k == "region_name" else k: v for k, v in nested.items()})
+    return {_NAMES.get(name, name): value for name, value in flat.items()}
+
+
+def _endpoint(config: Mapping[str, object]) -> str:
+    named = config.get("endpoint")
+    return str(
+        named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    )
+
+
+def _info(item: Any) -> FileInfo:
+    return FileInfo(
+        item["path"], item["size"], item["last_modified"].timestamp(), item["e_tag"] or ""
+    )
+
+
+def _slashes(path: str) -> list[int]:
+    return [at for at, char in enumerate(path) if char == "/"]
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).splitlines()[0] if str(exc) else type(exc).__name__

@@ -1,0 +1,188 @@
+"""How does s3fs make one request?
+
+s3fs finds credentials, region, endpoint and options as its users know it; the
+requests go through its client one at a time and uncached: no listing cache, no
+retries of its own, no HEAD before a read. What an error answer means is
+`s3_answers`' question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from ckptctl.errors import AccessDenied, StorageError, UsageError
+from ckptctl.model import FileInfo
+from ckptctl.storage.in_flight import WIDTH
+from ckptctl.storage.objects import CannotCreate
+from ckptctl.storage.retrying import Transient
+from ckptctl.storage.s3_answers import NO_CREDENTIALS, error_of
+
+T = TypeVar("T")
+
+
+class S3fsClient:
+    """See `objects.Client`; `options` are those of `s3fs.S3FileSystem`."""
+
+    def __init__(
+        self, bucket: str, prefix: str, options: Mapping[str, object], *, timeout_s: float
+    ) -> None:
+        import s3fs
+
+        self.prefix = prefix
+        self._bucket = bucket
+        self._fs = s3fs.S3FileSystem(
+            **{
+                **options,
+                "config_kwargs": _config(options, timeout_s),
+                "use_listings_cache": False,
+                "skip_instance_cache": True,
+            }
+        )
+        # Its own loop over tries: one try, then the error.
+        self._fs.retries = 1
+
+    def list_page(
+        self, prefix: str, *, deep: bool, token: str | None
+    ) -> tuple[list[FileInfo], str | None]:
+        """See `Client.list_page`; 1,000 keys a page."""
+        arguments = {"Prefix": prefix}
+        if not deep:
+            arguments["Delimiter"] = "/"
+        if token is not None:
+            arguments["ContinuationToken"] = token
+        answer = self._ask(self._call("list_objects_v2", **arguments), prefix)
+        if "IsTruncated" not in answer:
+            raise Transient("the answer is no listing")
+        found = [
+            FileInfo(
+                item["Key"],
+                item["Size"],
+                item["LastModified"].timestamp(),
+                item.get("ETag", ""),
+            )
+            for item in answer.get("Contents", ())
+        ]
+        found += [
+            FileInfo(item["Prefix"].removesuffix("/"), 0, kind="dir")
+            for item in answer.get("CommonPrefixes", ())
+        ]
+        return found, answer["NextContinuationToken"] if answer["IsTruncated"] else None
+
+    def get(self, key: str, start: int, end: int) -> bytes:
+        """See `Client.get`."""
+        return self._ask(self._get(key, start, end), key)
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        """See `Client.put`."""
+        self._ask(self._put(key, data, create=create), key)
+
+    def exists(self, key: str) -> bool:
+        """See `Client.exists`; one HEAD."""
+        from ckptctl.errors import PathNotFound
+
+        try:
+            self._ask(self._call("head_object", Key=key), key)
+        except PathNotFound:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connections."""
+        from fsspec.asyn import sync
+
+        if self._fs._s3 is not None:
+            sync(self._fs.loop, self._fs._s3.close)
+
+    async def _call(self, method: str, **arguments: object) -> Any:
+        return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)
+
+    async def _get(self, key: str, start: int, end: int) -> bytes:
+        answer = await self._call("get_object", Key=key, Range=f"bytes={start}-{end - 1}")
+        async with answer["Body"] as body:
+            data: bytes = await body.read()
+        if len(data) != answer["ContentLength"]:
+            raise Transient(f"{len(data):,} of {answer['ContentLength']:,} bytes arrived")
+        return data
+
+    async def _put(self, key: str, data: bytes, *, create: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if create else {}
+        client = await self._fs.set_session()
+        members = client.meta.service_model.operation_model("PutObject").input_shape.members
+        if create and "IfNoneMatch" not in members:
+            raise CannotCreate("this botocore knows no conditional writes")
+        await self._call("put_object", Key=key, Body=data, **condition)
+
+    def _ask(self, request: Coroutine[Any, Any, T], key: str) -> T:
+        import aiohttp
+        from botocore.exceptions import BotoCoreError
+        from botocore.parsers import ResponseParserError
+        from fsspec.asyn import sync
+
+        async def once() -> T:
+            return await request
+
+        try:
+            result: T = sync(self._fs.loop, once)
+            return result
+        except (
+            BotoCoreError,
+            ResponseParserError,
+            aiohttp.ClientError,
+            asyncio.TimeoutError,
+            OSError,
+            ValueError,
+        ) as exc:
+            raise self._error(exc, key) from exc
+
+    def _error(self, exc: Exception, key: str) -> StorageError | UsageError:
+        from botocore import exceptions as boto
+
+        # s3fs turns answers into errors of Python's own, with the answer as cause.
+        answer = getattr(exc if hasattr(exc, "response") else exc.__cause__, "response", None)
+        if isinstance(answer, dict):
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = str(answer.get("Error", {}).get("Code", ""))
+            # A HEAD has no body, so the status stands in for the code.
+            return error_of(
+                status, "" if code == str(status) else code, bucket=self._bucket, key=key
+            )
+        where = f"s3://{self._bucket}/{key}"
+        if isinstance(exc, boto.NoCredentialsError):
+            return AccessDenied(f"{where}: {NO_CREDENTIALS}")
+        if isinstance(exc, _credential_errors()):
+            return AccessDenied(f"{where}: {exc}")
+        if isinstance(exc, (boto.ParamValidationError, boto.InvalidConfigError, ValueError)):
+            return UsageError(f"{where}: {exc}")
+        return Transient(type(exc).__name__)
+
+
+def _credential_errors() -> tuple[type[Exception], ...]:
+    from botocore import exceptions as boto
+
+    return (
+        boto.PartialCredentialsError,
+        boto.CredentialRetrievalError,
+        boto.ProfileNotFound,
+        boto.UnauthorizedSSOTokenError,
+        boto.SSOTokenLoadError,
+        boto.TokenRetrievalError,
+    )
+
+
+def _config(options: Mapping[str, object], timeout_s: float) -> dict[str, object]:
+    """Botocore's settings: ours, then what fsspec's configuration has, then the caller's."""
+    from fsspec.config import conf
+
+    config: dict[str, object] = {
+        "connect_timeout": timeout_s,
+        "read_timeout": timeout_s,
+        "max_pool_connections": WIDTH,
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+    }
+    for source in (conf.get("s3", {}), options):
+        given = source.get("config_kwargs")
+        if isinstance(given, Mapping):
+            config.update(given)
+    return config

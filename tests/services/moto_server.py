@@ -1,0 +1,28 @@
+"""moto's S3 server as a process of its own: S3's rules without S3's reality."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.processes import answers, end, free_port, wait_until
+
+
+@contextmanager
+def moto_server(folder: Path) -> Iterator[str]:
+    """Run the server while the context is open; gives its endpoint, logs into `folder`."""
+    port = free_port()
+    with (folder / "moto.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            wait_until(lambda: answers(port), what="moto's server")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            end(process)

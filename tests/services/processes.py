@@ -1,0 +1,72 @@
+"""How does a test start a server as a process of its own, and end it for sure?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A port of loopback on which nobody listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def answers(port: int) -> bool:
+    """Whether something accepts connections on the port."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60) -> None:
+    """Come back as soon as `condition` holds; raises `TimeoutError` naming `what`."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not there after {limit_s:g} s")
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a child, politely first."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+
+
+def end_by_pid_file(file: Path, *, of: str) -> None:
+    """End the daemon that wrote `file`, if the process of that number still is it.
+
+    `of` is a text that stands on the daemon's command line: process numbers are
+    used again.
+    """
+    text = file.read_text().strip()
+    if not text:
+        return
+    pid = int(text)
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        if of not in _command_line(pid):
+            return
+        os.kill(pid, sent)
+        try:
+            wait_until(lambda: of not in _command_line(pid), what=f"end of {pid}", limit_s=10)
+        except TimeoutError:
+            continue
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,291 @@
+"""Does every store keep the contract? One suite, run on each of them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
+from ckptctl.storage.contract import Kind, ShortRead, Span, Store, TooLarge
+from ckptctl.storage.opening import join_url, open_store
+
+LOCAL = ("local",)
+ON_S3 = tuple(
+    pytest.param(f"{server}-{client}", marks=pytest.mark.server)
+    for server in ("moto", "ceph")
+    for client in ("s3fs", "obstore")
+)
+OF_OBJECTS = ("memory", *ON_S3)
+
+Open = Callable[[str], Store]
+
+
+@pytest.fixture
+def opened(
+    request: pytest.FixtureRequest, where: str, tmp_path: Path
+) -> Iterator[Callable[[str], Store]]:
+    """A function that opens `NAME` within one fresh folder or prefix of the storage `where`."""
+    options: dict[str, object] = {}
+    if where == "local":
+        base = str(tmp_path)
+        (tmp_path / "runs").mkdir()
+    elif where == "memory":
+        base = f"memory://{uuid.uuid4().hex}"
+    else:
+        server_name, client = where.split("-")
+        server = request.getfixturevalue(f"s3_{server_name}")
+        base = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+        options = {**server.options, "client": client}
+    stores: list[Store] = []
+
+    def open_one(name: str) -> Store:
+        stores.append(open_store(join_url(base, name), storage_options=options, retries=1))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(opened: Open) -> Store:
+    """A root with two steps and a file of its own."""
+    root = opened("runs/a")
+    root.put("step_1/.metadata", b"meta of 1")
+    root.put("step_1/__0_0.distcp", bytes(range(256)) * 40)
+    root.put("step_10/.metadata", b"meta of 10")
+    root.put("latest", b"step_10")
+    return root
+
+
+@pytest.fixture(params=[*LOCAL, *OF_OBJECTS])
+def where(request: pytest.FixtureRequest) -> str:
+    """Each storage in turn."""
+    name: str = request.param
+    return name
+
+
+def test_a_listing_of_one_level_shows_files_with_sizes_and_folders(store: Store):
+    found = {info.path: (info.kind, info.size) for info in store.list_dir()}
+    assert found == {"latest": ("file", 7), "step_1": ("dir", 0), "step_10": ("dir", 0)}
+
+
+def test_a_listing_of_one_level_can_start_below_the_root(store: Store):
+    assert [info.path for info in store.list_dir("step_1")] == [
+        "step_1/.metadata",
+        "step_1/__0_0.distcp",
+    ]
+
+
+def test_a_listing_of_a_tree_shows_files_only_and_paths_from_the_root(store: Store):
+    assert [(info.path, info.size, info.kind) for info in store.list_tree()] == [
+        ("latest", 7, "file"),
+        ("step_1/.metadata", 9, "file"),
+        ("step_1/__0_0.distcp", 10240, "file"),
+        ("step_10/.metadata", 10, "file"),
+    ]
+
+
+def test_a_tree_below_a_folder_does_not_take_in_its_longer_namesake(store: Store):
+    assert [info.path for info in store.list_tree("step_1")] == [
+        "step_1/.metadata",
+        "step_1/__0_0.distcp",
+    ]
+
+
+def test_every_file_of_a_listing_has_a_time_and_an_identity(store: Store):
+    for info in store.list_tree():
+        assert info.mtime_s is not None
+        assert info.mtime_s > 1.6e9
+        assert info.identity
+
+
+def test_the_identity_changes_when_a_file_is_replaced(store: Store):
+    (before,) = (info for info in store.list_dir() if info.path == "latest")
+    store.put("latest", b"step_11", replace=True)
+    (after,) = (info for info in store.list_dir() if info.path == "latest")
+    assert after.size == before.size
+    assert after.identity != before.identity
+
+
+def test_what_another_writer_adds_is_in_the_next_listing(store: Store, opened: Open):
+    assert len(store.list_dir()) == 3
+    opened("runs/a").put("step_11/.metadata", b"m")
+    assert [info.path for info in store.list_dir()][-2:] == ["step_10", "step_11"]
+    assert len(store.list_tree()) == 5
+
+
+def test_a_store_opened_on_a_step_lists_relative_to_it(store: Store, opened: Open):
+    step = opened("runs/a/step_1")
+    assert [info.path for info in step.list_tree()] == [".metadata", "__0_0.distcp"]
+    assert step.read(".metadata", limit=100) == b"meta of 1"
+
+
+def test_a_folder_that_is_not_there_is_not_found_or_empty_where_there_are_no_folders(
+    store: Store,
+):
+    if store.kind is Kind.OBJECT:
+        assert list(store.list_dir("step_2")) == []
+        assert list(store.list_tree("step_2")) == []
+    else:
+        with pytest.raises(PathNotFound):
+            store.list_dir("step_2")
+        with pytest.raises(PathNotFound):
+            store.list_tree("step_2")
+
+
+def test_a_root_that_is_not_there_is_not_found_or_empty_where_there_are_no_folders(
+    store: Store, opened: Open
+):
+    root = opened("runs/b")
+    if store.kind is Kind.OBJECT:
+        assert list(root.list_dir()) == []
+    else:
+        with pytest.raises(PathNotFound, match=r"runs/b does not exist"):
+            root.list_dir()
+
+
+def test_a_listing_goes_on_after_the_first_thousand_names(opened: Open):
+    root = opened("many")
+    for n in range(1003):
+        root.put(f"s/{n:04}", b"", replace=True)
+    assert [info.path for info in root.list_dir("s")] == [f"s/{n:04}" for n in range(1003)]
+    assert [info.path for info in root.list_tree()] == [f"s/{n:04}" for n in range(1003)]
+
+
+def test_a_whole_file_is_read(store: Store):
+    assert store.read("latest", limit=7) == b"step_10"
+    assert store.read("step_1/__0_0.distcp", limit=1 << 20) == bytes(range(256)) * 40
+
+
+def test_a_file_over_the_limit_is_refused(store: Store):
+    with pytest.raises(TooLarge, match="latest"):
+        store.read("latest", limit=6)
+
+
+def test_an_empty_file_is_written_listed_and_read(store: Store):
+    store.put("step_1/__1_0.distcp", b"")
+    assert store.read("step_1/__1_0.distcp", limit=10) == b""
+    assert ("step_1/__1_0.distcp", 0) in [(i.path, i.size) for i in store.list_tree("step_1")]
+
+
+def test_a_file_that_is_not_there_is_not_found(store: Store):
+    with pytest.raises(PathNotFound):
+        store.read("step_1/nothing", limit=10)
+    with pytest.raises(PathNotFound):
+        list(store.read_spans([Span("nothing", 0, 1)]))
+
+
+def test_spans_come_in_the_order_asked_for(store: Store):
+    data = bytes(range(256)) * 40
+    spans = [Span("step_1/__0_0.distcp", (n * 7919) % 10000, 1 + n) for n in range(50)]
+    spans.insert(20, Span("latest", 5, 2))
+    expected = [data[s.offset : s.offset + s.length] for s in spans]
+    expected[20] = b"10"
+    assert list(store.read_spans(spans)) == list(zip(spans, expected, strict=True))
+
+
+def test_a_span_of_no_bytes_is_empty(store: Store):
+    assert list(store.read_spans([Span("latest", 3, 0)])) == [(Span("latest", 3, 0), b"")]
+
+
+def test_spans_may_be_left_before_the_last(store: Store):
+    spans = (Span("latest", 0, 1) for _ in range(1000))
+    reading = iter(store.read_spans(spans))
+    assert next(reading)[1] == b"s"
+    del reading
+    assert sum(1 for _ in spans) > 900
+
+
+def test_a_span_over_the_end_is_a_short_read_after_the_sound_ones(store: Store):
+    reading = iter(store.read_spans([Span("latest", 0, 7), Span("latest", 5, 3)]))
+    assert next(reading)[1] == b"step_10"
+    with pytest.raises(ShortRead) as caught:
+        next(reading)
+    assert caught.value.size == 7
+
+
+@pytest.mark.parametrize("span", [Span("latest", 7, 1), Span("latest", 1 << 40, 1 << 40)])
+def test_a_span_beyond_the_end_is_a_short_read(store: Store, span: Span):
+    with pytest.raises(ShortRead):
+        list(store.read_spans([span]))
+
+
+@pytest.mark.parametrize("span", [Span("latest", -1, 2), Span("latest", 0, -1)])
+def test_a_span_that_no_file_can_have_is_a_short_read(store: Store, span: Span):
+    with pytest.raises(ShortRead):
+        list(store.read_spans([span]))
+
+
+def test_what_is_there_is_not_replaced(store: Store):
+    with pytest.raises(AlreadyExists, match="latest"):
+        store.put("latest", b"other")
+    assert store.read("latest", limit=100) == b"step_10"
+    assert len(store.list_dir()) == 3
+
+
+def test_what_is_there_is_replaced_when_asked(store: Store):
+    store.put("latest", b"other", replace=True)
+    assert store.read("latest", limit=100) == b"other"
+    assert len(store.list_dir()) == 3
+
+
+def test_a_root_that_is_not_there_yet_is_made_by_the_first_write(opened: Open):
+    root = opened("new")
+    root.put("a/b/c", b"1")
+    assert [info.path for info in root.list_tree()] == ["a/b/c"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../up", "step_1/../../up", "a/..", ".", "step_1/./.metadata", "a\0b"]
+)
+def test_a_path_that_leads_out_or_is_not_plain_is_refused(store: Store, path: str):
+    for use in (
+        lambda: store.read(path, limit=1),
+        lambda: list(store.read_spans([Span(path, 0, 1)])),
+        lambda: store.list_dir(path),
+        lambda: store.list_tree(path),
+        lambda: store.put(path, b""),
+    ):
+        with pytest.raises(PathEscape):
+            use()
+
+
+@pytest.mark.parametrize(
+    "name", ["sp ace", "pl+us", "per%2ecent", "ümlaut", "quo'te\"", "q?x=1&y", "#hash", "$(x)", "…"]
+)
+def test_odd_names_are_kept(store: Store, name: str):
+    store.put(f"odd/{name}", b"x")
+    assert [info.path for info in store.list_dir("odd")] == [f"odd/{name}"]
+    assert store.read(f"odd/{name}", limit=1) == b"x"
+
+
+def test_a_name_that_cannot_be_text_is_not_found(store: Store):
+    with pytest.raises(PathNotFound):
+        store.read("lone \ud800 surrogate", limit=1)
+
+
+def test_a_name_longer_than_any_storage_takes_is_not_found(store: Store):
+    with pytest.raises(PathNotFound):
+        store.read("x" * 5000, limit=1)
+
+
+def test_the_url_is_what_the_user_wrote(store: Store):
+    assert store.url.endswith("runs/a")
+    with store as same:
+        assert same is store
+
+
+@pytest.mark.parametrize("where", OF_OBJECTS)
+def test_reads_are_priced_as_requests(store: Store):
+    assert store.kind is Kind.OBJECT
+
+
+@pytest.mark.parametrize("where", LOCAL)
+def test_a_file_shows_up_in_no_folder_before_it_is_whole(store: Store, tmp_path: Path):
+    store.put("step_11/.metadata", b"m")
+    assert os.listdir(tmp_path / "runs/a/step_11") == [".metadata"]
