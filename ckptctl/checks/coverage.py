@@ -22,9 +22,11 @@ from ckptctl.model import Chunks, Metadata, TensorEntry
 Box = tuple[tuple[int, int], ...]
 """Begin and end of a box of elements, a pair for each dimension."""
 
-_FREE_VISITS = 1_000_000
-"""Boxes that may be looked at however few there are, and so many more for each of them:
-n chunks cut along d dimensions cost at most 2^d n visits, a grid of them n."""
+_FREE_VISITS = 250_000
+_VISITS_TO_DECIDE = 64
+_VISITS_TO_EXPLAIN = 8
+"""How many boxes may be looked at, however few chunks there are, and how many more for each
+chunk. n chunks cut along d dimensions cost at most 2^d n visits to decide, a grid of them n."""
 
 
 def check_part_coverage(metadatas: Sequence[Metadata], part_path: str = "") -> Iterator[Finding]:
@@ -69,7 +71,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
     if replicas_ok:
         boxes = list(dict.fromkeys(boxes))
     try:
-        filled = _fill(boxes, tensor.shape, _Visits(_FREE_VISITS + 64 * len(boxes)))
+        filled = _fill(boxes, tensor.shape, _Visits(_FREE_VISITS + _VISITS_TO_DECIDE * len(boxes)))
     except _TooMany:
         yield Finding(
             "format.unsupported",
@@ -81,7 +83,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
     if filled:
         return
     try:
-        yield from _explain(tensor, boxes, _Visits(_FREE_VISITS + 8 * len(boxes)))
+        yield from _explain(tensor, boxes, _Visits(_FREE_VISITS + _VISITS_TO_EXPLAIN * len(boxes)))
     except _TooMany:
         yield _at_least(tensor, boxes)
 
