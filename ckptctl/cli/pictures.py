@@ -69,16 +69,16 @@ _RANK_STATES = {
 }
 
 
-def step_state(report: Report) -> str:
-    """The key of a step in `STEP_MARKS`."""
-    if report.verdict is Verdict.COMPLETE and not report.usable:
+def step_state(report: Report, *, passed_over: bool = False) -> str:
+    """The key of a step in `STEP_MARKS`; `passed_over` is newer than the one that `pick` takes."""
+    if report.verdict is Verdict.COMPLETE and (passed_over or not report.usable):
         return LACKING
     return report.verdict.value
 
 
-def step_mark(report: Report, *, unicode: bool) -> Span:
-    """The glyph of a step, in its colour."""
-    return _glyph(STEP_MARKS[step_state(report)], unicode)
+def step_mark(state: str, *, unicode: bool) -> Span:
+    """The glyph of a state of a step, in its colour."""
+    return _glyph(STEP_MARKS[state], unicode)
 
 
 def strip_of_steps(
@@ -92,21 +92,19 @@ def strip_of_steps(
     """
     if len(reports) < 2:
         return []
+    at = next((i for i, report in enumerate(reports) if report.url == chosen), None)
+    states = [step_state(r, passed_over=at is not None and i < at) for i, r in enumerate(reports)]
     per_cell = -(-len(reports) // max(1, width - 2))
-    newest_first = [reports[i : i + per_cell] for i in range(0, len(reports), per_cell)]
-    cells = [
-        _glyph(_worst([step_state(r) for r in cell], STEP_MARKS), unicode)
-        for cell in reversed(newest_first)
-    ]
+    newest_first = [states[i : i + per_cell] for i in range(0, len(states), per_cell)]
+    cells = [_glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]
     first, last = reports[-1], reports[0]
     title = f"steps {first.number} to {last.number}, oldest to newest"
     if per_cell > 1:
         title += f"; {per_cell} to a glyph, the worst shows"
     lines = [line(title), line("  ", *cells, solid=True)]
-    for i, cell in enumerate(newest_first):
-        if chosen is not None and any(r.url == chosen for r in cell):
-            lines.append(_arrow(len(cells) - 1 - i, "pick", unicode))
-    return [*lines, _legend(Counter(step_state(r) for r in reports), STEP_MARKS, unicode)]
+    if at is not None:
+        lines.append(_arrow(len(cells) - 1 - at // per_cell, "pick", unicode))
+    return [*lines, _legend(Counter(states), STEP_MARKS, unicode)]
 
 
 def _arrow(column: int, label: str, unicode: bool) -> Line:

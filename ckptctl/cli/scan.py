@@ -80,22 +80,21 @@ class _Shown:
     def __init__(self, out: Output) -> None:
         self._out = out
         self._waiting: list[Report] = []
-        self._n_looked_at = 0
         self._table: StepTable | None = None
 
     def on_report(self, report: Report, is_chosen: bool) -> None:
         """One more step was looked at."""
-        self._n_looked_at += 1
-        self._waiting.append(report)
         if not self._out.talks:
             return
+        if self._table is None:
+            self._waiting.append(report)
         if is_chosen:
             self._out.lines(chosen_lines(report))
             self._begin(report.url)
         elif self._table is not None:
-            self._rows()
+            self._out.lines(self._table.row(report))
         else:
-            self._out.progress(f"{count(self._n_looked_at, 'step')} looked at")
+            self._out.progress(f"{count(len(self._waiting), 'step')} looked at")
 
     def finish(self, scan: Scan) -> None:
         """All steps were looked at."""
@@ -112,12 +111,9 @@ class _Shown:
 
     def _begin(self, chosen: str | None) -> None:
         out = self._out.out
-        self._table = StepTable(self._waiting[0], chosen, time.time(), out.width, out.unicode)
-        self._out.lines([self._table.head()])
-        self._rows()
-
-    def _rows(self) -> None:
-        if self._table is not None:
-            for report in self._waiting:
-                self._out.lines(self._table.row(report))
-            self._waiting = []
+        table = StepTable(self._waiting[0], chosen, time.time(), out.width, out.unicode)
+        self._table = table
+        self._out.lines([table.head()])
+        for report in self._waiting:
+            newer = chosen is not None and report.url != chosen
+            self._out.lines(table.row(report, passed_over=newer))

@@ -26,8 +26,7 @@ def show(
         typer.Option(
             "--tensors",
             envvar="CKPTCTL_TENSORS",
-            help="List every tensor, instead of one row for tensors that differ only in the "
-            "number of their layer.",
+            help="List every tensor, instead of the model's alone with one row for all layers.",
         ),
     ] = False,
     pattern: PatternOpt = None,

@@ -21,6 +21,9 @@ _WIDE = 100
 """From so many cells on, the table has a column for the time in UTC."""
 
 
+_PASSED_OVER = "passed over: older steps hold train state that this one lacks (--weights-ok)"
+
+
 def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes."""
     said = f"resume from step {step_name(chosen)}"
@@ -65,9 +68,13 @@ class StepTable:
         cells = ("step", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
         return line(" ", *self._cells(cells, ""))
 
-    def row(self, report: Report) -> Iterator[Line]:
-        """One step: a row, and its reason beside or below it."""
-        mark = STEP_MARKS[step_state(report)]
+    def row(self, report: Report, *, passed_over: bool = False) -> Iterator[Line]:
+        """One step: a row, and its reason beside or below it.
+
+        `passed_over` is a step newer than the one that `pick` takes.
+        """
+        state = step_state(report, passed_over=passed_over)
+        mark = STEP_MARKS[state]
         written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
         cells = (
             step_name(report),
@@ -78,9 +85,9 @@ class StepTable:
             written,
             state_words(report.state),
         )
-        glyph = step_mark(report, unicode=self.unicode)
+        glyph = step_mark(state, unicode=self.unicode)
         row = line(glyph, *self._cells(cells, mark.style), *self._pointer(report))
-        reason = reason_of(report)
+        reason = _PASSED_OVER if passed_over and report.usable else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
         if self.width is None or beside.width <= self.width:
             yield beside
@@ -103,7 +110,7 @@ class StepTable:
             padded(ranks, 5, right=True),
             padded(written, 7, right=True),
             *([padded(written_utc, 19)] if wide else []),
-            Span(state),
+            padded(state, 18),
         ]
         for column in columns:
             yield Span("  ")
@@ -137,7 +144,7 @@ def reason_of(report: Report) -> str:
         found = report.with_severity(severity)
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return said_of(found[0]) + more
+            return f"{found[0].code}: {said_of(found[0])}{more}"
     return "" if report.usable else next((said_of(f) for f in report.findings), "")
 
 

@@ -1,7 +1,7 @@
 """What does `show` show of the contents of a step?
 
-Tensors that differ only in the numbers of their names, as the layers of a model
-do, share a row; each can have its own.
+The tensors of the model, where those that differ only in the numbers of their
+names, as its layers do, share a row; or every tensor there is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from ckptctl.judge.results import Contents, TensorRow
 
 def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None) -> list[Line]:
     """Facts first, then the tensors, then the shard files."""
-    groups = [Group.of([row]) for row in contents.tensors]
+    rows = contents.tensors
+    groups = [Group.of([row]) for row in rows] if every_tensor else grouped(_of_the_model(rows))
+    n_unlisted = 0 if every_tensor else len(rows) - sum(group.n_tensors for group in groups)
     return [
         *section(_head(contents)),
         *section(finding_lines(contents.findings)),
         *section(state_lines(contents.state, usable=contents.exit_code == 0)),
         *section(_bytes_by_kind(contents)),
-        *section(_tensor_table(groups if every_tensor else grouped(contents.tensors), width)),
+        *section([*_tensor_table(groups, width), *_unlisted(n_unlisted)]),
         *section(_shards(contents)),
         *next_line(contents.next_command),
     ]
@@ -74,6 +76,14 @@ def _tensor_table(groups: Sequence[Group], width: int | None) -> Iterator[Line]:
         else:
             yield line("  ", row[0], solid=True)
             yield line("    ", *facts, solid=True)
+
+
+def _of_the_model(rows: Sequence[TensorRow]) -> Sequence[TensorRow]:
+    return [row for row in rows if row.kind == "model"] or rows
+
+
+def _unlisted(n_tensors: int) -> list[Line]:
+    return [line(f"  and {count(n_tensors, 'tensor')} more (--tensors)")] if n_tensors else []
 
 
 def _shards(contents: Contents) -> Iterator[Line]:

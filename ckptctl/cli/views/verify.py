@@ -30,7 +30,7 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     state = step_state(report)
     word = "whole, but not usable as asked" if state == LACKING else STEP_MARKS[state].word
     verdict = Span(f"{word}:", STEP_MARKS[state].style)
-    glyph = step_mark(report, unicode=unicode)
+    glyph = step_mark(state, unicode=unicode)
     return [
         line(glyph, " ", verdict, " ", Span(report.url, "name"), solid=True),
         *(line("  ", fact, hang=4) for fact in _facts(report, now_s)),
