@@ -106,7 +106,7 @@ class _Shown:
         self._out.answer(
             lambda: scan_document(scan),
             lambda: foot_lines(scan, out.picture_width, unicode=out.unicode),
-            bare=usable_urls(scan.reports),
+            bare=usable_urls(scan),
         )
 
     def _begin(self, chosen: str | None) -> None:

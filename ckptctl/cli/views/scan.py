@@ -6,7 +6,7 @@ and the strip of all steps at the end, where a long table has not scrolled away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
@@ -133,9 +133,10 @@ def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
     return lines
 
 
-def usable_urls(reports: Iterable[Report]) -> list[str]:
-    """The addresses that `scan --quiet` prints: usable steps only."""
-    return [report.url for report in reports if report.usable]
+def usable_urls(scan: Scan) -> list[str]:
+    """The addresses that `scan --quiet` prints: the step that `pick` takes and usable older ones."""
+    urls = [report.url for report in scan.reports if report.usable]
+    return urls[urls.index(scan.chosen) :] if scan.chosen in urls else urls
 
 
 def reason_of(report: Report) -> str:

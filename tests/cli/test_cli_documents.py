@@ -1,0 +1,129 @@
+"""The documents of --json, against the schemas that the package ships."""
+
+import json
+import math
+from importlib import resources
+
+import pytest
+from jsonschema import Draft202012Validator, FormatChecker
+from made_results import VERDICTS, contents, pick, report, scan, short
+from referencing import Registry, Resource
+
+from ckptctl.cli import documents
+from ckptctl.cli.pages import all_pages, page
+from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.findings import Report
+from ckptctl.judge.results import TensorRow
+
+NAMES = ("scan", "verify", "pick", "show", "explain", "error")
+
+
+def schema(name):
+    return json.loads(resources.files("ckptctl").joinpath("schemas", f"{name}.json").read_text())
+
+
+COMMON = Registry().with_resource("common.json", Resource.from_contents(schema("common")))
+
+
+def check(document) -> dict:
+    """Write the document out, read it back, and hold it against its schema."""
+    text = documents.as_text(document)
+    assert text.isascii()
+    read = json.loads(text, parse_constant=pytest.fail)
+    name = read["schema"].removeprefix("ckptctl.").removesuffix("/1")
+    Draft202012Validator(schema(name), registry=COMMON, format_checker=FormatChecker()).validate(
+        read
+    )
+    return read
+
+
+def as_pages(*pages):
+    return ({"name": p.name, "kind": p.kind, "title": p.title, "text": p.text} for p in pages)
+
+
+EVERY = [
+    documents.scan_document(scan(report(200, short(1)), report(100), chosen=100)),
+    documents.scan_document(scan(exit_code=10)),
+    *(
+        documents.verify_document(report(1200, finding), "ckptctl explain x")
+        for finding in VERDICTS.values()
+    ),
+    documents.verify_document(report(1, number=None, world_size=None, written_s=None), None),
+    documents.pick_document(pick(report(100), (report(200, short(1)), "too short")), 3),
+    documents.pick_document(pick(None), 11),
+    documents.show_document(contents(TensorRow("w", "float32", (2, 3), 1, 24, "model"))),
+    documents.explain_document(as_pages(page("shard.short"))),
+    documents.error_document(StorageUnavailable("no answer"), "scan"),
+    documents.error_document(UsageError("no such command", next_command="ckptctl --help"), None),
+]
+
+
+@pytest.mark.parametrize("document", EVERY, ids=lambda d: f"{d['schema']}-{d['exit_code']}")
+def test_every_document_is_as_its_schema_says(document):
+    read = check(document)
+    assert list(read)[:5] == ["schema", "tool", "generated_at", "ok", "exit_code"]
+    assert read["ok"] is (read["exit_code"] in (0, 3))
+    assert "next_command" in read or read["schema"] == "ckptctl.explain/1"
+
+
+def test_the_document_that_explains_everything_is_as_its_schema_says():
+    read = check(documents.explain_document(as_pages(*all_pages())))
+    assert {each["kind"] for each in read["explained"]} == {"finding", "verdict", "exit-code"}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "common"])
+def test_every_schema_is_a_schema_and_describes_all_it_names(name):
+    Draft202012Validator.check_schema(schema(name))
+    undescribed = [
+        field
+        for field, said in fields(schema(name))
+        if not {"description", "$ref", "oneOf", "const"} & set(said)
+    ]
+    assert undescribed == []
+
+
+def fields(node):
+    if isinstance(node, dict):
+        yield from node.get("properties", {}).items()
+        for value in node.values():
+            yield from fields(value)
+    if isinstance(node, list):
+        for value in node:
+            yield from fields(value)
+
+
+@pytest.mark.parametrize("document", EVERY, ids=lambda d: f"{d['schema']}-{d['exit_code']}")
+def test_no_document_has_a_field_that_its_schema_does_not_describe(document):
+    name = document["schema"].removeprefix("ckptctl.").removesuffix("/1")
+    described = {field for field, _ in fields(schema(name))}
+    described |= {field for field, _ in fields(schema("common"))}
+    assert set(keys(documents.plain(document))) <= described
+
+
+def keys(value):
+    """Names of fields, at any depth; not the keys of what maps files or kinds to something."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            if key not in ("digests", "bytes_by_kind"):
+                yield from keys(item)
+    if isinstance(value, list):
+        for item in value:
+            yield from keys(item)
+
+
+def test_a_document_has_the_fields_of_the_library_under_their_own_names():
+    read = check(documents.verify_document(report(1200, short(3)), None))
+    assert set(Report.__dataclass_fields__) <= set(read["report"])
+    assert read["report"]["findings"][0]["severity"] == "fault"
+    assert read["report"]["digests"] == {".metadata": "ab" * 32}
+    assert read["report"]["damaged"] is True
+
+
+def test_a_number_that_json_has_not_becomes_null():
+    assert documents.plain((math.nan, math.inf, 1.5)) == [None, None, 1.5]
+
+
+def test_names_that_no_encoding_carries_are_written_all_the_same():
+    read = check(documents.verify_document(report(1, url="/ckpt/\udcff\x1b[31m/step_1"), None))
+    assert read["report"]["url"] == "/ckpt/\udcff\x1b[31m/step_1"

@@ -1,0 +1,144 @@
+"""The strip of steps and the map of ranks."""
+
+import pytest
+from made_results import ROOT, VERDICTS, report, short
+
+from ckptctl.cli.pictures import (
+    LACKING,
+    MAX_CELLS,
+    RANK_MARKS,
+    STEP_MARKS,
+    map_of_ranks,
+    rank_states,
+    step_state,
+    strip_of_steps,
+)
+from ckptctl.findings import Finding, Verdict
+from ckptctl.model import WorldSize
+
+
+def strip(reports, chosen=None, width=80, unicode=True):
+    url = None if chosen is None else f"{ROOT}/step_{chosen}"
+    return [each.text for each in strip_of_steps(reports, url, width, unicode=unicode)]
+
+
+def newest_first(n_steps, broken=()):
+    return [
+        report(number, *([short(0)] if number in broken else []))
+        for number in range(n_steps * 100, 0, -100)
+    ]
+
+
+def test_steps_go_from_the_oldest_to_the_newest_with_an_arrow_under_the_chosen_one():
+    title, glyphs, arrow, legend = strip(newest_first(7, broken=(600, 700)), chosen=500)
+    assert title == "steps 100 to 700, oldest to newest"
+    assert glyphs == "  ✓✓✓✓✓!!"
+    assert arrow.index("↑") == glyphs.index("!") - 1
+    assert legend == "  ! incomplete 2   ✓ complete 5"
+
+
+def test_the_arrow_is_under_its_step_wherever_that_is():
+    for chosen in range(100, 800, 100):
+        _, _, arrow, _ = strip(newest_first(7), chosen=chosen)
+        assert arrow.index("↑") == 2 + chosen // 100 - 1
+        assert "pick" in arrow
+        assert len(arrow) <= 80
+
+
+def test_nothing_is_pointed_at_where_nothing_is_chosen():
+    assert len(strip(newest_first(3, broken=(100, 200, 300)))) == 3
+
+
+def test_ascii_stands_in_for_every_glyph():
+    lines = strip(newest_first(7, broken=(700,)), chosen=600, unicode=False)
+    assert all(text.isascii() for text in lines)
+    assert "+" in lines[1]
+    assert "!" in lines[1]
+    assert "^" in lines[2]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_many_steps_share_glyphs_and_the_worst_of_them_shows(width):
+    title, glyphs, arrow, _ = strip(newest_first(1000, broken=(50_000,)), 100_000, width)
+    assert len(glyphs) <= width
+    assert glyphs.count("!") == 1
+    assert glyphs.endswith("✓")
+    assert arrow.rstrip().index("↑") == len(glyphs) - 1
+    assert "to a glyph, the worst shows" in title
+
+
+def test_a_whole_step_that_was_passed_over_is_not_shown_as_good():
+    _, glyphs, _, legend = strip(newest_first(3), chosen=200)
+    assert glyphs == "  ✓✓◒"
+    assert "lacks state 1" in legend
+
+
+def test_one_step_needs_no_strip():
+    assert strip(newest_first(1)) == []
+
+
+def test_every_verdict_has_a_mark_of_its_own():
+    assert set(STEP_MARKS) == {verdict.value for verdict in Verdict} | {LACKING}
+    for marks in (STEP_MARKS, RANK_MARKS):
+        for look in ("glyph", "ascii", "word"):
+            seen = [getattr(mark, look) for mark in marks.values()]
+            assert len(set(seen)) == len(seen), look
+        assert all(mark.ascii.isascii() for mark in marks.values())
+
+
+@pytest.mark.parametrize(("verdict", "finding"), VERDICTS.items())
+def test_the_state_of_a_step_is_its_verdict(verdict, finding):
+    assert step_state(report(1, finding)) == verdict.value
+
+
+def test_a_whole_step_that_lacks_what_was_asked_for_has_a_state_of_its_own():
+    assert step_state(report(1, exit_code=23)) == LACKING
+
+
+def test_each_rank_is_as_bad_as_its_worst_file():
+    findings = [
+        short(1),
+        Finding("record.framing", "__1_1.distcp", "1 record is not well-formed"),
+        Finding("shard.missing", "__2_0.distcp", "3 chunks cannot be read"),
+        Finding("shard.empty", "__3_0.distcp", "0 bytes"),
+        Finding("shard.orphan", "__4_0.distcp", "no metadata names it"),
+        Finding("shard.trailing", "__5_0.distcp", "12 bytes after its last record"),
+    ]
+    made = report(1, *findings, ranks=(("", (0, 1, 3, 4, 5)),), world_size=WorldSize(7, "x"))
+    assert rank_states(made) == {
+        "": ["whole", "damaged", "missing", "empty", "extra", "long", "none"]
+    }
+
+
+def test_the_map_has_a_glyph_for_each_rank_and_counts_the_states():
+    title, glyphs, legend = (each.text for each in map_of_ranks(report(1, short(3)), unicode=True))
+    assert title == "ranks 0 to 7"
+    assert glyphs == "  ✓✓✓!✓✓✓✓"
+    assert legend == "  ! short 1   ✓ whole 7"
+
+
+def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
+    made = report(1, short(500), n_ranks=512)
+    title, glyphs, legend = (each.text for each in map_of_ranks(made, unicode=False))
+    assert title == "ranks 0 to 511; 8 to a glyph, the worst shows"
+    assert len(glyphs.strip()) == MAX_CELLS
+    assert glyphs.count("!") == 1
+    assert legend == "  ! short 1   + whole 511"
+
+
+def test_each_part_of_a_step_has_a_row():
+    lost = Finding("shard.missing", "pp1/__0_0.distcp", "3 chunks cannot be read")
+    made = report(1, lost, ranks=(("pp0", (0, 1)), ("pp1", (1,))), parts=("pp0", "pp1"))
+    lines = [each.text for each in map_of_ranks(made, unicode=True)]
+    assert lines[1:3] == ["  pp0  ✓✓", "  pp1  ○✓"]
+
+
+def test_a_step_of_one_rank_needs_no_map():
+    assert map_of_ranks(report(1, n_ranks=1), unicode=True) == []
+    assert map_of_ranks(report(1, ranks=(), world_size=None), unicode=True) == []
+
+
+def test_a_shard_file_with_an_absurd_rank_does_not_make_an_absurd_map():
+    made = report(1, ranks=(("", (0, 999_999_999)),))
+    lines = map_of_ranks(made, unicode=True)
+    assert all(each.width < 100 for each in lines)

@@ -1,0 +1,243 @@
+"""What each command shows of an answer."""
+
+import pytest
+from made_results import NO_METADATA, NOW_S, ROOT, contents, pick, report, scan, short, state
+
+from ckptctl.cli.views.pick import pick_lines
+from ckptctl.cli.views.scan import (
+    StepTable,
+    chosen_lines,
+    foot_lines,
+    none_lines,
+    state_words,
+    usable_urls,
+)
+from ckptctl.cli.views.show import contents_lines
+from ckptctl.cli.views.verify import next_command, report_lines
+from ckptctl.findings import Finding
+from ckptctl.judge.results import TensorRow
+from ckptctl.model import STATE_KINDS, Level, WorldSize
+
+
+def text(lines) -> list[str]:
+    return [each.text.rstrip() for each in lines]
+
+
+def rows(width, *reports, chosen=None):
+    table = StepTable(reports[0], chosen, NOW_S, width, unicode=True)
+    return [table.head().text, *(each.text for one in reports for each in table.row(one))]
+
+
+def test_scan_begins_with_the_step_to_resume_from_and_ends_with_a_command():
+    assert text(chosen_lines(report(1200)))[:2] == [
+        "resume from step 1200: complete (looked at: listing)",
+        f"  {ROOT}/step_1200",
+    ]
+    assert text(foot_lines(scan(report(1200), chosen=1200), 80, unicode=True))[-1] == (
+        f"next: ckptctl pick {ROOT}"
+    )
+
+
+def test_a_row_names_step_verdict_size_ranks_age_and_train_state():
+    head, row = rows(None, report(1200), chosen=f"{ROOT}/step_1200")
+    assert head.split() == [
+        *("step", "verdict", "size", "ranks", "age", "written", "(UTC)", "train", "state")
+    ]
+    assert row.split() == [
+        *("✓", "1200", "complete", "1.2", "GiB", "8", "3", "h", "2027-01-15", "05:00:00"),
+        *("all", "←", "pick"),
+    ]
+
+
+def test_columns_stand_under_their_names():
+    head, row = rows(80, report(1200))
+    assert head.index("train") == row.index("all")
+    assert head.index("verdict") == row.index("complete")
+
+
+def test_off_a_terminal_the_reason_is_on_the_row_for_grep():
+    _, row = rows(None, report(1400, short(3)))
+    assert row.endswith(
+        "shard.short: __3_0.distcp: 4,096 of 10,240 bytes are there; "
+        "12 chunks in 9 tensors cannot be read"
+    )
+
+
+def test_on_a_narrow_terminal_the_reason_is_below_the_row():
+    _, row, reason = rows(80, report(1400, short(3)))
+    assert "shard.short" not in row
+    assert reason.startswith("    shard.short: __3_0.distcp")
+    assert len(row.rstrip()) <= 80
+
+
+def test_further_faults_are_counted():
+    _, row = rows(None, report(1400, short(3), short(4)))
+    assert row.endswith("(and 1 more)")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_fits_the_terminal(width):
+    lines = rows(width, report(2**63 - 1, NO_METADATA), report(1200))
+    assert all(len(each.rstrip()) <= width for each in lines if not each.startswith("    "))
+
+
+def test_a_root_without_steps_says_so_and_where_steps_are():
+    empty = scan(exit_code=10, looked_elsewhere=("run-1", "run-2"))
+    assert text(none_lines(empty)) == [
+        f"no step at all in {ROOT}",
+        "  but there are steps in run-1",
+        "  but there are steps in run-2",
+    ]
+
+
+def test_a_root_without_a_usable_step_says_how_many_there_are():
+    none = scan(report(200, NO_METADATA), report(100, NO_METADATA))
+    assert text(none_lines(none))[0] == f"none of the 2 steps is usable in {ROOT}"
+    limited = scan(report(200, NO_METADATA), n_steps=50)
+    assert text(none_lines(limited))[0] == f"none of the newest 1 step is usable in {ROOT}"
+
+
+def test_scan_says_what_it_did_not_look_at():
+    lines = text(foot_lines(scan(report(200), chosen=200, n_steps=50), 80, unicode=True))
+    assert "  49 older steps not looked at" in lines
+
+
+def test_quiet_scan_gives_the_chosen_step_and_usable_older_ones():
+    found = scan(report(300), report(200), report(150, NO_METADATA), report(100), chosen=200)
+    assert usable_urls(found) == [f"{ROOT}/step_200", f"{ROOT}/step_100"]
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ((), "-"),
+        (STATE_KINDS, "all"),
+        (("model",), "weights only"),
+        (("model", "optimizer", "scheduler", "rng", "step"), "no dataloader, tokens"),
+        (("model", "optimizer"), "model, optimizer"),
+    ],
+)
+def test_train_state_is_told_in_few_words(held, said):
+    assert state_words(state(*held)) == said
+
+
+def test_verify_says_the_verdict_first_and_the_next_command_last():
+    lines = text(report_lines(report(1200, short(3)), NOW_S, unicode=True))
+    assert lines[0] == f"! incomplete: {ROOT}/step_1200"
+    assert lines[-1] == f"next: ckptctl pick {ROOT} --before 1200"
+
+
+def test_verify_says_times_and_sizes_readable_and_exact():
+    lines = "\n".join(text(report_lines(report(1200), NOW_S, unicode=True)))
+    assert "written 3 h ago, 2027-01-15 05:00:00 UTC" in lines
+    assert "1.2 GiB (1,288,490,188 bytes) in 9 files" in lines
+    assert "written by 8 ranks (by its shard files)" in lines
+
+
+def test_verify_says_how_deep_it_looked_and_what_was_not_seen():
+    lines = "\n".join(text(report_lines(report(1200), NOW_S, unicode=True)))
+    assert "looked at: listing (4.0 KiB read); what is inside the shard files was not" in lines
+
+
+def test_verify_says_what_a_resume_restores_and_what_not():
+    made = report(1200, state=state("model", "step"))
+    lines = text(report_lines(made, NOW_S, unicode=True))
+    assert "  a resume restores model, step" in lines
+    assert "  but not optimizer, scheduler, rng, dataloader or tokens" in lines
+
+
+def test_a_finding_names_its_code_and_the_thing_it_speaks_of():
+    lines = text(report_lines(report(1200, short(3)), NOW_S, unicode=True))
+    assert any(each.startswith("  fault    shard.short  __3_0.distcp: 4,096 of") for each in lines)
+
+
+@pytest.mark.parametrize(
+    ("made", "command"),
+    [
+        (report(1200), f"ckptctl verify {ROOT}/step_1200 --level structure"),
+        (report(1200, level=Level.STRUCTURE), f"ckptctl show {ROOT}/step_1200"),
+        (report(1200, exit_code=23), f"ckptctl show {ROOT}/step_1200"),
+        (report(1200, Finding("step.changed", "", "x")), f"ckptctl verify {ROOT}/step_1200"),
+        (report(1200, short(1), number=None), "ckptctl explain shard.short"),
+        (report(1200, Finding("path.escape", "", "x")), "ckptctl explain path.escape"),
+        (
+            report(1200, Finding("part.missing", "pp1", "x", next_command="ckptctl show x")),
+            "ckptctl show x",
+        ),
+        (
+            report(1200, short(1), url="/my runs/a/step_1200"),
+            "ckptctl pick '/my runs/a' --before 1200",
+        ),
+    ],
+)
+def test_every_verdict_has_a_command_that_comes_next(made, command):
+    assert next_command(made) == command
+
+
+def test_pick_says_why_newer_steps_were_refused():
+    lines = text(pick_lines(pick(report(1200), (report(1400, short(3)), "incomplete: too short"))))
+    assert lines == [
+        "resume from step 1200",
+        "  not step 1400: incomplete: too short",
+        "  looked at: listing; the bytes themselves were not read",
+    ]
+
+
+def test_pick_that_takes_nothing_is_an_error_with_a_command():
+    lines = text(pick_lines(pick(None, (report(1400, short(3)), "incomplete: too short"))))
+    assert lines[0] == "error: none is usable"
+    assert lines[-1] == f"next: ckptctl scan {ROOT}"
+
+
+def tensor(fqn, n=4, kind="model"):
+    return TensorRow(fqn, "float32", (n,), 1, 4 * n, kind)
+
+
+def test_the_layers_of_a_model_share_a_row():
+    layers = [tensor(f"model.layers.{i}.weight") for i in range(32)]
+    lines = text(contents_lines(contents(*layers), every_tensor=False, width=None))
+    (row,) = [each for each in lines if "layers" in each]
+    assert row.split() == [
+        *("model.layers.{0..31}.weight", "float32", "4", "(32", "of", "them)", "32", "512", "B")
+    ]
+
+
+def test_tensors_of_another_shape_have_a_row_of_their_own():
+    layers = [tensor("model.layers.0.weight"), tensor("model.layers.1.weight", n=8)]
+    lines = text(contents_lines(contents(*layers), every_tensor=False, width=None))
+    assert sum("model.layers." in each for each in lines) == 2
+
+
+def test_every_tensor_is_listed_where_that_is_asked_for():
+    layers = [tensor(f"model.layers.{i}.weight") for i in range(3)]
+    moments = [tensor(f"optimizer.state.{i}", kind="optimizer") for i in range(2)]
+    few = text(contents_lines(contents(*layers, *moments), every_tensor=False, width=None))
+    every = text(contents_lines(contents(*layers, *moments), every_tensor=True, width=None))
+    assert "  and 2 tensors more (--tensors)" in few
+    assert sum("weight" in each or "optimizer.state" in each for each in every) == 5
+    assert not any("--tensors" in each for each in every)
+
+
+def test_a_number_of_thousands_of_digits_in_a_name_is_no_number():
+    hostile = tensor(f"model.{'9' * 5000}.weight")
+    lines = text(contents_lines(contents(hostile), every_tensor=False, width=None))
+    assert any("9" * 5000 in each for each in lines)
+
+
+def test_on_a_narrow_terminal_names_stand_above_their_facts():
+    rows_of = [tensor("model." + "very_long_name." * 8 + "weight")]
+    lines = text(contents_lines(contents(*rows_of), every_tensor=True, width=80))
+    at = next(i for i, each in enumerate(lines) if each.endswith("weight"))
+    assert lines[at + 1].split()[0] == "float32"
+
+
+def test_a_scalar_has_no_shape():
+    scalar = TensorRow("model.scale", "float32", (), 1, 4, "model")
+    lines = text(contents_lines(contents(scalar), every_tensor=False, width=None))
+    assert any("scalar" in each for each in lines)
+
+
+def test_a_world_size_is_a_lower_bound_where_it_is_one():
+    made = report(1, world_size=WorldSize(3, "shard-files", at_least=True))
+    assert "at least 3 ranks" in "\n".join(text(report_lines(made, NOW_S, unicode=True)))
+    assert "3+" in rows(None, made)[1].split()
