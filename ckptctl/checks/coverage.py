@@ -15,7 +15,7 @@ from itertools import accumulate, chain, pairwise
 from math import prod
 from operator import add
 
-from ckptctl.checks.words import at_most_few, counted, inside
+from ckptctl.checks.words import at_most_few, counted, inside, verb
 from ckptctl.findings import Finding
 from ckptctl.model import Chunks, Metadata, TensorEntry
 
@@ -65,7 +65,8 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
         yield Finding(
             "coverage.outside",
             tensor.fqn,
-            f"{counted(n_outside, 'chunk')} of {len(tensor.chunks):,} stick out of the tensor",
+            f"{counted(n_outside, 'chunk')} of {len(tensor.chunks):,} "
+            f"{verb(n_outside, 'sticks', 'stick')} out of the tensor",
             expected=f"offsets and sizes within {_shape(tensor.shape)}",
         )
     if replicas_ok:

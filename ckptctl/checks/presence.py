@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import holds_safetensors
-from ckptctl.checks.words import at_most_few, counted, inside, some_of
+from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding
 from ckptctl.model import NO_FILE, BytesEntry, FileInfo
 
@@ -157,10 +157,11 @@ def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
         if ranges.starts[number] + ranges.lengths[number] > reached:
             holder, reached = number, ranges.starts[number] + ranges.lengths[number]
     one, other = pairs[0]
+    begin = verb(len(pairs), "begins", "begin")
     return Finding(
         "range.overlap",
         where,
-        f"{counted(len(pairs), 'byte range')} begin inside another; the first are those of "
+        f"{counted(len(pairs), 'byte range')} {begin} inside another; the first are those of "
         f"{ranges.owner(one).name} and {ranges.owner(other).name}",
         expected=f"bytes from {ranges.starts[one] + ranges.lengths[one]:,} on",
         found=f"bytes from {ranges.starts[other]:,} on",
@@ -169,12 +170,12 @@ def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
 
 def _trailing(size: int, needed: int, named: int, where: str) -> Finding:
     after, between = size - needed, needed - named
-    said = [f"{after:,} bytes after its last record"] if after else []
-    said += [f"{between:,} bytes before or between its records"] if between else []
+    said = [f"{counted(after, 'byte')} after its last record"] if after else []
+    said += [f"{counted(between, 'byte')} before or between its records"] if between else []
     return Finding(
         "shard.trailing",
         where,
-        f"{' and '.join(said)} belong to no entry",
+        f"{' and '.join(said)} {verb(after + between, 'belongs', 'belong')} to no entry",
         expected=f"{named:,} bytes",
         found=f"{size:,} bytes",
     )
@@ -203,7 +204,8 @@ def _check_unplaced(ranges: Ranges, part_path: str) -> Iterator[Finding]:
         yield Finding(
             "range.stray",
             inside(part_path, fqn),
-            f"{counted(len(strays), 'byte range')} belong to no entry; the first is that of "
+            f"{counted(len(strays), 'byte range')} {verb(len(strays), 'belongs', 'belong')} to no "
+            f"entry; the first is that of "
             f"{fqn}{at} in {found.file}",
         )
 

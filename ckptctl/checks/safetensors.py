@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.checks.coverage import check_coverage
+from ckptctl.checks.presence import escape_reason
 from ckptctl.checks.words import at_most_few, counted, inside, some_of
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
@@ -55,12 +56,12 @@ def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding
             message = "it is a link or no regular file, which is not followed"
             findings.append(Finding("path.escape", file.path, message))
     for file, header in _read_headers(store, folder, [f for f in files if f.kind == "file"]):
-        try:
-            headers[file.path] = parse_header(_checked(file, header))
-        except RecordUnreadable as error:
-            findings.append(Finding(error.code, file.path, error.message))
-            continue
-        findings += _check_length(file, len(header), headers[file.path])
+        parsed = _parsed(file, header)
+        if isinstance(parsed, Finding):
+            findings.append(parsed)
+        else:
+            headers[file.path] = parsed
+            findings += _check_length(file, len(header), parsed)
     if len(headers) == len(files):
         findings += _check_tensors(headers)
     for index in indexes:
@@ -100,14 +101,17 @@ def _path(folder: str, file: FileInfo) -> str:
     return f"{folder}/{file.path}" if folder else file.path
 
 
-def _checked(file: FileInfo, header: bytes) -> bytes:
-    """The header without its length, if the file holds all of it."""
-    length = header_length(header)
-    if len(header) < PREFIX + length:
-        raise RecordUnreadable(
-            f"its header would be {length:,} bytes long, the file is {file.size:,}"
-        )
-    return header[PREFIX:]
+def _parsed(file: FileInfo, header: bytes) -> Sequence[StoredTensor] | Finding:
+    """The tensors of a file, or what keeps its header from being read."""
+    begins_well = header[PREFIX : PREFIX + 1] in (b"", b"{")
+    try:
+        needed = PREFIX + header_length(header) if len(header) >= PREFIX else PREFIX
+        if file.size < needed and begins_well:
+            message = f"it ends within its header: {file.size:,} of at least {needed:,} bytes"
+            return Finding("shard.short", file.path, message)
+        return parse_header(header[PREFIX:])
+    except RecordUnreadable as error:
+        return Finding(error.code, file.path, error.message)
 
 
 def _check_length(
@@ -166,7 +170,10 @@ def _check_index(
             absent[file].append(name)
     for file, names in absent.items():
         message = f"{counted(len(names), 'tensor')} cannot be read: {some_of(names)}"
-        if file in files:
+        reason = escape_reason(file)
+        if reason is not None:
+            yield Finding("path.escape", file, f"the path {reason}; {message}")
+        elif file in files:
             yield Finding("record.mismatch", file, f"{message}; {index.path} says it holds them")
         else:
             yield Finding("shard.missing", file, message)

@@ -175,6 +175,14 @@ class _Alike:
     start: int
     reason: str
 
+    def told(self, code: str) -> str:
+        """One sentence for all of them."""
+        one, many = _SAYS[code]
+        first = f"that of {self.first.name}, from byte {self.start:,} on: {self.reason}"
+        if self.n_records == 1:
+            return f"a record {one}, {first}"
+        return f"{self.n_records:,} records {many}; the first is {first}"
+
 
 @dataclass(slots=True)
 class _Look:
@@ -278,12 +286,7 @@ class _Look:
         """What all records together had to say: one finding for each file and code."""
         self._compare_byte_orders()
         yield from at_most_few(
-            Finding(
-                code,
-                inside(self.part_path, self.ranges.file_names[file]),
-                f"{counted(alike.n_records, 'record')} {_SAYS[code]}; the first is that of "
-                f"{alike.first.name}, from byte {alike.start:,} on: {alike.reason}",
-            )
+            Finding(code, inside(self.part_path, self.ranges.file_names[file]), alike.told(code))
             for (file, code), alike in sorted(self.alike.items())
         )
         for code, number, says in (
@@ -303,12 +306,18 @@ class _Look:
                 self._note("record.mismatch", number, reason)
 
 
-_SAYS: Mapping[str, str] = {
-    "record.framing": "not as torch.save writes them",
-    "record.mismatch": "not what the metadata says",
-    "record.crc": "with bytes that do not match the checksum saved with them",
-    "record.unsafe": "asking for code to run",
-    "format.unsupported": "in a form that ckptctl does not read",
+_SAYS: Mapping[str, tuple[str, str]] = {
+    "record.framing": ("is not as torch.save writes it", "are not as torch.save writes them"),
+    "record.mismatch": ("is not what the metadata says", "are not what the metadata says"),
+    "record.crc": (
+        "does not match the checksum saved with it",
+        "do not match the checksums saved with them",
+    ),
+    "record.unsafe": ("asks for code to run", "ask for code to run"),
+    "format.unsupported": (
+        "is in a form that ckptctl does not read",
+        "are in a form that ckptctl does not read",
+    ),
 }
 
 

@@ -21,6 +21,11 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def verb(number: int, one: str, many: str) -> str:
+    """The form of a verb that goes with a number of things."""
+    return one if number == 1 else many
+
+
 def some_of(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     shown = ", ".join(names[:_EXAMPLES])

@@ -188,7 +188,7 @@ def test_a_byte_range_of_no_entry_is_told():
     (finding,) = check(part)
     assert (finding.code, finding.where) == ("range.stray", "gone")
     assert finding.message == (
-        f"1 byte range belong to no entry; the first is that of gone at (4,) in {FILE}"
+        f"1 byte range belongs to no entry; the first is that of gone at (4,) in {FILE}"
     )
 
 
@@ -208,8 +208,7 @@ def test_bytes_between_records_are_told_apart_from_those_after_them():
     part = one_tensor(ByteRange(FILE, 10, 40), ByteRange(FILE, 60, 40))
     (finding,) = check(part, files=listing({FILE: 101}))
     assert finding.message == (
-        "1 bytes after its last record and 20 bytes before or between its records "
-        "belong to no entry"
+        "1 byte after its last record and 20 bytes before or between its records belong to no entry"
     )
 
 
