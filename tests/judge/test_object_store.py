@@ -1,0 +1,172 @@
+"""The judge on a real object store: how many requests, and what a storage that fails means."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from services.counting_proxy import CountingProxy, Fault
+from services.plugin import S3Server
+
+import ckptctl
+from ckptctl import AccessDenied, Answer, Level, StorageUnavailable, UsageError, Verdict
+
+pytestmark = [pytest.mark.torch, pytest.mark.server]
+
+
+@pytest.fixture(params=["s3_moto", "s3_ceph"])
+def server(request: pytest.FixtureRequest) -> S3Server:
+    """moto's server and a Ceph object gateway in turn."""
+    found: S3Server = request.getfixturevalue(request.param)
+    return found
+
+
+def upload(server: S3Server, folder: Path, prefix: str) -> str:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "expected.json":
+            key = f"{prefix}/{path.relative_to(folder)}"
+            server.client.put_object(Bucket=server.bucket, Key=key, Body=path.read_bytes())
+    return f"s3://{server.bucket}/{prefix}"
+
+
+@pytest.fixture
+def run(server: S3Server, checkpoints: Path) -> str:
+    """The address of a run of four ranks, steps 100 to 500."""
+    return upload(server, checkpoints / "run_fsdp4", uuid.uuid4().hex)
+
+
+def through(proxy: CountingProxy, server: S3Server) -> dict[str, object]:
+    return {**server.options, "endpoint_url": proxy.url}
+
+
+def test_the_answer_is_the_one_that_the_same_files_on_disk_get(
+    server: S3Server, run: str, checkpoints: Path
+) -> None:
+    on_disk = ckptctl.scan(str(checkpoints / "run_fsdp4"), level=Level.STRUCTURE)
+    remote = ckptctl.scan(run, level=Level.STRUCTURE, storage_options=server.options)
+    assert [r.number for r in remote.reports] == [r.number for r in on_disk.reports]
+    for there, here in zip(remote.reports, on_disk.reports, strict=True):
+        assert there.verdict is Verdict.COMPLETE
+        assert there.digests == here.digests
+        assert there.state == here.state
+    assert remote.chosen == f"{run}/step_500"
+
+
+def test_scan_lists_once_and_reads_each_metadata_once(
+    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+) -> None:
+    proxy = counting_proxy(server.endpoint)
+    scanned = ckptctl.scan(run, storage_options=through(proxy, server))
+    assert len(scanned.reports) == 5
+    assert dict(proxy.counts) == {"LIST": 1, "GET": 5}
+
+
+def test_pick_looks_at_the_listing_and_says_what_more_would_cost(
+    server: S3Server, run: str
+) -> None:
+    chosen = ckptctl.pick(run, storage_options=server.options)
+    assert (chosen.path, chosen.level) == (f"{run}/step_500", Level.LISTING)
+    assert chosen.level_reason is not None
+    assert "requests" in chosen.level_reason
+
+
+def test_a_root_of_200_steps_of_64_shards_takes_few_requests(
+    s3_moto: S3Server, checkpoints: Path, counting_proxy: Callable[[str], CountingProxy]
+) -> None:
+    prefix = uuid.uuid4().hex
+    root = upload(s3_moto, checkpoints / "run_fsdp4" / "step_500", f"{prefix}/step_200")
+    root = root.removesuffix("/step_200")
+    keys = [f"{prefix}/step_{n}/__{rank}_0.distcp" for n in range(1, 200) for rank in range(64)]
+    keys += [f"{prefix}/step_200/__{rank}_0.distcp" for rank in range(4, 64)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda k: s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=k), keys):
+            pass
+
+    proxy = counting_proxy(s3_moto.endpoint)
+    assert ckptctl.pick(root, storage_options=through(proxy, s3_moto)).step == 200
+    assert proxy.counts["LIST"] <= 3
+    assert proxy.counts["GET"] <= 3
+    assert proxy.counts["HEAD"] == 0
+
+    proxy.reset()
+    scanned = ckptctl.scan(root, storage_options=through(proxy, s3_moto))
+    assert len(scanned.reports) == 200
+    n_objects = len(keys) + 5
+    assert proxy.counts["LIST"] == -(-n_objects // 1000)
+    assert proxy.counts["GET"] == 1  # the one metadata that there is
+    assert proxy.counts["HEAD"] == 0
+
+
+def test_a_storage_that_stutters_once_is_asked_again(
+    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+) -> None:
+    for verb in ("LIST", "GET"):
+        for fault in (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT):
+            proxy = counting_proxy(server.endpoint)
+            proxy.break_request(verb, fault)
+            assert ckptctl.pick(run, storage_options=through(proxy, server)).step == 500
+
+
+def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(
+    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+) -> None:
+    proxy = counting_proxy(server.endpoint)
+    proxy.break_request("LIST", Fault.UNAVAILABLE, lasts=True)
+    with pytest.raises(StorageUnavailable):
+        ckptctl.pick(run, storage_options=through(proxy, server), timeout_s=2)
+
+
+def test_metadata_that_cannot_be_read_stops_the_search(
+    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+) -> None:
+    proxy = counting_proxy(server.endpoint)
+    proxy.break_request("GET", Fault.UNAVAILABLE, lasts=True)
+    options = through(proxy, server)
+    stopped = ckptctl.pick(run, storage_options=options, timeout_s=2)
+    assert (stopped.answer, stopped.exit_code, stopped.chosen) == (Answer.UNKNOWN, 75, None)
+    assert ckptctl.verify(f"{run}/step_500", storage_options=options, timeout_s=2).exit_code == 75
+
+
+def test_a_wrong_key_is_denied_access(s3_ceph: S3Server) -> None:
+    options = {**s3_ceph.options, "secret": "wrong"}
+    with pytest.raises(AccessDenied) as caught:
+        ckptctl.pick(f"s3://{s3_ceph.bucket}/run", storage_options=options)
+    assert caught.value.exit_code == 77
+
+
+def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(
+    server: S3Server,
+) -> None:
+    fresh = ckptctl.pick(f"s3://{server.bucket}/nothing-here", storage_options=server.options)
+    assert (fresh.answer, fresh.exit_code) == (Answer.FRESH, 10)
+    with pytest.raises(ckptctl.PathNotFound, match="bucket"):
+        ckptctl.pick("s3://no-such-bucket-anywhere/x", storage_options=server.options)
+
+
+def test_a_path_given_too_high_up_is_a_wrong_path(server: S3Server, run: str) -> None:
+    above = run.rsplit("/", 1)[0]
+    with pytest.raises(UsageError, match="holds no steps itself"):
+        ckptctl.pick(above, storage_options=server.options)
+
+
+def test_a_step_that_does_not_exist_is_a_usage_error(server: S3Server, run: str) -> None:
+    with pytest.raises(UsageError, match="holds no step 7"):
+        ckptctl.verify(f"{run}@7", storage_options=server.options)
+    with pytest.raises(ckptctl.PathNotFound):
+        ckptctl.verify(f"{run}/step_7", storage_options=server.options)
+
+
+def test_a_save_in_flight_is_told_by_the_stores_own_times(
+    server: S3Server, checkpoints: Path
+) -> None:
+    prefix = uuid.uuid4().hex
+    root = upload(server, checkpoints / "run_bare4", prefix)
+    server.client.delete_object(Bucket=server.bucket, Key=f"{prefix}/step_20/.metadata")
+    report = ckptctl.verify(f"{root}@20", storage_options=server.options)
+    assert (report.verdict, report.exit_code) == (Verdict.IN_PROGRESS, 26)
+    time.sleep(1.1)
+    assert ckptctl.verify(f"{root}@20", storage_options=server.options, grace_s=1).exit_code == 20
