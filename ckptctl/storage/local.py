@@ -259,12 +259,17 @@ class LocalStore:
     # Errors
 
     def _tried(self, path: str, once: Callable[[], T]) -> T:
-        def attempt(n_before: int) -> T:
+        read_error = False
+
+        def attempt() -> T:
+            nonlocal read_error
             try:
                 return once()
             except OSError as exc:
                 # A disk's read error may pass once; asking on only takes time.
-                if exc.errno in _HEALS or (exc.errno == errno.EIO and n_before == 0):
+                passing = exc.errno == errno.EIO and not read_error
+                read_error = exc.errno == errno.EIO
+                if exc.errno in _HEALS or passing:
                     raise Transient(exc.strerror or type(exc).__name__) from exc
                 raise self._error(path, exc) from exc
 

@@ -91,7 +91,7 @@ class ObjectStore:
         """See `Store.read`: one request, for one byte more than the limit."""
         key = self._key(path)
         try:
-            data = self._tried(path, lambda _: self._client.get(key, 0, limit + 1))
+            data = self._tried(path, lambda: self._client.get(key, 0, limit + 1))
         except ShortRead:
             return b""  # a range of an empty object cannot be satisfied
         if len(data) > limit:
@@ -103,15 +103,19 @@ class ObjectStore:
         return read_in_flight(self._span, spans)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """See `Store.put`; one object is written whole or not at all by its store."""
+        """See `Store.put`; an object store writes an object whole or not at all.
+
+        Two writers of the same bytes in the same instant both succeed, because an
+        answer may be lost: what must be exclusive bears its writer's name.
+        """
         key = self._key(path)
         if replace:
-            self._tried(path, lambda _: self._client.put(key, data, create=False))
+            self._tried(path, lambda: self._client.put(key, data, create=False))
             return
         # Some stores take a conditional write and ignore the condition.
-        if self._tried(path, lambda _: self._client.exists(key)):
+        if self._tried(path, lambda: self._client.exists(key)):
             raise AlreadyExists(f"{self._named(path)} is there already; it was kept")
-        self._tried(path, lambda n_before: self._create(key, data, n_before))
+        self._tried(path, lambda: self._create(key, data))
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -144,8 +148,8 @@ class ObjectStore:
 
     def _page(
         self, prefix: str, *, deep: bool, token: str | None
-    ) -> Callable[[int], tuple[list[FileInfo], str | None]]:
-        return lambda _: self._client.list_page(prefix, deep=deep, token=token)
+    ) -> Callable[[], tuple[list[FileInfo], str | None]]:
+        return lambda: self._client.list_page(prefix, deep=deep, token=token)
 
     def _span(self, span: Span) -> bytes:
         if span.length == 0:
@@ -154,7 +158,7 @@ class ObjectStore:
         wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were asked for"
         if span.offset < 0 or span.length < 0:
             raise ShortRead(f"{wanted}; there is no such range")
-        data = self._tried(span.path, lambda _: self._client.get(key, span.offset, end))
+        data = self._tried(span.path, lambda: self._client.get(key, span.offset, end))
         if len(data) < span.length:
             size = span.offset + len(data)
             raise ShortRead(f"{wanted}, it ends at {size:,}", size=size)
@@ -162,12 +166,13 @@ class ObjectStore:
             raise StorageUnavailable(f"{wanted}, the storage sent {len(data):,} bytes instead")
         return data
 
-    def _create(self, key: str, data: bytes, n_before: int) -> None:
+    def _create(self, key: str, data: bytes) -> None:
         try:
             self._client.put(key, data, create=True)
         except AlreadyExists:
-            # A try that failed may have arrived all the same.
-            if n_before == 0 or not self._holds(key, data):
+            # A try before this one may have arrived though its answer did not; the
+            # HTTP client, too, sends again on a connection that was closed.
+            if not self._holds(key, data):
                 raise
         except CannotCreate:
             self._client.put(key, data, create=False)
@@ -188,7 +193,7 @@ class ObjectStore:
         prefix = self._client.prefix
         return f"{prefix}/{key_of(path)}" if prefix else key_of(path)
 
-    def _tried(self, path: str, once: Callable[[int], T]) -> T:
+    def _tried(self, path: str, once: Callable[[], T]) -> T:
         return retried(once, what=self._named(path), retries=self._retries)
 
     def _named(self, path: str) -> str:

@@ -37,6 +37,7 @@ _NAMES = {
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_KIND = re.compile(r"\bkind: (\w+)")
 
 
 class ObstoreClient:
@@ -57,12 +58,15 @@ class ObstoreClient:
         self.prefix = prefix
         self._bucket = bucket
         config = _config(options)
+        endpoint = _endpoint(config)
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise UsageError(f"the endpoint is {endpoint}; http://… or https://… is expected")
         try:
             self._store = S3Store(
                 bucket,
                 config=cast("Any", config),
                 client_options={
-                    "allow_http": _endpoint(config).startswith("http://"),
+                    "allow_http": endpoint.startswith("http://"),
                     "connect_timeout": f"{timeout_s:g}s",
                     "read_timeout": f"{timeout_s:g}s",
                 },
@@ -79,18 +83,11 @@ class ObstoreClient:
         token: str | None,  # noqa: ARG002 - there is one page
     ) -> tuple[list[FileInfo], str | None]:
         """See `Client.list_page`; all pages at once, so the token is never used."""
-        import obstore
-
-        if not deep:
-            return self._ask(lambda: self._level(prefix), prefix), None
-        found = self._ask(
-            lambda: [
-                _info(item) for page in obstore.list(self._store, prefix or None) for item in page
-            ],
-            prefix,
-        )
-        folders = {info.path[:at] for info in found for at in _slashes(info.path)}
-        return [info for info in found if info.size or info.path not in folders], None
+        found = self._ask(lambda: self._tree(prefix) if deep else self._level(prefix), prefix)
+        if not found and self.exists(f".ckptctl-{os.urandom(8).hex()}"):
+            # obstore takes any page for a listing, be it a login page in HTML.
+            raise StorageUnavailable(f"s3://{self._bucket}: what answers there is no S3 server")
+        return found, None
 
     def get(self, key: str, start: int, end: int) -> bytes:
         """See `Client.get`."""
@@ -126,6 +123,14 @@ class ObstoreClient:
     def close(self) -> None:
         """Connections go with the object."""
 
+    def _tree(self, prefix: str) -> list[FileInfo]:
+        import obstore
+
+        pages = obstore.list(self._store, prefix or None)
+        found = [_info(item) for page in pages for item in page]
+        folders = {info.path[:at] for info in found for at in _slashes(info.path)}
+        return [info for info in found if info.size or info.path not in folders]
+
     def _level(self, prefix: str) -> list[FileInfo]:
         import obstore
 
@@ -147,18 +152,21 @@ class ObstoreClient:
             raise self._error(exc, key) from exc
 
     def _error(self, exc: Exception, key: str) -> StorageError:
-        text = str(exc)
+        first, text = _first_line(exc), str(exc)
+        where = f"s3://{self._bucket}/{key}"
+        # Asking a cloud for credentials may fail too; the URL tells which it was.
+        if "Error performing" in first and self._bucket not in first:
+            return AccessDenied(f"{where}: {NO_CREDENTIALS}")
         status, code = _STATUS.search(text), _CODE.search(text)
         if status:
             return error_of(int(status[1]), code[1] if code else "", bucket=self._bucket, key=key)
-        where = f"s3://{self._bucket}/{key}"
-        if "credential" in text.lower() or "169.254.169.254" in text:
-            return AccessDenied(f"{where}: {NO_CREDENTIALS}")
         if isinstance(exc, FileExistsError):
             return AlreadyExists(f"{where} is there already; it was kept")
         if isinstance(exc, FileNotFoundError):
             return PathNotFound(f"{where}: there is no such object")
-        return Transient(_first_line(exc))
+        kind = _KIND.search(text)
+        what = first.rpartition(" - ")[2]
+        return Transient(f"{what} ({kind[1]})" if kind else what)
 
 
 def _config(options: Mapping[str, object]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ def open_store(
     """
     if not url or "\0" in url:
         raise UsageError("the checkpoint root is empty, or has a NUL in it")
+    if "::" in url and "://" in url:
+        raise UsageError(f"{url}: chained URLs are not opened; a cache could answer for a storage")
     if not is_local(url):
         from ckptctl.storage.remote import open_remote
 

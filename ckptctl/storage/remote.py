@@ -31,10 +31,6 @@ def open_remote(
     """
     protocol, _, path = url.partition("://")
     protocol = protocol.lower()
-    if "::" in url:
-        raise UsageError(
-            f"{url}: chained URLs are not opened; a cache could answer for the storage"
-        )
     others = {name: value for name, value in options.items() if name != "client"}
     if protocol in _S3:
         client = _s3_client(url, path, options.get("client"), others, timeout_s)

@@ -25,12 +25,11 @@ class Transient(StorageUnavailable):
     """A try that failed in a way that another may not; the message names the failure only."""
 
 
-def retried(once: Callable[[int], T], *, what: str, retries: int) -> T:
+def retried(once: Callable[[], T], *, what: str, retries: int) -> T:
     """What `once` returns, asked again after each `Transient`, `retries` times at most.
 
-    `once` gets the number of tries before it, from 0. Pauses double from
-    `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, each shortened by up to half at random:
-    ranks that were turned away together must not come back together.
+    Pauses double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, each shortened by up to
+    half at random: ranks that were turned away together must not come back together.
 
     Raises `StorageUnavailable` when the last try failed too; it says how often and
     how long the storage was asked.
@@ -39,7 +38,7 @@ def retried(once: Callable[[int], T], *, what: str, retries: int) -> T:
     for n_before in range(retries + 1):
         try:
             with busy(what):
-                return once(n_before)
+                return once()
         except Transient as exc:
             failure = exc
         if n_before < retries:

@@ -31,6 +31,7 @@ class Fault(Enum):
     LOST = "the server does it, the answer is lost"
     SILENT = "accepted, never answered"
     DRIBBLE = "a byte a second"
+    NOT_THERE = "404, whatever is there"
     NO_LISTING = "200 with a page in HTML, like a login page"
 
 
@@ -124,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault is Fault.NOT_IMPLEMENTED and self.headers.get("If-None-Match"):
             self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+            return
+        if fault is Fault.NOT_THERE:
+            self._answer(404, b"")
             return
         if fault is Fault.NO_LISTING:
             self._answer(200, b"<html><body>Please log in</body></html>")

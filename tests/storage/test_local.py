@@ -1,0 +1,485 @@
+"""What does a folder on a file system do that other stores do not?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import (
+    AccessDenied,
+    AlreadyExists,
+    PathEscape,
+    PathNotFound,
+    StorageError,
+    StorageUnavailable,
+)
+from ckptctl.storage import local, retrying
+from ckptctl.storage.contract import Kind, Span, TooLarge
+from ckptctl.storage.local import LocalStore
+from ckptctl.storage.mounts import _kind_in
+from ckptctl.storage.opening import open_store
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with one step of one file, and a file outside of it."""
+    root = tmp_path / "run"
+    (root / "step_1").mkdir(parents=True)
+    (root / "step_1/.metadata").write_bytes(b"metadata")
+    (tmp_path / "outside").write_bytes(b"not yours")
+    return root
+
+
+def uses(store: LocalStore, path: str) -> tuple[Callable[[], object], ...]:
+    """Every way to read what lies at `path`."""
+    return (
+        lambda: store.read(path, limit=100),
+        lambda: list(store.read_spans([Span(path, 0, 1)])),
+    )
+
+
+# Links
+
+
+@pytest.mark.parametrize("target", ["../outside", "step_1/.metadata", "/etc/passwd", "nowhere"])
+def test_a_link_is_shown_with_its_target_and_not_read(root: Path, target: str):
+    (root / "link").symlink_to(target)
+    store = LocalStore(str(root))
+    (shown,) = (info for info in store.list_dir() if info.path == "link")
+    assert (shown.kind, shown.link, shown.size) == ("link", target, 0)
+    for use in uses(store, "link"):
+        with pytest.raises(PathEscape, match=f"link is a link to {target}; links are not followed"):
+            use()
+
+
+@pytest.mark.parametrize("target", ["step_1", "..", "/etc"])
+def test_a_link_in_the_middle_of_a_path_is_not_followed(root: Path, target: str):
+    (root / "step_2").symlink_to(target)
+    store = LocalStore(str(root))
+    for use in (
+        *uses(store, "step_2/.metadata"),
+        *uses(store, "step_2/passwd"),
+        lambda: store.list_dir("step_2"),
+        lambda: store.list_tree("step_2"),
+        lambda: store.put("step_2/new", b""),
+    ):
+        with pytest.raises(PathEscape):
+            use()
+    assert sorted(os.listdir(root.parent)) == ["outside", "run"]
+
+
+def test_a_tree_does_not_go_through_links_to_folders(root: Path):
+    (root / "loop").symlink_to(".")
+    (root / "step_1/up").symlink_to("../..")
+    assert [(i.path, i.kind) for i in LocalStore(str(root)).list_tree()] == [
+        ("loop", "link"),
+        ("step_1/.metadata", "file"),
+        ("step_1/up", "link"),
+    ]
+
+
+def test_the_root_itself_may_be_a_link_or_lie_behind_one(root: Path):
+    (root.parent / "to-run").symlink_to("run")
+    (root.parent / "to-parent").symlink_to(".")
+    for way in ("to-run", "to-parent/run"):
+        store = LocalStore(str(root.parent / way))
+        assert [i.path for i in store.list_tree()] == ["step_1/.metadata"]
+        assert store.read("step_1/.metadata", limit=100) == b"metadata"
+
+
+def test_replacing_a_link_replaces_the_link_and_not_what_it_points_to(root: Path):
+    (root / "latest").symlink_to("../outside")
+    LocalStore(str(root)).put("latest", b"step_1", replace=True)
+    assert (root.parent / "outside").read_bytes() == b"not yours"
+    assert not (root / "latest").is_symlink()
+
+
+# Things that are no files
+
+
+def test_pipes_and_sockets_are_shown_and_reading_them_does_not_block(root: Path):
+    os.mkfifo(root / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(root / "socket"))
+        store = LocalStore(str(root))
+        kinds = {info.path: info.kind for info in store.list_dir()}
+        assert kinds == {"pipe": "other", "socket": "other", "step_1": "dir"}
+        for name in ("pipe", "socket", "step_1"):
+            for use in uses(store, name):
+                with pytest.raises(PathNotFound, match=name):
+                    use()
+
+
+def test_what_nfs_keeps_of_removed_files_is_not_shown(root: Path):
+    (root / "step_1/.nfs00000000012345670000abcd").write_bytes(b"")
+    assert [i.path for i in LocalStore(str(root)).list_tree()] == ["step_1/.metadata"]
+
+
+def test_names_that_are_no_utf_8_are_listed_and_read(root: Path):
+    name = os.fsdecode(b"caf\xe9")
+    (root / name).write_bytes(b"x")
+    store = LocalStore(str(root))
+    assert name in [info.path for info in store.list_dir()]
+    assert store.read(name, limit=1) == b"x"
+
+
+def test_folders_nested_without_end_are_refused(tmp_path: Path):
+    deep = tmp_path
+    for _ in range(102):
+        deep = deep / "d"
+    deep.mkdir(parents=True)
+    with pytest.raises(TooLarge, match="more than 100 deep"):
+        LocalStore(str(tmp_path)).list_tree()
+
+
+# A root that is not there
+
+
+def test_a_missing_root_below_a_folder_that_is_there_is_not_found(tmp_path: Path):
+    with pytest.raises(PathNotFound, match=r"run does not exist$"):
+        LocalStore(str(tmp_path / "run")).list_dir()
+
+
+def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tmp_path: Path):
+    store = LocalStore(str(tmp_path / "mnt/run"))
+    for use in (store.list_dir, store.list_tree, lambda: store.put("a", b"")):
+        with pytest.raises(StorageUnavailable, match="is its file system mounted") as caught:
+            use()
+        assert str(tmp_path / "mnt") in caught.value.message
+        assert caught.value.next_command
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path: Path):
+    (tmp_path / "unmounted").symlink_to("mnt/run")
+    (tmp_path / "empty").symlink_to("run")
+    with pytest.raises(StorageUnavailable, match="is its file system mounted"):
+        LocalStore(str(tmp_path / "unmounted")).list_dir()
+    store = LocalStore(str(tmp_path / "empty"))
+    with pytest.raises(PathNotFound):
+        store.list_dir()
+    store.put("a", b"1")
+    assert (tmp_path / "run/a").read_bytes() == b"1"
+
+
+def test_a_root_that_is_a_file_is_not_found(tmp_path: Path):
+    (tmp_path / "run").write_bytes(b"")
+    with pytest.raises(PathNotFound, match="Not a directory"):
+        LocalStore(str(tmp_path / "run")).list_dir()
+
+
+# Errors of the system
+
+
+def test_a_read_error_is_unavailable_and_tried_twice(monkeypatch: pytest.MonkeyPatch):
+    # Address 0 of a process's memory: a regular file whose first byte gives EIO.
+    n_reads = 0
+    real = os.pread
+
+    def counted(fd: int, length: int, offset: int) -> bytes:
+        nonlocal n_reads
+        n_reads += 1
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(local.os, "pread", counted)
+    with pytest.raises(StorageUnavailable, match="Input/output error"):
+        LocalStore("/proc/self").read("mem", limit=10)
+    assert n_reads == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOENT, PathNotFound),
+        (errno.ENOTDIR, PathNotFound),
+        (errno.ENAMETOOLONG, PathNotFound),
+        (errno.EACCES, AccessDenied),
+        (errno.EPERM, AccessDenied),
+        (errno.EROFS, AccessDenied),
+        (errno.EIO, StorageUnavailable),
+        (errno.ETIMEDOUT, StorageUnavailable),
+        (errno.EHOSTDOWN, StorageUnavailable),
+        (errno.EMFILE, StorageUnavailable),
+        (errno.ENOMEM, StorageUnavailable),
+        (errno.EINVAL, StorageUnavailable),
+    ],
+)
+def test_every_error_number_is_one_of_three_answers(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StorageError]
+):
+    def fails(*arguments: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(local.os, "pread", fails)
+    with pytest.raises(kind, match=os.strerror(number)):
+        LocalStore(str(root)).read("step_1/.metadata", limit=100)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EAGAIN, errno.EIO])
+def test_an_error_that_passes_is_not_seen(root: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    real, failures = os.pread, [number]
+
+    def fails_once(fd: int, length: int, offset: int) -> bytes:
+        if failures:
+            raise OSError(failures.pop(), "passes")
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(local.os, "pread", fails_once)
+    store = LocalStore(str(root))
+    assert store.read("step_1/.metadata", limit=100) == b"metadata"
+    failures.append(number)
+    (read,) = store.read_spans([Span("step_1/.metadata", 0, 4)])
+    assert read[1] == b"meta"
+
+
+def test_a_stale_handle_that_stays_stale_is_given_up_after_four_tries(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*arguments: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(local.os, "pread", fails)
+    with pytest.raises(StorageUnavailable, match=r"after 4 tries in \d+ s \(Stale file handle\)"):
+        LocalStore(str(root)).read("step_1/.metadata", limit=100)
+
+
+_AS_NOBODY = """
+import os, sys
+from ckptctl.errors import AccessDenied
+from ckptctl.storage import local
+from ckptctl.storage.opening import open_store
+os.setgid(65534), os.setuid(65534)
+for path, use in (
+    (sys.argv[1], lambda s: s.list_dir()),
+    (sys.argv[1], lambda s: s.read("step_1/.metadata", limit=1)),
+    (sys.argv[2], lambda s: s.put("new", b"")),
+):
+    try:
+        use(open_store(path))
+    except AccessDenied as exc:
+        print(exc.message)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_what_another_user_may_not_do_is_access_denied(root: Path):
+    for parent in root.parents:
+        if parent.stat().st_mode & 0o001 == 0:
+            parent.chmod(parent.stat().st_mode | 0o001)
+    root.chmod(0o700)
+    command = [sys.executable, "-c", _AS_NOBODY, str(root), str(root.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    denied = done.stdout.splitlines()
+    assert len(denied) == 3
+    assert all("Permission denied (as user 65534)" in line for line in denied)
+
+
+def test_running_out_of_descriptors_is_unavailable(root: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        with pytest.raises(StorageUnavailable, match="Too many open files"):
+            LocalStore(str(root)).list_dir()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Folders that change meanwhile
+
+
+def test_a_listing_starts_again_when_a_name_vanishes_under_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (root / "a.tmp").write_bytes(b"")
+    real, renamed = local._info, []
+
+    def rename_first(entry: os.DirEntry[str], *rest: object) -> object:
+        if entry.name == "a.tmp" and not renamed:
+            renamed.append((root / "a.tmp").rename(root / "a"))
+        return real(entry, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(local, "_info", rename_first)
+    assert [i.path for i in LocalStore(str(root)).list_tree()] == ["a", "step_1/.metadata"]
+
+
+def test_a_tree_starts_again_when_a_folder_vanishes_under_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real, renamed = local._scan, []
+
+    def rename_first(folder: object, parts: tuple[str, ...]) -> object:
+        yield from real(folder, parts)  # type: ignore[arg-type]
+        if not parts and not renamed:
+            renamed.append((root / "step_1").rename(root / "step_2"))
+
+    monkeypatch.setattr(local, "_scan", rename_first)
+    assert [i.path for i in LocalStore(str(root)).list_tree()] == ["step_2/.metadata"]
+
+
+def test_no_descriptor_is_left_open(root: Path):
+    os.mkfifo(root / "pipe")
+    store = LocalStore(str(root))
+    before = len(os.listdir("/proc/self/fd"))
+    store.list_tree()
+    list(store.read_spans([Span("step_1/.metadata", 0, 1), Span("step_1/.metadata", 1, 1)]))
+    next(iter(store.read_spans([Span("step_1/.metadata", 0, 1)] * 2)))
+    store.put("a/b", b"")
+    for path in ("pipe", "nothing", "step_1/nothing/x"):
+        with pytest.raises(PathNotFound):
+            store.read(path, limit=1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Writing
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_write_that_fails_leaves_things_as_they_were(
+    root: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+):
+    (root / "seal").write_bytes(b"old")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        LocalStore(str(root)).put("seal", b"new", replace=replace)
+    assert (root / "seal").read_bytes() == b"old"
+    assert sorted(os.listdir(root)) == ["seal", "step_1"]
+
+
+def test_a_file_system_that_is_full_is_unavailable_and_nothing_is_left(root: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(StorageUnavailable, match="File too large"):
+            LocalStore(str(root)).put("seal", b"x" * 1001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(root) == ["step_1"]
+
+
+def test_of_many_writers_of_one_name_exactly_one_succeeds(root: Path):
+    store, won, lost = LocalStore(str(root)), [], []
+    together = threading.Barrier(8)
+
+    def write(n: int) -> None:
+        together.wait()
+        try:
+            store.put("token", str(n).encode())
+            won.append(n)
+        except AlreadyExists:
+            lost.append(n)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, 7)
+    assert (root / "token").read_bytes() == str(won[0]).encode()
+    assert sorted(os.listdir(root)) == ["step_1", "token"]
+
+
+def test_a_file_system_without_hard_links_still_keeps_what_is_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def unsupported(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    store = LocalStore(str(root))
+    store.put("seal", b"first")
+    with pytest.raises(AlreadyExists):
+        store.put("seal", b"second")
+    assert (root / "seal").read_bytes() == b"first"
+
+
+def test_a_link_whose_answer_was_lost_is_known_as_our_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = os.link
+
+    def twice(*arguments: object, **options: object) -> None:
+        real(*arguments, **options)  # type: ignore[arg-type]
+        real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "link", twice)
+    LocalStore(str(root)).put("seal", b"ours")
+    assert (root / "seal").read_bytes() == b"ours"
+    assert sorted(os.listdir(root)) == ["seal", "step_1"]
+
+
+# What a read costs
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/", Kind.LOCAL),
+        ("/home/me", Kind.LOCAL),
+        ("/mnt/nfs", Kind.NETWORK),
+        ("/mnt/nfs/run", Kind.NETWORK),
+        ("/mnt/nfs-not/run", Kind.LOCAL),
+        ("/mnt/nfs/scratch/run", Kind.LOCAL),
+        ("/mnt/with space/run", Kind.NETWORK),
+        ("/mnt/gcs/run", Kind.NETWORK),
+        ("/mnt/stick", Kind.LOCAL),
+        ("/auto/run", Kind.NETWORK),
+    ],
+)
+def test_the_innermost_mount_says_whether_a_server_answers(folder: str, kind: Kind):
+    table = """\
+/dev/sda1 / ext4 rw 0 0
+server:/export /mnt/nfs nfs4 rw,hard 0 0
+/dev/nvme0n1 /mnt/nfs/scratch xfs rw 0 0
+10.0.0.1@tcp:/fs /mnt/with\\040space lustre rw 0 0
+gcsfuse /mnt/gcs fuse.gcsfuse rw 0 0
+/dev/sdb1 /mnt/stick fuseblk rw 0 0
+systemd-1 /auto autofs rw 0 0
+server:/auto /auto nfs rw 0 0
+"""
+    assert _kind_in(table, folder) is kind
+
+
+def test_spans_on_a_network_are_the_same_and_in_order(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "kind_of", lambda folder: Kind.NETWORK)
+    store = LocalStore(str(root))
+    assert store.kind is Kind.NETWORK
+    spans = [Span("step_1/.metadata", n % 8, 1) for n in range(100)]
+    assert b"".join(data for _, data in store.read_spans(spans)) == (b"metadata" * 13)[:100]
+    with pytest.raises(PathNotFound):
+        list(store.read_spans([*spans, Span("nothing", 0, 1)]))
+
+
+def test_a_folder_is_opened_without_what_servers_need():
+    code = (
+        "import sys\n"
+        "from ckptctl.storage.opening import open_store\n"
+        "store = open_store('.')\n"
+        "store.list_dir()\n"
+        "heavy = {'fsspec', 'asyncio', 'concurrent.futures', 'urllib', 'http', 's3fs', 'obstore',\n"
+        "         'socket', 'ssl', 'random', 'queue', 'pathlib'}\n"
+        "print(*sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_open_store_gives_a_local_store_for_a_path(root: Path):
+    assert isinstance(open_store(str(root)), LocalStore)

@@ -1,0 +1,472 @@
+"""What does a store on S3 ask for, and what does it make of answers that go wrong?
+
+Every test runs with both clients, through a proxy that counts and breaks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from services.counting_proxy import CountingProxy, Fault
+from services.plugin import S3Server
+from services.processes import free_port
+
+from ckptctl.errors import (
+    AccessDenied,
+    AlreadyExists,
+    PathNotFound,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.storage import retrying
+from ckptctl.storage.contract import ShortRead, Span, Store
+from ckptctl.storage.opening import open_store
+
+pytestmark = pytest.mark.server
+
+RETRIES = 2
+PASSING = (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT, Fault.LOST)
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    """Each client for S3 in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix that no other test uses."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def proxy(s3_moto: S3Server, counting_proxy: Callable[[str], CountingProxy]) -> CountingProxy:
+    """A proxy in front of moto's server."""
+    return counting_proxy(s3_moto.endpoint)
+
+
+@pytest.fixture
+def store(s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str) -> Iterator[Store]:
+    """A root with one step of four files, counted from zero."""
+    for name, data in (
+        (".metadata", b"metadata"),
+        ("__0_0.distcp", b"0123456789" * 1000),
+        ("__1_0.distcp", b"abcdefghij" * 1000),
+        ("__2_0.distcp", b""),
+    ):
+        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_1/{name}", Body=data)
+    with open_store(
+        f"s3://{s3_moto.bucket}/{prefix}",
+        storage_options={**s3_moto.options, "client": client},
+        endpoint_url=proxy.url,
+        timeout_s=5,
+        retries=RETRIES,
+    ) as opened:
+        yield opened
+
+
+def put_many(server: S3Server, prefix: str, names: list[str]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(
+                lambda name: server.client.put_object(
+                    Bucket=server.bucket, Key=f"{prefix}/{name}", Body=b"x"
+                ),
+                names,
+            )
+        )
+
+
+# Requests
+
+
+def test_a_tree_costs_one_listing_request_for_each_thousand_keys(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
+    assert len(store.list_tree()) == 1104
+    assert proxy.counts == {"LIST": 2}
+
+
+def test_one_level_costs_one_listing_request_however_much_lies_below(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    put_many(s3_moto, prefix, [f"step_{n}/{m}" for n in range(2, 102) for m in range(11)])
+    assert len(store.list_dir()) == 101
+    assert proxy.counts == {"LIST": 1}
+
+
+def test_a_read_costs_one_request_and_no_look_before(store: Store, proxy: CountingProxy):
+    store.read("step_1/.metadata", limit=100)
+    assert proxy.counts == {"GET": 1}
+
+
+def test_spans_cost_one_request_each(store: Store, proxy: CountingProxy):
+    spans = [Span("step_1/__0_0.distcp", n * 10, 10) for n in range(40)]
+    assert all(data == b"0123456789" for _, data in store.read_spans(spans))
+    assert proxy.counts == {"GET": 40}
+
+
+def test_a_write_costs_one_request_and_one_look_where_it_must_not_replace(
+    store: Store, proxy: CountingProxy
+):
+    store.put("a", b"1", replace=True)
+    assert proxy.counts == {"PUT": 1}
+    proxy.reset()
+    store.put("b", b"1")
+    assert proxy.counts == {"HEAD": 1, "PUT": 1}
+
+
+# Answers that heal
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+@pytest.mark.parametrize("verb", ["LIST", "GET"])
+def test_what_fails_once_is_asked_again(
+    store: Store, proxy: CountingProxy, verb: str, fault: Fault
+):
+    proxy.break_request(verb, fault)
+    if verb == "LIST":
+        assert len(store.list_tree()) == 4
+    else:
+        (read,) = store.read_spans([Span("step_1/__1_0.distcp", 5, 4000)])
+        assert read[1] == (b"abcdefghij" * 401)[5:4005]
+    assert proxy.counts == {verb: 2}
+
+
+def test_a_server_that_is_silent_once_is_asked_again(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+):
+    proxy.break_request("GET", Fault.SILENT)
+    with open_store(
+        store.url,
+        storage_options={**s3_moto.options, "client": client, "endpoint_url": proxy.url},
+        timeout_s=0.5,
+    ) as impatient:
+        assert impatient.read("step_1/.metadata", limit=100) == b"metadata"
+    assert proxy.counts == {"GET": 2}
+
+
+def test_the_second_page_is_asked_again_and_the_first_is_not(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, client: str
+):
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
+    proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2)
+    assert len(store.list_tree()) == 1104
+    # obstore hides its pages, so that all of them are asked for again.
+    assert proxy.counts == {"LIST": 3 if client == "s3fs" else 4}
+
+
+# Answers that do not heal
+
+
+@pytest.mark.parametrize(
+    ("verb", "fault"),
+    [
+        *((verb, fault) for verb in ("LIST", "GET") for fault in PASSING),
+        ("PUT", Fault.UNAVAILABLE),
+        ("PUT", Fault.LOST),
+    ],
+    ids=str,
+)
+def test_a_storage_that_does_not_heal_is_unavailable_after_bounded_tries(
+    store: Store, proxy: CountingProxy, verb: str, fault: Fault, client: str
+):
+    proxy.break_request(verb, fault, lasts=True)
+    use = {
+        "LIST": store.list_tree,
+        "GET": lambda: store.read("step_1/__0_0.distcp", limit=1 << 20),
+        "PUT": lambda: store.put("a", b"1", replace=True),
+    }[verb]
+    with pytest.raises(StorageUnavailable, match=r"no answer after 3 tries in \d+ s \(.+\)$"):
+        use()
+    # s3fs's HTTP client sends once more by itself where a connection that was kept
+    # open turns out to be closed.
+    resent = client == "s3fs" and fault is Fault.LOST
+    assert RETRIES < proxy.counts[verb] <= (RETRIES + 1) * (2 if resent else 1)
+
+
+def test_a_listing_whose_second_page_fails_is_an_error_and_not_half_a_listing(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    put_many(s3_moto, prefix, [f"step_2/{n:04}" for n in range(1100)])
+    proxy.break_request("LIST", Fault.UNAVAILABLE, nth=2, lasts=True)
+    with pytest.raises(StorageUnavailable):
+        store.list_tree()
+
+
+def test_a_page_in_html_is_no_empty_listing(store: Store, proxy: CountingProxy):
+    for verb in ("LIST", "HEAD", "GET"):
+        proxy.break_request(verb, Fault.NO_LISTING, lasts=True)
+    with pytest.raises(StorageUnavailable):
+        store.list_dir()
+    with pytest.raises(StorageUnavailable):
+        store.list_tree()
+
+
+def test_a_server_that_never_answers_is_unavailable(
+    s3_moto: S3Server, proxy: CountingProxy, client: str
+):
+    proxy.break_request("LIST", Fault.SILENT, lasts=True)
+    with (
+        open_store(
+            f"s3://{s3_moto.bucket}/any",
+            storage_options={**s3_moto.options, "client": client},
+            endpoint_url=proxy.url,
+            timeout_s=0.3,
+            retries=1,
+        ) as store,
+        pytest.raises(StorageUnavailable, match="after 2 tries"),
+    ):
+        store.list_dir()
+
+
+def test_a_port_where_nobody_listens_is_unavailable(s3_moto: S3Server, client: str):
+    with (
+        open_store(
+            "s3://bucket/run",
+            storage_options={**s3_moto.options, "client": client},
+            endpoint_url=f"http://127.0.0.1:{free_port()}",
+            retries=1,
+        ) as store,
+        pytest.raises(StorageUnavailable, match=r"^s3://bucket/run: no answer after 2 tries"),
+    ):
+        store.list_dir()
+
+
+def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto: S3Server, client: str):
+    options = {**s3_moto.options, "client": client}
+    with open_store("s3://no-such-bucket/run", storage_options=options) as store:
+        for use in (
+            store.list_dir,
+            lambda: store.list_tree("step_1"),
+            lambda: store.read("a", limit=1),
+        ):
+            with pytest.raises(PathNotFound, match=r"no-such-bucket: there is no such bucket$"):
+                use()
+
+
+@pytest.mark.parametrize("wrong", ["key", "secret"])
+def test_wrong_keys_are_access_denied_and_never_shown(s3_ceph: S3Server, client: str, wrong: str):
+    options = {**s3_ceph.options, wrong: "a-wrong-and-secret-one", "client": client}
+    with open_store(f"s3://{s3_ceph.bucket}/run", storage_options=options) as store:
+        for use in (
+            store.list_dir,
+            lambda: store.read("a", limit=1),
+            lambda: store.put("a", b""),
+        ):
+            with pytest.raises(AccessDenied, match="AWS_SECRET_ACCESS_KEY") as caught:
+                use()
+            assert "a-wrong-and-secret-one" not in caught.value.message
+
+
+def test_no_keys_at_all_is_access_denied_and_says_what_to_set(
+    s3_moto: S3Server, client: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    # Where no cloud is, nobody answers for the machine's role.
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    options = {"client": client, "client_kwargs": {"region_name": "us-east-1"}}
+    with (
+        open_store(
+            "s3://bucket/run", storage_options=options, endpoint_url=s3_moto.endpoint
+        ) as store,
+        pytest.raises(AccessDenied, match=r"no credentials found; set AWS_ACCESS_KEY_ID"),
+    ):
+        store.list_dir()
+
+
+def test_an_endpoint_that_is_no_url_is_a_usage_error(client: str):
+    options = {"key": "a", "secret": "b", "client": client}
+    with (
+        pytest.raises(UsageError, match="nowhere"),
+        open_store("s3://bucket/run", storage_options=options, endpoint_url="nowhere") as store,
+    ):
+        store.list_dir()
+
+
+# Writes that must not replace
+
+
+def test_a_write_whose_answer_was_lost_is_known_as_our_own(store: Store, proxy: CountingProxy):
+    proxy.break_request("PUT", Fault.LOST)
+    store.put("seal", b"ours")
+    assert store.read("seal", limit=10) == b"ours"
+    assert proxy.counts["PUT"] == 2
+    with pytest.raises(AlreadyExists):
+        store.put("seal", b"ours")
+
+
+def test_a_write_that_lost_the_race_finds_the_other_one(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    proxy.break_request("PUT", Fault.RESET)
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/seal", Body=b"theirs")
+    with pytest.raises(AlreadyExists):
+        store.put("seal", b"ours")
+    assert store.read("seal", limit=10) == b"theirs"
+
+
+def test_the_store_itself_refuses_to_replace_what_appears_after_the_look(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/seal", Body=b"theirs")
+    proxy.break_request("HEAD", Fault.NOT_THERE)
+    with pytest.raises(AlreadyExists):
+        store.put("seal", b"ours")
+    assert proxy.counts == {"HEAD": 1, "PUT": 1, "GET": 1}
+    assert store.read("seal", limit=10) == b"theirs"
+
+
+def test_a_store_without_conditional_writes_is_written_and_read_back(
+    store: Store, proxy: CountingProxy
+):
+    proxy.break_request("PUT", Fault.NOT_IMPLEMENTED, lasts=True)
+    store.put("seal", b"ours")
+    assert store.read("seal", limit=10) == b"ours"
+    with pytest.raises(AlreadyExists):
+        store.put("seal", b"ours")
+
+
+# Keys that other tools make
+
+
+def test_folder_markers_are_not_files(store: Store, s3_moto: S3Server, prefix: str):
+    for key in (f"{prefix}/", f"{prefix}/step_1/", f"{prefix}/step_9/"):
+        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=b"")
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_9/a", Body=b"")
+    assert [i.path for i in store.list_tree()][-1] == "step_9/a"
+    assert len(store.list_tree()) == 5
+    assert [(i.path, i.kind) for i in store.list_dir()] == [("step_1", "dir"), ("step_9", "dir")]
+    assert [i.path for i in store.list_tree("step_9")] == ["step_9/a"]
+    assert [i.path for i in store.list_dir("step_9")] == ["step_9/a"]
+
+
+def test_a_marker_alone_is_an_empty_folder(
+    store: Store, s3_moto: S3Server, prefix: str, client: str
+):
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_9/", Body=b"")
+    assert [(i.path, i.kind) for i in store.list_dir()] == [("step_1", "dir"), ("step_9", "dir")]
+    assert list(store.list_tree("step_9")) == []
+    shown = [i.path for i in store.list_tree() if i.path.startswith("step_9")]
+    assert shown == ([] if client == "s3fs" else ["step_9"])
+
+
+def test_keys_with_empty_names_are_listed_and_read_or_refused_whole(
+    store: Store, s3_moto: S3Server, prefix: str, client: str
+):
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_1//x", Body=b"1")
+    if client == "s3fs":
+        assert "step_1//x" in [i.path for i in store.list_tree()]
+        assert store.read("step_1//x", limit=1) == b"1"
+    else:
+        with pytest.raises(StorageUnavailable, match="client=s3fs can"):
+            store.list_tree()
+
+
+def test_an_object_beside_a_folder_of_its_name_is_shown_as_both(
+    store: Store, s3_moto: S3Server, prefix: str
+):
+    s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/step_1", Body=b"1")
+    found = [(info.path, info.kind) for info in store.list_dir()]
+    assert sorted(found) == [("step_1", "dir"), ("step_1", "file")]
+
+
+def test_a_range_that_outgrew_its_object_says_how_large_it_is(store: Store):
+    with pytest.raises(ShortRead) as caught:
+        list(store.read_spans([Span("step_1/.metadata", 4, 100)]))
+    assert caught.value.size == 8
+    assert re.search(r"bytes 4 to 104 were asked for, it ends at 8$", caught.value.message)
+
+
+# Settings as users have them
+
+_LIST = (
+    "import sys; from ckptctl.storage.opening import open_store\n"
+    "options = {'client': sys.argv[2]} | dict(a.split('=', 1) for a in sys.argv[3:])\n"
+    "with open_store(sys.argv[1], storage_options=options, retries=0) as store:\n"
+    "    print(*(info.path for info in store.list_dir()))\n"
+)
+
+
+def listed(url: str, client: str, *options: str, **environment: str) -> str:
+    """What a process of its own, with nothing but these variables, lists."""
+    clean = {n: v for n, v in os.environ.items() if not n.startswith(("AWS_", "FSSPEC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST, url, client, *options],
+        env={**clean, "HOME": "/nonexistent", "AWS_EC2_METADATA_DISABLED": "true", **environment},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def url(s3_ceph: S3Server, prefix: str) -> str:
+    """A root on a server that checks every signature, with one file in it."""
+    s3_ceph.client.put_object(Bucket=s3_ceph.bucket, Key=f"{prefix}/a", Body=b"x")
+    return f"s3://{s3_ceph.bucket}/{prefix}"
+
+
+def test_the_aws_environment_is_enough(s3_ceph: S3Server, url: str, client: str):
+    assert listed(url, client, **s3_ceph.environment) == "a"
+
+
+def test_an_option_wins_over_the_environment(s3_ceph: S3Server, url: str, client: str):
+    wrong = {**s3_ceph.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
+    assert "AccessDenied" in listed(url, client, **wrong)
+    right = (f"key={s3_ceph.access_key}", f"secret={s3_ceph.secret_key}")
+    assert listed(url, client, *right, **wrong) == "a"
+
+
+def test_an_s3a_url_is_the_same_storage(s3_ceph: S3Server, url: str, client: str):
+    assert listed(url.replace("s3://", "s3a://"), client, **s3_ceph.environment) == "a"
+
+
+def test_a_profile_is_found_by_s3fs_and_refused_by_obstore(
+    s3_ceph: S3Server, url: str, tmp_path: Path
+):
+    config = tmp_path / "config"
+    config.write_text(
+        f"[profile lab]\nregion = us-east-1\nendpoint_url = {s3_ceph.endpoint}\n"
+        f"aws_access_key_id = {s3_ceph.access_key}\n"
+        f"aws_secret_access_key = {s3_ceph.secret_key}\n"
+    )
+    assert listed(url, "s3fs", AWS_CONFIG_FILE=str(config), AWS_PROFILE="lab") == "a"
+    assert listed(url, "s3fs", "profile=lab", AWS_CONFIG_FILE=str(config)) == "a"
+    assert "none" in listed(url, "s3fs", "profile=none", AWS_CONFIG_FILE=str(config))
+    assert "obstore reads no profiles" in listed(url, "obstore", "profile=lab")
+
+
+def test_the_configuration_of_fsspec_is_found_by_s3fs(s3_ceph: S3Server, url: str, tmp_path: Path):
+    (tmp_path / "s3.json").write_text(
+        '{"s3": {"client_kwargs": {"region_name": "us-east-1"}, "config_kwargs": {"s3": {}}}}'
+    )
+    found = listed(
+        url,
+        "s3fs",
+        FSSPEC_CONFIG_DIR=str(tmp_path),
+        FSSPEC_S3_KEY=s3_ceph.access_key,
+        FSSPEC_S3_SECRET=s3_ceph.secret_key,
+        FSSPEC_S3_ENDPOINT_URL=s3_ceph.endpoint,
+    )
+    assert found == "a"
