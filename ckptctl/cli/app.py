@@ -78,15 +78,18 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
         context_settings=_HELP_NAMES,
     )
 
-    @app.callback()
+    @app.callback(invoke_without_command=True)
     def root(
+        context: typer.Context,
         version: Annotated[
-            bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
+            bool, typer.Option("--version", help="Print the version and exit.")
         ] = False,
     ) -> None:
         if version:
             out.bare([f"ckptctl {ckptctl.__version__}"])
             raise typer.Exit
+        if context.invoked_subcommand is None:
+            raise UsageError("no command is given", next_command="ckptctl --help")
 
     for name in commands:
         module = import_module(f"ckptctl.cli.{name}")

@@ -62,6 +62,16 @@ def made_safe(a_line: Line) -> Line:
     return replace(a_line, spans=tuple(Span(safe(text), style) for text, style in a_line.spans))
 
 
+def trimmed(a_line: Line) -> Line:
+    """The line without the spaces at its end."""
+    spans = list(a_line.spans)
+    while spans and not spans[-1].text.strip(" "):
+        spans.pop()
+    if spans:
+        spans[-1] = spans[-1]._replace(text=spans[-1].text.rstrip(" "))
+    return replace(a_line, spans=tuple(spans))
+
+
 def padded(text: str, width: int, style: Style = "", *, right: bool = False) -> Span:
     """A cell of a table: the text filled up to `width`, never cut."""
     fill = " " * (width - cell_width(text))
@@ -75,19 +85,19 @@ def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
     means no end.
     """
     if width is None or a_line.solid or a_line.width <= width:
-        yield a_line
+        yield trimmed(a_line)
         return
     taken: list[Span] = []
     used = 0
     for space, word in _words(a_line.spans):
         needed = sum(cell_width(span.text) for span in (*space, *word))
         if used + needed > width and any(span.text.strip() for span in taken):
-            yield Line(tuple(taken))
+            yield trimmed(Line(tuple(taken)))
             taken, used = [Span(" " * a_line.hang)], a_line.hang
             space, needed = (), sum(cell_width(span.text) for span in word)
         taken += [*space, *word]
         used += needed
-    yield Line(tuple(taken))
+    yield trimmed(Line(tuple(taken)))
 
 
 _PIECES = re.compile(r" +|[^ ]+")

@@ -152,11 +152,11 @@ class Output:
 
     def bare(self, texts: Iterable[str]) -> None:
         """Print each text on a line of its own, as it is: a script takes it as a path."""
-        stream = self._stdout()
-        with _writing():
-            for text in texts:
+        for text in texts:
+            stream = self._stdout()
+            with _writing():
                 stream.buffer.write(os.fsencode(text) + b"\n")
-            stream.flush()
+                stream.flush()
 
     def save(self, document: Callable[[], Document]) -> None:
         """Write the document to the file of `--report`, if there is one."""
@@ -227,7 +227,7 @@ class Output:
         )
         whole = made_safe(Line(spans, a_line.hang, a_line.solid))
         for part in wrapped(whole, channel.width):
-            yield _colored(part) if channel.color else part.text.rstrip()
+            yield _colored(part) if channel.color else part.text
 
     def _again(self, command: str) -> str:
         """A next command with the caller's own options that it needs."""

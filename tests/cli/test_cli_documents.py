@@ -1,13 +1,11 @@
 """The documents of --json, against the schemas that the package ships."""
 
-import json
 import math
-from importlib import resources
 
 import pytest
-from jsonschema import Draft202012Validator, FormatChecker
+from command_line import schema, validated
+from jsonschema import Draft202012Validator
 from made_results import VERDICTS, contents, pick, report, scan, short
-from referencing import Registry, Resource
 
 from ckptctl.cli import documents
 from ckptctl.cli.pages import all_pages, page
@@ -18,23 +16,11 @@ from ckptctl.judge.results import TensorRow
 NAMES = ("scan", "verify", "pick", "show", "explain", "error")
 
 
-def schema(name):
-    return json.loads(resources.files("ckptctl").joinpath("schemas", f"{name}.json").read_text())
-
-
-COMMON = Registry().with_resource("common.json", Resource.from_contents(schema("common")))
-
-
 def check(document) -> dict:
     """Write the document out, read it back, and hold it against its schema."""
     text = documents.as_text(document)
     assert text.isascii()
-    read = json.loads(text, parse_constant=pytest.fail)
-    name = read["schema"].removeprefix("ckptctl.").removesuffix("/1")
-    Draft202012Validator(schema(name), registry=COMMON, format_checker=FormatChecker()).validate(
-        read
-    )
-    return read
+    return validated(text)
 
 
 def as_pages(*pages):

@@ -134,7 +134,7 @@ def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
 
 
 def usable_urls(scan: Scan) -> list[str]:
-    """The addresses that `scan --quiet` prints: the step that `pick` takes and usable older ones."""
+    """What `scan --quiet` prints: the step that `pick` takes, and usable older ones."""
     urls = [report.url for report in scan.reports if report.usable]
     return urls[urls.index(scan.chosen) :] if scan.chosen in urls else urls
 

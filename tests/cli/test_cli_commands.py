@@ -1,0 +1,197 @@
+"""The commands on real checkpoints, each in a process of its own."""
+
+import json
+import shutil
+
+import pytest
+from command_line import validated
+
+
+def test_pick_puts_one_path_on_standard_output_and_nothing_else(ckptctl, sound_root):
+    done = ckptctl("pick", sound_root)
+    assert (done.returncode, done.stdout) == (0, f"{sound_root}/step_30\n")
+    assert done.stderr.startswith("resume from step 30\n")
+
+
+def test_pick_says_on_standard_error_why_newer_steps_were_refused(ckptctl, broken_root):
+    done = ckptctl("pick", broken_root)
+    assert (done.returncode, done.stdout) == (0, f"{broken_root}/step_10\n")
+    assert "not step 30: incomplete: __1_0.distcp" in done.stderr
+    assert "not step 20: incomplete: __0_0.distcp" in done.stderr
+    assert "root.suspect" in done.stderr
+
+
+def test_quiet_pick_talks_only_where_there_is_no_step(ckptctl, broken_root):
+    assert ckptctl("pick", broken_root, "-q").stderr == ""
+    none = ckptctl("pick", broken_root, "-q", "--before", "10")
+    assert (none.returncode, none.stdout) == (11, "")
+    assert none.stderr.startswith("error: ")
+
+
+def test_pick_prints_the_number_where_that_is_asked_for(ckptctl, sound_root):
+    assert ckptctl("pick", sound_root, "--print", "step").stdout == "30\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        (["--before", "30"], "step_20"),
+        (["--skip", "30,20"], "step_10"),
+        (["--skip", "30", "--skip", "20"], "step_10"),
+        (["--require", "model,optimizer", "--level", "listing"], "step_30"),
+    ],
+)
+def test_pick_obeys_its_options(ckptctl, sound_root, arguments, path):
+    assert ckptctl("pick", sound_root, *arguments).stdout == f"{sound_root}/{path}\n"
+
+
+def test_falling_back_has_an_exit_code_of_its_own_where_that_is_asked_for(ckptctl, broken_root):
+    assert ckptctl("pick", broken_root, "--detailed-exitcode").returncode == 3
+    assert ckptctl("pick", broken_root).returncode == 0
+
+
+def test_an_empty_root_is_a_fresh_run(ckptctl, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = ckptctl("pick", "empty")
+    assert (done.returncode, done.stdout) == (10, "")
+    assert done.stderr.endswith("next: ckptctl pick empty --allow-fresh\n")
+    allowed = ckptctl("pick", "empty", "--allow-fresh")
+    assert (allowed.returncode, allowed.stdout) == (0, "")
+
+
+def test_scan_shows_the_chosen_step_first_then_every_step_newest_first(ckptctl, broken_root):
+    done = ckptctl("scan", broken_root)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert lines[0] == "resume from step 10: complete (looked at: structure)"
+    assert lines[1] == f"  {broken_root}/step_10"
+    rows = [each.split()[:3] for each in lines if each.startswith(("!", "✓"))]
+    assert rows == [["!", "30", "incomplete"], ["!", "20", "incomplete"], ["✓", "10", "complete"]]
+    assert lines[-1].startswith("next: ckptctl ")
+
+
+def test_quiet_scan_gives_addresses_for_a_script(ckptctl, broken_root):
+    assert ckptctl("scan", broken_root, "--quiet").stdout == f"{broken_root}/step_10\n"
+
+
+def test_scan_can_be_limited_to_the_newest(ckptctl, sound_root):
+    done = ckptctl("scan", sound_root, "--last", "1", "--json")
+    assert [each["number"] for each in validated(done.stdout)["reports"]] == [30]
+
+
+def test_verify_answers_with_its_exit_code(ckptctl, broken_root):
+    assert ckptctl("verify", f"{broken_root}@10").returncode == 0
+    done = ckptctl("verify", f"{broken_root}@latest")
+    assert done.returncode == 20
+    assert done.stdout.startswith(f"! incomplete: {broken_root}/step_30\n")
+    assert done.stdout.endswith(f"next: ckptctl pick {broken_root} --before 30\n")
+
+
+def test_quiet_verify_answers_with_nothing_else(ckptctl, broken_root):
+    done = ckptctl("verify", f"{broken_root}@30", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (20, "", "")
+
+
+def test_verify_draws_a_map_of_the_ranks(ckptctl, broken_root):
+    lines = ckptctl("verify", f"{broken_root}@30").stdout.splitlines()
+    at = lines.index("ranks 0 to 1")
+    assert lines[at + 1 : at + 3] == ["  ✓○", "  ○ missing 1   ✓ whole 1"]
+
+
+def test_show_lists_what_is_in_a_step(ckptctl, sound_root):
+    done = ckptctl("show", f"{sound_root}@auto")
+    assert done.returncode == 0
+    assert "model.layers.{0..1}.attention.q_proj.weight" in done.stdout
+    every = ckptctl("show", f"{sound_root}@auto", "--tensors").stdout
+    assert "model.layers.1.attention.q_proj.weight" in every
+    names = ckptctl("show", f"{sound_root}@auto", "-q").stdout.splitlines()
+    assert "model.layers.1.attention.q_proj.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"),
+    [
+        (["scan", "run"], 0),
+        (["verify", "run@30"], 20),
+        (["verify", "run@10"], 0),
+        (["pick", "run"], 0),
+        (["pick", "run", "--detailed-exitcode"], 3),
+        (["pick", "run", "--before", "10"], 11),
+        (["pick", "nowhere"], 10),
+        (["show", "run@10"], 0),
+        (["explain"], 0),
+        (["explain", "shard.short"], 0),
+        (["verify", "run@999"], 2),
+        (["verify", "run/step_77"], 2),
+        (["explain", "shard.shrt"], 2),
+        (["pick", "run", "--require", "brains"], 2),
+        (["pick", "run", "--level", "deep"], 2),
+        (["pick"], 2),
+        (["pick", "run", "--nonsense"], 2),
+        (["sacn", "run"], 2),
+    ],
+)
+def test_json_is_one_valid_document_with_the_exit_code_also_on_failure(
+    ckptctl, broken_root, arguments, exit_code
+):
+    done = ckptctl(*arguments, "--json")
+    read = validated(done.stdout)
+    assert done.returncode == read["exit_code"] == exit_code
+    assert ("error" in read["schema"]) == (exit_code == 2) == done.stderr.startswith("error: ")
+
+
+def test_the_report_file_holds_the_document(ckptctl, broken_root, tmp_path):
+    done = ckptctl("verify", f"{broken_root}@30", "--report", "report.json")
+    assert done.returncode == 20
+    assert validated((tmp_path / "report.json").read_text())["report"]["verdict"] == "incomplete"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["report.json", "run"]
+
+
+def test_the_report_file_also_says_what_went_wrong(ckptctl, tmp_path):
+    ckptctl("verify", "nowhere@30", "--report", "report.json")
+    assert validated((tmp_path / "report.json").read_text())["exit_code"] == 2
+
+
+def test_a_report_that_cannot_be_written_is_an_error(ckptctl, sound_root):
+    done = ckptctl("verify", f"{sound_root}@30", "--report", "no/such/folder/report.json")
+    assert done.returncode == 2
+    assert "cannot be written to no/such/folder/report.json" in done.stderr
+
+
+def test_every_option_can_come_from_the_environment(ckptctl, sound_root):
+    done = ckptctl("pick", sound_root, env={"CKPTCTL_BEFORE": "30", "CKPTCTL_PRINT": "step"})
+    assert done.stdout == "20\n"
+    assert json.loads(ckptctl("pick", sound_root, env={"CKPTCTL_JSON": "1"}).stdout)["step"] == 30
+
+
+def test_a_next_command_repeats_the_options_that_it_needs(ckptctl, sound_root):
+    (sound_root / "step_30").rename(sound_root / "saved30")
+    shutil.rmtree(sound_root / "step_20")
+    shutil.rmtree(sound_root / "step_10")
+    pattern = "saved(?P<step>[0-9]+)"
+    done = ckptctl("scan", sound_root, "--pattern", pattern)
+    assert done.returncode == 0
+    assert done.stdout.rstrip().endswith(f"--pattern '{pattern}'")
+    from_environment = ckptctl("scan", sound_root, env={"CKPTCTL_PATTERN": pattern})
+    assert "--pattern" not in from_environment.stdout
+
+
+def test_a_hostile_name_cannot_write_to_the_terminal(ckptctl, tmp_path, sound_root):
+    hostile = tmp_path / "a\x1b[31m\x1b]0;owned\x07\u202e\nnext: rm -rf"
+    sound_root.rename(hostile)
+    for command in ("scan", "verify"):
+        target = hostile if command == "scan" else f"{hostile}@30"
+        done = ckptctl(command, target, "--color", "never")
+        assert "\x1b" not in done.stdout
+        assert "\x07" not in done.stdout
+        assert "\u202e" not in done.stdout
+        assert "\nnext: rm" not in done.stdout
+        assert "\\x1b[31m" in done.stdout
+
+
+def test_a_path_that_is_not_text_comes_out_as_it_went_in(ckptctl, tmp_path, sound_root):
+    odd = tmp_path / "run-\udcff"
+    sound_root.rename(odd)
+    # Compared in ASCII: a test that fails has to tell so, too.
+    assert ascii(ckptctl("pick", odd).stdout) == ascii(f"{odd}/step_30\n")
+    assert "run-\\udcff" in ckptctl("scan", odd).stdout

@@ -1,0 +1,65 @@
+"""Running the command line in a process of its own; its documents against their schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+from jsonschema import Draft202012Validator, FormatChecker
+from referencing import Registry, Resource
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COMMAND = (sys.executable, "-m", "ckptctl")
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The environment without what would change the answers: colour, width, our own variables."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CKPTCTL_", "_CKPTCTL"))
+        and name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM", "PYTHONDONTWRITEBYTECODE")
+    }
+    # An installed package is compiled: so is this one, where it cannot lie in the tree.
+    compiled = str(REPOSITORY / ".cache" / "bytecode")
+    paths = {"PYTHONPATH": str(REPOSITORY), "PYTHONPYCACHEPREFIX": compiled}
+    return {**kept, **paths, **changes}
+
+
+def run_ckptctl(
+    *args: object, env: dict[str, str] | None = None, **kwargs: object
+) -> subprocess.CompletedProcess[str]:
+    """Run `ckptctl` with `args`; what it writes is kept unless `kwargs` say otherwise."""
+    return subprocess.run(
+        [*COMMAND, *map(str, args)],
+        env=clean_environment(**(env or {})),
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=60,
+        **{"capture_output": True, **kwargs},
+    )
+
+
+def schema(name: str) -> dict:
+    """A schema that the package ships."""
+    return json.loads(resources.files("ckptctl").joinpath("schemas", f"{name}.json").read_text())
+
+
+def validated(text: str) -> dict:
+    """The one document in `text`, after it was held against its schema."""
+    document = json.loads(text, parse_constant=_refuse)
+    name = document["schema"].removeprefix("ckptctl.").removesuffix("/1")
+    registry = Registry().with_resource("common.json", Resource.from_contents(schema("common")))
+    validator = Draft202012Validator(
+        schema(name), registry=registry, format_checker=FormatChecker()
+    )
+    validator.validate(document)
+    return document
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
