@@ -98,6 +98,19 @@ class RecordUnreadable(CkptctlError):
     code = "record.framing"
 
 
+class OwnFileUnreadable(CkptctlError):
+    """A seal or a mark is damaged, or is not one."""
+
+    exit_code = 22
+    code = "own-file.unreadable"
+
+
+class OwnFileUnsupported(OwnFileUnreadable):
+    """A seal or a mark that a newer ckptctl wrote."""
+
+    code = "own-file.unsupported"
+
+
 class NothingToResume(CkptctlError):
     """No step was chosen; `exit_code` (10, 11 or 75) says which of the three answers it is."""
 

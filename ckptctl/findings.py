@@ -139,6 +139,26 @@ CODES: Mapping[str, Code] = {
     "step.changed": _fault(Verdict.CHANGED, "the step changed while it was looked at"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denies access"),
+    "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
+    "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
+    "step.superseded": _fault(Verdict.SUPERSEDED, "the step is of a branch that was abandoned"),
+    "step.accepted": _remark("the step was rejected, and accepted again"),
+    "step.pinned": _remark("the step is pinned: it is not to be removed"),
+    "seal.digest": _fault(Verdict.CORRUPT, "a file is not what was sealed"),
+    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file, or the end of one, is gone"),
+    "seal.forged": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the key given"),
+    "seal.required": _fault(Verdict.UNVERIFIABLE, "no seal proves the step, and one is required"),
+    "seal.invalid": _warning("the seal is damaged, or is no seal"),
+    "seal.unsupported": _warning("the seal was made by a newer ckptctl"),
+    "seal.foreign": _warning("the seal is that of another step"),
+    "seal.lapsed": _warning("the step was saved anew after it was sealed"),
+    "seal.partial": _warning("the seal does not cover the whole step"),
+    "seal.weak": _warning("the seal was made without a key, and one was given"),
+    "seal.no-key": _remark("the seal has a key, and none was given"),
+    "seal.extra": _remark("a file came into the step after it was sealed"),
+    "seal.missing": _remark("the step has no seal"),
+    "mark.damaged": _warning("a mark cannot be read"),
+    "mark.lapsed": _remark("a mark speaks of an earlier save of the step"),
     "step.duplicate": _warning("two folders stand for one step"),
     "pointer.differs": _remark("a pointer file names another step"),
     "root.suspect": _warning("several recent steps are damaged"),
@@ -200,6 +220,8 @@ class Report:
     `bytes_read` what looking cost. `digests` are the SHA-256 of the metadata
     files by their path in the step. `written_s` is when the newest file was
     written, in seconds since 1970. `ranks` are the ranks that left a file, by part.
+    `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None where no
+    seal speaks of this save.
     """
 
     url: str
@@ -220,6 +242,7 @@ class Report:
     parts: tuple[str, ...]
     digests: tuple[tuple[str, str], ...]
     ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    seal: str | None = None
 
     @property
     def usable(self) -> bool:

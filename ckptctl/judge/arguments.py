@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckptctl.errors import UsageError
+from ckptctl.judge.marks_file import read_marks_file
 from ckptctl.judge.reporting import Conditions
 from ckptctl.model import STATE_KINDS, Level
 
@@ -14,8 +15,15 @@ def conditions(
     world_size: int | None,
     saved_world_size: int | None,
     grace_s: float,
+    *,
+    require_seal: bool = False,
+    key: bytes | None = None,
+    marks: str | None = None,
 ) -> Conditions:
-    """What the caller asks of a step, checked; raises `UsageError`."""
+    """What the caller asks of a step, checked; raises `UsageError`.
+
+    `marks` is the path of a file of marks. It is read here, once.
+    """
     if isinstance(require, str):
         require = require.split(",")
     for kind in require:
@@ -31,7 +39,23 @@ def conditions(
         world_size,
         saved_world_size,
         not_negative("grace", grace_s),
+        require_seal,
+        known_key(key),
+        None if marks is None else read_marks_file(marks),
     )
+
+
+MIN_KEY_BYTES = 16
+
+
+def known_key(key: bytes | None) -> bytes | None:
+    """The key for seals, if it is long enough to be one; raises `UsageError`."""
+    if key is not None and len(key) < MIN_KEY_BYTES:
+        raise UsageError(
+            f"the key for seals has {len(key)} bytes; it must have {MIN_KEY_BYTES} or more",
+            next_command="openssl rand -hex 32",
+        )
+    return key
 
 
 def not_negative(name: str, value: float) -> float:

@@ -7,15 +7,18 @@ up to a `Report`. Choosing between steps is `choosing`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckptctl.checks.sealed import Compared, compare_bytes
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
-from ckptctl.findings import Finding, Report
+from ckptctl.findings import Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
+from ckptctl.formats.seals import SEAL
+from ckptctl.judge.notes import Notes, read_notes
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
 from ckptctl.judge.small_values import read_sidecars
@@ -81,8 +84,8 @@ def look(
     fails gives a report with the verdict `unknown`, never an exception.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
-    systems for each small file of train state; at `structure` the reads that
-    `n_reads` counts, and a second listing.
+    systems for each small file of train state, and for the seal and each mark where
+    there are any; at `structure` the reads that `n_reads` counts, and a second listing.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
@@ -124,10 +127,46 @@ def _look_at(
             findings += [sidecar.finding] if sidecar.finding else []
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
     state = train_state(_sources(step, parts, contents))
+    at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
+    notes = read_notes(store, step, parts, conditions, at_fault)
+    findings += notes.findings
+    compared = _compare(store, step, notes, at_fault) if reached is Level.CONTENT else Compared()
+    findings += compared.findings
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
-    report = report_on(step, findings, parts, state, conditions, reached)
+    report = report_on(
+        step,
+        findings,
+        parts,
+        state,
+        conditions,
+        reached,
+        seal=notes.seal,
+        n_digested=compared.n_bytes,
+    )
     return Looked(report, step, tuple(parts), reason)
+
+
+def _compare(store: Store, step: Step, notes: Notes, at_fault: Collection[str]) -> Compared:
+    """Hold every byte against the seal, or say that there is none to hold it against."""
+    if notes.seal is not None:
+        sealed = {finding.where for finding in notes.findings if finding.verdict is not None}
+        known = sealed.union(at_fault)
+        return compare_bytes(store, step.name, notes.seal, step.files, passed_over=known)
+    if any(file.path == SEAL for file in step.files):
+        return Compared()
+    return Compared((_no_seal(step),))
+
+
+def _no_seal(step: Step) -> Finding:
+    return Finding(
+        "seal.missing",
+        SEAL,
+        "there is no seal: a shard that is valid and belongs to another step would not be seen",
+        expected=SEAL,
+        found="no seal",
+        next_command=f"ckptctl seal {step.url}",
+    )
 
 
 def _level(

@@ -49,6 +49,9 @@ def pick(
     saved_world_size: int | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
+    require_seal: bool = False,
+    key: bytes | None = None,
+    marks: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -62,7 +65,9 @@ def pick(
     holds, unless `weights_ok`. `max_fallback` is how many damaged steps may be
     passed over. With `allow_fresh` a root without steps has exit code 0. `level`
     None means as deep as is cheap on that storage. `grace_s`: how long after its
-    last write a save without metadata counts as running, in seconds.
+    last write a save without metadata counts as running, in seconds. `require_seal`
+    takes no step that a seal does not prove, made with `key` where one is given.
+    `marks` is a file of marks, for roots that cannot be written to.
 
     The answer is always a `Pick`: what a storage did to one step is in it. Raises
     `StorageError` when a root cannot be listed, `UsageError` for arguments.
@@ -72,7 +77,15 @@ def pick(
     """
     if not roots:
         raise UsageError("no checkpoint root is given", next_command="ckptctl pick ROOT")
-    asked = conditions(require, world_size, saved_world_size, grace_s)
+    asked = conditions(
+        require,
+        world_size,
+        saved_world_size,
+        grace_s,
+        require_seal=require_seal,
+        key=key,
+        marks=marks,
+    )
     fallback = int(not_negative("max-fallback", max_fallback))
     policy = Policy(weights_ok, accept_unverifiable, before, frozenset(skip), fallback)
     level = known_level(level)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.state import check_required
@@ -25,8 +25,11 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
+from ckptctl.formats.layouts import is_own
+from ckptctl.formats.seals import Seal
+from ckptctl.judge.marks_file import MarksInFile
 from ckptctl.judge.part_checks import PartLook
-from ckptctl.model import FileInfo, Level, Step, TrainState
+from ckptctl.model import FileInfo, Level, Step, TrainState, WorldSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Conditions:
     world_size: int | None = None
     saved_world_size: int | None = None
     grace_s: float = 600.0
+    require_seal: bool = False
+    seal_key: bytes | None = field(default=None, repr=False)
+    marks: MarksInFile | None = None
 
 
 def report_on(
@@ -46,11 +52,18 @@ def report_on(
     state: TrainState,
     conditions: Conditions,
     level: Level,
+    *,
+    seal: Seal | None = None,
+    n_digested: int = 0,
 ) -> Report:
-    """Add up what was found of a step, and hold it against the conditions."""
+    """Add up what was found of a step, and hold it against the conditions.
+
+    `seal` is the one that speaks of the step, `n_digested` how many bytes were
+    compared with it.
+    """
     looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
-    saved = saved_world_size(step.parts, named, state)
+    saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
     found = [*_in_flight(step, findings, conditions.grace_s)]
     if looked and step.parts:
         if _is_known(parts):
@@ -61,6 +74,7 @@ def report_on(
             found += check_world_size(step.parts, state, saved, conditions.world_size, step.url)
     verdict = verdict_of(found)
     metadata = [(look.part.path, one) for look in parts for one in look.metadata]
+    files = _saved_files(step)
     return Report(
         url=step.url,
         number=step.number,
@@ -71,15 +85,16 @@ def report_on(
         findings=in_order(found),
         state=state,
         world_size=saved,
-        n_bytes=sum(file.size for file in step.files),
-        n_files=len(step.files),
+        n_bytes=sum(file.size for file in files),
+        n_files=len(files),
         n_tensors=sum(len(one.tensors) for _, one in metadata),
         n_records=sum(len(look.ranges) for look in parts),
-        bytes_read=sum(look.bytes_read for look in parts),
-        written_s=_newest(step.files),
+        bytes_read=sum(look.bytes_read for look in parts) + n_digested,
+        written_s=_newest(files),
         parts=tuple(part.path for part in step.parts),
-        digests=tuple((_metadata_path(path, one.rank), one.digest) for path, one in metadata),
+        digests=tuple((metadata_path(path, one.rank), one.digest) for path, one in metadata),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
+        seal=seal.kind if seal else None,
     )
 
 
@@ -88,9 +103,23 @@ def _is_known(parts: Sequence[PartLook]) -> bool:
     return all(look.metadata or look.part.format not in SHARDED for look in parts)
 
 
-def _metadata_path(part: str, rank: int | None) -> str:
+def metadata_path(part: str, rank: int | None) -> str:
+    """The path of a metadata file in its step: the global one of a part, or a rank's own."""
     name = ".metadata" if rank is None else f"__{rank}.metadata"
     return f"{part}/{name}" if part else name
+
+
+def _saved_files(step: Step) -> list[FileInfo]:
+    """The files of the step without those that ckptctl wrote: they say nothing of the save."""
+    return [file for file in step.files if not is_own(file.path)]
+
+
+def _sealed_world_size(seal: Seal | None, found: WorldSize | None) -> WorldSize | None:
+    """The world size that is known best: a seal may know what files can only bound."""
+    known = seal.step.world_size if seal else None
+    if known is None or (found is not None and not found.at_least):
+        return found
+    return WorldSize(known, "seal")
 
 
 def _newest(files: Sequence[FileInfo]) -> float | None:
@@ -103,7 +132,7 @@ def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Itera
     A time in the future by more than the grace is a clock that is wrong, and says
     nothing.
     """
-    newest = _newest(step.files)
+    newest = _newest(_saved_files(step))
     age_s = None if newest is None else time.time() - newest
     young = age_s is not None and -grace_s <= age_s < grace_s
     unfinished = [finding for finding in findings if finding.code in NEVER_FINISHED]

@@ -43,6 +43,9 @@ def scan(
     world_size: int | None = None,
     saved_world_size: int | None = None,
     grace_s: float = 600.0,
+    require_seal: bool = False,
+    key: bytes | None = None,
+    marks: str | None = None,
     on_report: OnReport | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
@@ -60,7 +63,15 @@ def scan(
     Cost: on an object store one request per 1,000 objects and one for each
     metadata; on a file system one listing for each step, and the reads of `pick`.
     """
-    asked = conditions(require, world_size, saved_world_size, grace_s)
+    asked = conditions(
+        require,
+        world_size,
+        saved_world_size,
+        grace_s,
+        require_seal=require_seal,
+        key=key,
+        marks=marks,
+    )
     level = known_level(level)
     compiled = compile_pattern(pattern)
     with open_store(

@@ -25,6 +25,9 @@ def verify(
     saved_world_size: int | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
+    require_seal: bool = False,
+    key: bytes | None = None,
+    marks: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -37,6 +40,11 @@ def verify(
     `world_size` is how many are to load it (24 where that cannot be). `grace_s` is
     how long after its last write an unfinished save counts as running, in seconds.
 
+    A seal in the step is compared with it: sizes and metadata at every level, every
+    byte at `content`. `require_seal` asks for one that proves the step (22 without),
+    `key` is the key that it must have been made with. `marks` is a file of marks to be
+    read beside those in the step.
+
     A storage that fails gives the verdict `unknown`. Raises `UsageError` and
     `PathNotFound` where there is no such step, `StorageError` where the root that
     should hold it cannot be listed.
@@ -46,7 +54,15 @@ def verify(
     return look_at_target(
         step,
         level=known_level(level),
-        asked=conditions(require, world_size, saved_world_size, grace_s),
+        asked=conditions(
+            require,
+            world_size,
+            saved_world_size,
+            grace_s,
+            require_seal=require_seal,
+            key=key,
+            marks=marks,
+        ),
         pattern=pattern,
         storage_options=storage_options,
         endpoint_url=endpoint_url,
@@ -71,6 +87,9 @@ def look_at_target(
             pick(
                 target.root,
                 pattern=pattern,
+                require_seal=asked.require_seal,
+                key=asked.seal_key,
+                marks=asked.marks.path if asked.marks else None,
                 storage_options=storage_options,
                 endpoint_url=endpoint_url,
                 timeout_s=timeout_s,

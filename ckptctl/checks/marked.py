@@ -1,0 +1,54 @@
+"""What do the marks on a step mean for whoever wants to use it?
+
+A rejection or a superseded branch rules the step out; a pin and an acceptance are
+worth knowing. Marks on an earlier save of the step are told and do not count. How
+marks are stored and read is asked elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptctl.findings import Finding
+from ckptctl.formats.marks import Mark, Word, standing
+from ckptctl.model import Step
+
+_CODES = {
+    Word.REJECTED: "step.rejected",
+    Word.SUPERSEDED: "step.superseded",
+    Word.PINNED: "step.pinned",
+}
+
+
+def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iterator[Finding]:
+    """Yield `step.rejected`, `step.superseded`, `step.pinned`, `step.accepted`, `mark.lapsed`.
+
+    `marks` are all that were found, `metadata` is the `metadata_digest` of the save
+    that lies here.
+    """
+    own = [mark for mark in marks if mark.speaks_of(step.url, step.number, metadata)]
+    stand = standing(own)
+    for mark in stand:
+        if mark.word in _CODES:
+            yield _said(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
+        elif mark.word is Word.ACCEPTED and mark.lifts:
+            yield _said("step.accepted", mark, f"{_before(own, mark)}, and accepted {_who(mark)}")
+    for mark in standing(mark for mark in marks if mark not in own):
+        if mark.word in _CODES:
+            what = f"an earlier save of this step was {mark.word.value} {_who(mark)}"
+            yield _said("mark.lapsed", mark, what)
+
+
+def _said(code: str, mark: Mark, message: str) -> Finding:
+    evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
+    reason = f": {mark.reason}" if mark.reason else ""
+    return Finding(code, mark.id, message + reason + evidence, found=f"mark {mark.id}")
+
+
+def _who(mark: Mark) -> str:
+    return f"by {mark.by} at {mark.at}"
+
+
+def _before(own: Sequence[Mark], accepted: Mark) -> str:
+    words = sorted({mark.word.value for mark in own if mark.id in accepted.lifts})
+    return " and ".join(words)

@@ -1,0 +1,154 @@
+"""What does a mark say, and which of several marks stand?
+
+A mark is one word on a step, with who, when and why: one small file under
+`.ckptctl/marks/` of the step, or one line of a file of marks. It is never
+changed or removed: what it said is lifted by a later mark that names it. It
+speaks of one save of the step, known by the digest of its metadata, and lapses
+when the step is saved anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptctl.errors import OwnFileUnreadable
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.own_files import (
+    Fields,
+    canonical,
+    hex_in,
+    object_in,
+    optional_count_in,
+    read_back,
+    same_names,
+    text_in,
+    texts_in,
+    with_digest,
+)
+
+MARKS_FOLDER = f"{OWN_FOLDER}/marks"
+"""Where the marks of a step lie in it."""
+
+SCHEMA = "ckptctl.mark/1"
+
+MAX_MARK_BYTES = 256 << 10
+
+_MAX_OBJECTS = 64
+_SHA256_DIGITS = 64
+
+
+class Word(str, Enum):
+    """What a mark can say of a step. `accepted` and `unpinned` lift what was said before."""
+
+    REJECTED = "rejected"
+    SUPERSEDED = "superseded"
+    ACCEPTED = "accepted"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+
+    @property
+    def lifts(self) -> frozenset[Word]:
+        """The words that this one takes back."""
+        if self is Word.ACCEPTED:
+            return frozenset({Word.REJECTED, Word.SUPERSEDED})
+        return frozenset({Word.PINNED}) if self is Word.UNPINNED else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One word on a step; `at` is RFC 3339, `evidence` says where to look for the reasons.
+
+    `url` and `number` name the step, `metadata` is the `metadata_digest` of the save
+    that is meant, None where its metadata could not be read. `lifts` are the ids of
+    the marks that this one takes back.
+    """
+
+    id: str
+    word: Word
+    by: str
+    at: str
+    reason: str
+    url: str
+    number: int | None
+    metadata: str | None
+    evidence: tuple[str, ...] = ()
+    lifts: tuple[str, ...] = ()
+
+    def speaks_of(self, url: str, number: int | None, metadata: str | None) -> bool:
+        """Whether it is about this save of this step; a root may have moved since."""
+        if metadata is None or self.metadata is None:
+            return self.metadata == metadata and self.url == url
+        return (self.number, self.metadata) == (number, metadata)
+
+
+def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:
+    """One digest for all metadata files of a step, each given by path and SHA-256."""
+    if not digests:
+        return None
+    return hashlib.sha256(canonical(dict(digests))).hexdigest()
+
+
+def mark_bytes(mark: Mark) -> bytes:
+    """The mark as it is stored, one line."""
+    return with_digest(
+        {
+            "schema": SCHEMA,
+            "id": mark.id,
+            "word": mark.word.value,
+            "by": mark.by,
+            "at": mark.at,
+            "reason": mark.reason,
+            "evidence": list(mark.evidence),
+            "lifts": list(mark.lifts),
+            "step": {"url": mark.url, "number": mark.number, "metadata": mark.metadata},
+        }
+    )
+
+
+def parse_mark(data: bytes) -> Mark:
+    """The mark that a file or a line holds; raises `OwnFileUnreadable`."""
+    fields, _ = read_back(data, SCHEMA, _MARK_FIELDS, max_objects=_MAX_OBJECTS)
+    step = object_in(fields["step"], "step")
+    same_names(step, _STEP_FIELDS, "its step")
+    return Mark(
+        id=text_in(fields["id"], "id"),
+        word=_word(fields),
+        by=text_in(fields["by"], "by"),
+        at=text_in(fields["at"], "at"),
+        reason=text_in(fields["reason"], "reason"),
+        url=text_in(step["url"], "step.url"),
+        number=optional_count_in(step["number"], "step.number"),
+        metadata=(
+            None
+            if step["metadata"] is None
+            else hex_in(step["metadata"], "step.metadata", _SHA256_DIGITS)
+        ),
+        evidence=texts_in(fields["evidence"], "evidence"),
+        lifts=texts_in(fields["lifts"], "lifts"),
+    )
+
+
+_MARK_FIELDS = ("schema", "id", "word", "by", "at", "reason", "evidence", "lifts", "step")
+_STEP_FIELDS = ("url", "number", "metadata")
+
+
+def _word(fields: Fields) -> Word:
+    try:
+        return Word(fields["word"])
+    except ValueError:
+        raise OwnFileUnreadable(f"{str(fields['word'])[:64]!r} is no word of a mark") from None
+
+
+def standing(marks: Iterable[Mark]) -> tuple[Mark, ...]:
+    """The marks that no other one has lifted, oldest first.
+
+    A mark is lifted only by one that names it: what two writers say in the same
+    moment, with clocks that differ, is all kept.
+    """
+    known = sorted(marks, key=lambda mark: (mark.at, mark.id))
+    words = {mark.id: mark.word for mark in known}
+    lifted = {gone for mark in known for gone in mark.lifts if words.get(gone) in mark.word.lifts}
+    return tuple(mark for mark in known if mark.id not in lifted)

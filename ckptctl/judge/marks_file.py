@@ -1,0 +1,85 @@
+"""What marks does a file hold, for steps that cannot be written to?
+
+One mark a line, of any step of any root; new ones are only ever added at the end.
+A line that cannot be read may speak of the very step that is looked at, so it is
+told wherever the file is used.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+
+from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.findings import Finding
+from ckptctl.formats.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
+from ckptctl.storage.appending import append_line
+
+MAX_FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MarksInFile:
+    """The marks of a file, and a finding for each line that is not one."""
+
+    path: str
+    marks: tuple[Mark, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def read_marks_file(path: str) -> MarksInFile:
+    """All marks in a file; none where there is no file yet.
+
+    Raises `UsageError` where it cannot be read: a rejection that was asked for and is
+    not seen would be worse than no answer.
+    """
+    marks: list[Mark] = []
+    damaged: list[Finding] = []
+    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            if len(line) > MAX_MARK_BYTES:
+                raise OwnFileUnreadable(f"it is {len(line):,} bytes long")
+            marks.append(parse_mark(line))
+        except OwnFileUnreadable as error:
+            damaged.append(_damaged(path, number, error.message))
+    return MarksInFile(path, tuple(marks), tuple(damaged))
+
+
+def _content(path: str) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise _unreadable(path, error.strerror or type(error).__name__) from error
+    with os.fdopen(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise _unreadable(path, "it is no regular file")
+        if about.st_size > MAX_FILE_BYTES:
+            raise _unreadable(path, f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}")
+        return file.read()
+
+
+def _unreadable(path: str, why: str) -> UsageError:
+    return UsageError(f"the file of marks {path} cannot be read: {why}")
+
+
+def _damaged(path: str, number: int, why: str) -> Finding:
+    return Finding(
+        "mark.damaged",
+        f"{path}:{number}",
+        f"line {number} of {path} is no mark: {why}; it may have spoken of this step",
+        expected="one mark a line",
+        found=why,
+        next_command="ckptctl explain mark.damaged",
+    )
+
+
+def add_mark(path: str, mark: Mark) -> None:
+    """Add one mark to a file, durably; raises `StorageError` where that cannot be."""
+    append_line(path, mark_bytes(mark))

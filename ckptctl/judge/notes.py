@@ -1,0 +1,136 @@
+"""What has ckptctl itself noted about a step: its seal, and the marks on it?
+
+Read only where the listing of the step shows that there is something, or where
+the caller gave a file of marks. What is damaged becomes a finding, and the step is
+judged without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ckptctl.checks.marked import check_marks
+from ckptctl.checks.sealed import PROVES_NOTHING, Seen, check_seal, speaks_of_step
+from ckptctl.checks.words import inside
+from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
+from ckptctl.findings import Finding
+from ckptctl.formats.marks import MARKS_FOLDER, MAX_MARK_BYTES, Mark, metadata_digest, parse_mark
+from ckptctl.formats.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
+from ckptctl.judge.part_checks import PartLook
+from ckptctl.judge.reporting import Conditions, metadata_path
+from ckptctl.model import FileInfo, Step
+from ckptctl.storage.contract import Span, Store, TooLarge
+
+MAX_MARKS = 256
+"""So many marks of one step are read, the newest; more is not what people write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The seal of a step, if it speaks of this save of it, and what seal and marks say."""
+
+    seal: Seal | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+def read_notes(
+    store: Store,
+    step: Step,
+    parts: Sequence[PartLook],
+    conditions: Conditions,
+    known_faults: Collection[str] = (),
+) -> Notes:
+    """Read the seal and the marks of a step, and hold them against what was seen of it.
+
+    `known_faults` are the files that other findings speak of already. Storage errors
+    pass through. Cost: one read for the seal and one for each mark, where there are any.
+    """
+    metadata = {
+        metadata_path(look.part.path, one.rank): one.digest
+        for look in parts
+        for one in look.metadata
+    }
+    marks, damaged = _marks_of(store, step)
+    if conditions.marks is not None:
+        marks += conditions.marks.marks
+        damaged += conditions.marks.findings
+    current = metadata_digest(tuple(metadata.items()))
+    found = [*damaged, *check_marks(marks, step, current)]
+    named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}
+    seal, about = _seal_of(store, step)
+    if seal is not None:
+        said = check_seal(seal, Seen(step, metadata, named), key=conditions.seal_key)
+        # A file that the metadata misses, too, is one cause and one finding.
+        about += [finding for finding in said if finding.where not in known_faults]
+    if conditions.require_seal and (
+        seal is None or any(finding.code in PROVES_NOTHING for finding in about)
+    ):
+        about.append(_required(step, seal, about))
+    usable = seal if speaks_of_step(about) else None
+    return Notes(usable, (*found, *about))
+
+
+def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:
+    file = next((file for file in step.files if file.path == SEAL), None)
+    if file is None:
+        return None, []
+    try:
+        if file.kind != "file":
+            raise OwnFileUnreadable(f"it is a {file.kind}, not a file; it was not opened")
+        data = store.read(f"{step.name}/{SEAL}", limit=MAX_SEAL_BYTES)
+        return parse_seal(data), []
+    except OwnFileUnsupported as error:
+        return None, [_unreadable("seal.unsupported", SEAL, "the seal", error.message)]
+    except (OwnFileUnreadable, TooLarge) as error:
+        return None, [_unreadable("seal.invalid", SEAL, "the seal", error.message)]
+
+
+def _marks_of(store: Store, step: Step) -> tuple[tuple[Mark, ...], tuple[Finding, ...]]:
+    files = [
+        file
+        for file in step.files
+        if file.path.startswith(f"{MARKS_FOLDER}/") and file.path.endswith(".json")
+    ]
+    read = [f for f in files[-MAX_MARKS:] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
+    marks: list[Mark] = []
+    damaged = [_not_read(file) for file in files if file not in read]
+    spans = (Span(f"{step.name}/{file.path}", 0, file.size) for file in read)
+    for span, data in store.read_spans(spans):
+        path = span.path.removeprefix(f"{step.name}/")
+        try:
+            marks.append(parse_mark(data))
+        except OwnFileUnreadable as error:
+            damaged.append(_unreadable("mark.damaged", path, "a mark", error.message))
+    return tuple(marks), tuple(damaged)
+
+
+def _not_read(file: FileInfo) -> Finding:
+    why = f"{file.size:,} bytes, or one of too many marks; it was not read"
+    if file.kind != "file":
+        why = f"it is a {file.kind}, not a file; it was not opened"
+    return _unreadable("mark.damaged", file.path, "a mark", why)
+
+
+def _unreadable(code: str, where: str, what: str, why: str) -> Finding:
+    return Finding(
+        code,
+        where,
+        f"{what} cannot be used: {why}",
+        expected="a file as ckptctl writes it",
+        found=why,
+        next_command=f"ckptctl explain {code}",
+    )
+
+
+def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Finding:
+    reasons = [finding.code for finding in about if finding.code in PROVES_NOTHING]
+    what = f"there is one, but {', '.join(reasons)}" if reasons else "there is none"
+    return Finding(
+        "seal.required",
+        SEAL,
+        f"a seal that proves the step was asked for; {what}",
+        expected="a seal of this save",
+        found=seal.kind if seal else "no seal",
+        next_command=f"ckptctl seal {step.url}" if not reasons else f"ckptctl explain {reasons[0]}",
+    )
