@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--keep", type=Path, help="make the files here, and use those that are there")
+    parser.add_argument(
+        "--keep", type=Path, help="make the files here, and use those that are there"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         for order in ORDERS:

@@ -6,6 +6,7 @@ A `ChunkStorageMetadata` with its two sizes; see `hot_shapes` for how it is used
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from ckptctl.formats.hot_parts import Dims, Parts, n_size_slots
 from ckptctl.formats.hot_shapes import (
@@ -13,6 +14,7 @@ from ckptctl.formats.hot_shapes import (
     SET,
     Hole,
     HotShape,
+    Row,
     Window,
     is_class,
     is_size,
@@ -29,6 +31,10 @@ _EXPECTS = {
     "Size": is_size,
     "sizes": is_text("sizes"),
 }
+
+
+_OWN_SLOTS = 2
+"""The object and its state."""
 
 
 class ChunkRun(Run):
@@ -64,10 +70,16 @@ def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes)
     n_rows = min(len(offsets), len(sizes))
     if not n_rows:
         return 0
-    n_slots = 2 * n_rows
+    window = window.first(n_rows)
+    n_slots = _OWN_SLOTS * n_rows
     n_slots += n_size_slots(offset_parts[:n_rows], size_reference)
     n_slots += n_size_slots(size_parts[:n_rows], size_reference)
-    end = window.end_after(n_rows)
-    run = ChunkRun(CHUNK, window.start, end, window.first_slot, n_slots, in_pairs=False)
+    find_rows = partial(window.without_rows().find_rows, partial(_n_slots, size_reference))
+    run = ChunkRun(CHUNK, window.end, window.first_slot, n_slots, find_rows)
     run.offsets, run.sizes = offsets[:n_rows], sizes[:n_rows]
     return n_rows if machine.push_run(run, n_containers=n_slots) else 0
+
+
+def _n_slots(size_reference: bytes, row: Row) -> int:
+    offset, size, _ = row
+    return _OWN_SLOTS + n_size_slots((offset, size), size_reference)

@@ -77,6 +77,7 @@ class Parts:
         self.optional_sizes = Known(self._optional_size)
         self.ints = Known(_int)
         self.optional_ints = Known(self._optional_int)
+        self.slots = Known(_slot_read)
 
     def _text(self, part: bytes) -> str:
         if is_new_text(part):
@@ -123,13 +124,23 @@ def is_new_size(part: bytes) -> bool:
 def n_size_slots(parts: Sequence[bytes], size_reference: bytes) -> int:
     """How many slots of the memo sizes fill: three each, or two without a dimension.
 
-    One that is referred to, or missing, fills none. `size_reference` is what
-    refers to `torch.Size` in them.
+    One that is referred to, or missing, fills none. `size_reference` is what refers
+    to `torch.Size` in them, empty where none of them is made here.
     """
+    if not size_reference:
+        return 0
     lengths = list(map(len, parts))
     n_new = len(lengths) - lengths.count(0) - lengths.count(2) - lengths.count(5)
     n_dimensionless = lengths.count(len(size_reference) + len(b")\x85\x94R\x94"))
     return 3 * n_new - n_dimensionless
+
+
+def _slot_read(part: bytes) -> int:
+    """The memo slot that a part reads: -1 for a text or a size that is made here, or missing."""
+    if part and is_new_text(part):
+        _new_text(part)
+        return -1
+    return slot_of(part) if part and not is_new_size(part) else -1
 
 
 def _new_text(part: bytes) -> str:

@@ -30,6 +30,7 @@ Source: CPython 3.14 `Modules/_pickle.c`, `save_reduce` and `store_tuple_element
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,6 +38,7 @@ from itertools import islice
 from ckptctl.formats.hot_parts import DIMS, REFERENCE, slot_of
 from ckptctl.formats.inert import Function
 from ckptctl.formats.pickle_machine import Machine
+from ckptctl.formats.pickle_memo import Rows
 from ckptctl.formats.torch_names import SIZE
 
 MIN_WINDOW, MAX_WINDOW = 1_024, 65_536
@@ -94,12 +96,13 @@ class Window:
     end: int
     first_slot: int
 
-    def end_after(self, n_rows: int) -> int:
-        """Where the first `n_rows` objects end."""
+    def first(self, n_rows: int) -> Window:
+        """Its first `n_rows` objects, at least one."""
         if n_rows == len(self.rows):
-            return self.end
+            return self
         matches = self.pattern.finditer(self.data, self.start, self.end)
-        return next(islice(matches, n_rows - 1, None)).end()
+        end = next(islice(matches, n_rows - 1, None)).end()
+        return replace(self, rows=self.rows[:n_rows], end=end)
 
     def without_rows(self) -> Window:
         """Where the objects are, and nothing else."""
@@ -108,6 +111,14 @@ class Window:
     def matched_again(self) -> Window:
         """The same with its rows."""
         return replace(self, rows=self.pattern.findall(self.data, self.start, self.end))
+
+    def find_rows(self, n_slots: Callable[[Row], int]) -> Rows:
+        """Where each object begins; `n_slots` says how many slots of the memo one fills."""
+        starts, first_slots = array("q", [self.start]), array("q", [self.first_slot])
+        for match in self.pattern.finditer(self.data, self.start, self.end):
+            starts.append(match.end())
+            first_slots.append(first_slots[-1] + n_slots(match.groups(b"")))
+        return Rows(starts, first_slots)
 
 
 class HotShape:
@@ -129,7 +140,7 @@ class HotShape:
         self._push = push
         self._generic = _compiled(template(_open_holes()))
         self._learned: dict[Row, re.Pattern[bytes]] = {}
-        self._references: Row = ()
+        self._references: Row = (b"",) * len(expects)
         self._n_bytes = MAX_WINDOW
 
     def take(self, machine: Machine) -> None:
@@ -164,18 +175,25 @@ class HotShape:
         return Window(machine.data, pattern, rows, start, end, machine.memo.n_slots)
 
     def _learn(self, machine: Machine) -> bool:
-        """Take over the references of the object that follows; False where that is no news."""
+        """Take over the references of the object that follows; False where that is no news.
+
+        An object may lack some of them: no offset, for a bytes entry. Those that
+        are known from before are kept.
+        """
         match = self._generic.match(machine.data, machine.pos, machine.pos + MIN_WINDOW)
         if match is None or match[match.re.groups] is not None:
             return False
-        references = tuple(match[name] or b"" for name in self._expects)
+        references = tuple(
+            match[name] or known
+            for name, known in zip(self._expects, self._references, strict=True)
+        )
         if references == self._references:
             return False
         if references not in self._learned:
             if len(self._learned) == MAX_LEARNED or not self._is_meant(references, machine):
                 return False
             literal = {
-                name: re.escape(reference).decode("latin-1")
+                name: re.escape(reference).decode("latin-1") if reference else _NOTHING
                 for name, reference in zip(self._expects, references, strict=True)
             }
             self._learned[references] = _compiled(self._template(literal.__getitem__))
@@ -185,9 +203,13 @@ class HotShape:
     def _is_meant(self, references: Row, machine: Machine) -> bool:
         n_slots = machine.memo.n_slots
         return all(
-            reference and slot_of(reference) < n_slots and test(machine.recall(slot_of(reference)))
+            not reference
+            or (slot_of(reference) < n_slots and test(machine.recall(slot_of(reference))))
             for reference, test in zip(references, self._expects.values(), strict=True)
         )
+
+
+_NOTHING = "(?!)"
 
 
 def _compiled(template: str) -> re.Pattern[bytes]:

@@ -29,6 +29,7 @@ from ckptctl.formats.hot_shapes import (
     SET,
     Hole,
     HotShape,
+    Row,
     Window,
     is_class,
     is_size,
@@ -57,7 +58,7 @@ _OWN_SLOTS = 4
 class StorageRun(Run):
     """Keys and byte ranges in columns, one row for each; offsets and lengths in bytes."""
 
-    __slots__ = ("files", "fqns", "hints", "lengths", "offsets", "read_texts", "starts", "texts")
+    __slots__ = ("files", "find_texts", "fqns", "hints", "lengths", "offsets", "starts", "texts")
 
     fqns: list[str]
     hints: list[int | None]
@@ -66,47 +67,49 @@ class StorageRun(Run):
     starts: array[int]
     lengths: array[int]
     texts: MemoTexts | None
-    read_texts: Callable[[], MemoTexts]
+    find_texts: Callable[[], MemoTexts]
 
     def text_at(self, slot: int) -> str | None:
         """A name or a file that was written in one of the rows."""
         if self.texts is None:
-            self.texts = self.read_texts()
+            self.texts = self.find_texts()
         return self.texts.at(slot)
 
 
 class MemoTexts:
     """The texts that the rows of a window put into the memo, up to one that is unfit."""
 
-    __slots__ = ("_slots", "_texts", "first_slots")
+    __slots__ = ("_rows", "_slots", "_texts")
 
     def __init__(self, window: Window, size_reference: bytes, known: Known[str]) -> None:
-        self.first_slots = array("q")
+        self._rows = array("q")
         self._slots = array("q")
         self._texts: list[str] = []
         slot = window.first_slot
-        for fqn, _, offset, file, *_ in window.rows:
-            self.first_slots.append(slot)
+        for row, (fqn, _, offset, file, *_) in enumerate(window.rows):
             try:
-                slot += _OWN_SLOTS + self._add(fqn, slot + 2, known)
+                slot += _OWN_SLOTS + self._add(row, slot + 2, fqn, known)
                 slot += n_size_slots((offset,), size_reference)
-                slot += self._add(file, slot, known)
+                slot += self._add(row, slot, file, known)
             except Unfit:
                 return
 
-    def _add(self, part: bytes, slot: int, known: Known[str]) -> int:
+    def _add(self, row: int, slot: int, part: bytes, known: Known[str]) -> int:
         if not is_new_text(part):
             return 0
         self._texts.append(known[part])
         self._slots.append(slot)
+        self._rows.append(row)
         return 1
 
-    def at(self, slot: int) -> str | None:
-        """The text in a slot of the memo."""
-        position = bisect_left(self._slots, slot)
-        if position < len(self._slots) and self._slots[position] == slot:
-            return self._texts[position]
-        return None
+    def at(self, slot: int, *, before: int | None = None) -> str | None:
+        """The text in a slot of the memo, if it is of a row `before` that one."""
+        found = bisect_left(self._slots, slot)
+        if found == len(self._slots) or self._slots[found] != slot:
+            return None
+        if before is not None and self._rows[found] >= before:
+            return None
+        return self._texts[found]
 
 
 def storage_shape(parts: Parts) -> HotShape:
@@ -138,18 +141,31 @@ def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes)
     n_rows = min(len(fqns), len(files), len(offsets))
     if not n_rows:
         return 0
+    window = window.first(n_rows)
     n_texts = sum(map(is_new_text, fqn_parts[:n_rows])) + sum(map(is_new_text, file_parts[:n_rows]))
     n_containers = _OWN_SLOTS * n_rows + n_size_slots(offset_parts[:n_rows], size_reference)
-    n_slots = n_containers + n_texts
-    end = window.end_after(n_rows)
-    run = StorageRun(INDEX, window.start, end, window.first_slot, n_slots, in_pairs=True)
+    place = window.without_rows()
+    run = StorageRun(
+        INDEX,
+        window.end,
+        window.first_slot,
+        n_containers + n_texts,
+        partial(place.find_rows, partial(_n_slots, size_reference)),
+        in_pairs=True,
+    )
     run.fqns, run.files, run.offsets = fqns[:n_rows], files[:n_rows], offsets[:n_rows]
     run.hints = list(map(parts.optional_ints.__getitem__, hint_parts[:n_rows]))
     run.starts = array("q", map(parts.ints.__getitem__, start_parts[:n_rows]))
     run.lengths = array("q", map(parts.ints.__getitem__, length_parts[:n_rows]))
     run.texts = names.texts
-    run.read_texts = partial(_texts_again, window.without_rows(), size_reference, parts.texts)
+    run.find_texts = partial(_texts_again, place, size_reference, parts.texts)
     return n_rows if machine.push_run(run, n_containers) else 0
+
+
+def _n_slots(size_reference: bytes, row: Row) -> int:
+    fqn, _, offset, file, *_ = row
+    n_texts = is_new_text(fqn) + is_new_text(file)
+    return _OWN_SLOTS + n_texts + n_size_slots((offset,), size_reference)
 
 
 def _texts_again(window: Window, size_reference: bytes, known: Known[str]) -> MemoTexts:
@@ -179,8 +195,8 @@ class _Names:
             return False
         if self.texts is None:
             self.texts = MemoTexts(self._window, self._size_reference, self._known)
-        text = self.texts.at(slot_of(part))
-        if text is None or slot_of(part) >= self.texts.first_slots[row]:
+        text = self.texts.at(slot_of(part), before=row)
+        if text is None:
             return False
         self._known[part] = text
         return True

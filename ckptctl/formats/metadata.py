@@ -19,6 +19,7 @@ from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.chunk_table import ChunkTable, Dims
 from ckptctl.formats.hot_chunks import ChunkRun, chunk_shape
 from ckptctl.formats.hot_parts import Parts
+from ckptctl.formats.hot_plans import plan_shape
 from ckptctl.formats.hot_storage import StorageRun, storage_shape
 from ckptctl.formats.inert import Inert, Malformed, shown
 from ckptctl.formats.metadata_grammar import (
@@ -31,6 +32,7 @@ from ckptctl.formats.metadata_grammar import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    WRITE_ITEM,
     Encoded,
     Layout,
 )
@@ -46,7 +48,11 @@ Fields = Mapping[object, object]
 def hot_shapes(machine: Machine) -> Mapping[str, Shape]:
     """The shapes of metadata, by the object after which each is tried."""
     parts = Parts(machine)
-    return {CHUNK: chunk_shape(parts), STORAGE_INFO: storage_shape(parts)}
+    return {
+        CHUNK: chunk_shape(parts),
+        STORAGE_INFO: storage_shape(parts),
+        WRITE_ITEM: plan_shape(parts),
+    }
 
 
 def decode_metadata(

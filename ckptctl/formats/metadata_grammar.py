@@ -27,6 +27,8 @@ PROPERTIES = "TensorProperties"
 INDEX = "MetadataIndex"
 STORAGE_META = "StorageMeta"
 STORAGE_INFO = "_StorageInfo"
+WRITE_ITEM = "WriteItem"
+WRITE_DATA = "TensorWriteData"
 
 _LAYOUTS = (
     "strided",
@@ -113,7 +115,7 @@ GRAMMAR = Grammar(
         (_MEGATRON, "MCoreSavePlan"): _class("SavePlan"),
         **{
             (f"{_DCP}.planner", kind): _class(kind)
-            for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+            for kind in ("SavePlan", WRITE_ITEM, WRITE_DATA, "BytesIOWriteData")
         },
         (f"{_DCP}.planner", "WriteItemType"): Function(
             "WriteItemType", _enumeration(_WRITE_ITEM_TYPES)

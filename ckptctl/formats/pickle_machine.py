@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.inert import Function, Grammar, Malformed, shown
-from ckptctl.formats.pickle_memo import Memo, Run
+from ckptctl.formats.pickle_memo import Memo, Replayed, Run
 
 MAX_MARKS = 1_000
 """How deep containers may be open at once; torch's metadata opens eight."""
@@ -182,13 +182,21 @@ class Machine:
         return values
 
     def values_of(self, run: Run) -> list[object]:
-        """The values of a run, one by one: its bytes are interpreted after all."""
-        if not run.values:
-            inner = Machine(self.data, self.grammar, self.opcodes, Memo(self.memo, run.first_slot))
-            inner.pos, inner.end = run.start, run.end
+        """The values of a run, one by one."""
+        values: list[object] = []
+        for row in range(len(run.rows.starts) - 1):
+            values += self._replay(run, row).values
+        return values
+
+    def _replay(self, run: Run, row: int) -> Replayed:
+        """Interpret the bytes of one row of a run after all, once."""
+        if row not in run.replayed:
+            memo = Memo(self.memo, run.rows.first_slots[row])
+            inner = Machine(self.data, self.grammar, self.opcodes, memo)
+            inner.pos, inner.end = run.rows.starts[row : row + 2]
             inner.step_to_stop()
-            run.values, run.slots = inner.stack, inner.memo.values
-        return run.values
+            run.replayed[row] = Replayed(inner.stack, memo.values)
+        return run.replayed[row]
 
     def remember(self, slot: int) -> None:
         """Put the topmost value into the memo; writers fill the slots one after the other."""
@@ -206,8 +214,8 @@ class Machine:
         text = value.text_at(slot)
         if text is not None:
             return text
-        self.values_of(value)
-        return value.slots[slot - value.first_slot]
+        row = value.row_of(slot)
+        return self._replay(value, row).slots[slot - value.rows.first_slots[row]]
 
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""

@@ -7,36 +7,73 @@ the pickle asks for it.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ckptctl.formats.inert import Inert
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where each row of a run begins: in the bytes, and in the memo; and where the last ends."""
+
+    starts: array[int]
+    first_slots: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One row of a run, interpreted after all: what it leaves on the stack and in the memo."""
+
+    values: list[object]
+    slots: list[object]
 
 
 class Run(Inert):
     """Values that a hot shape took in one go; on the stack it stands for all of them.
 
-    They are written in the bytes from `start` to `end` and fill `n_slots` slots of
-    the memo, from `first_slot` on. `kind` is the kind of the first of them.
-    `in_pairs` says that they are keys and values by turns. `values` and `slots` are
-    only there once somebody needed the values one by one.
+    It ends at byte `end`, and fills `n_slots` slots of the memo from `first_slot` on.
+    `kind` is the kind of the first value; `in_pairs` says that the values are keys
+    and what they lead to, by turns. `find_rows` says where each row is; it is asked
+    once somebody needs a value by itself.
     """
 
-    __slots__ = ("end", "first_slot", "in_pairs", "n_slots", "slots", "start", "values")
+    __slots__ = ("_rows", "end", "find_rows", "first_slot", "in_pairs", "n_slots", "replayed")
 
     def __init__(
-        self, kind: str, start: int, end: int, first_slot: int, n_slots: int, *, in_pairs: bool
+        self,
+        kind: str,
+        end: int,
+        first_slot: int,
+        n_slots: int,
+        find_rows: Callable[[], Rows],
+        *,
+        in_pairs: bool = False,
     ) -> None:
         super().__init__(kind)
-        self.start = start
         self.end = end
         self.first_slot = first_slot
         self.n_slots = n_slots
+        self.find_rows = find_rows
         self.in_pairs = in_pairs
-        self.values: list[object] = []
-        self.slots: list[object] = []
+        self.replayed: dict[int, Replayed] = {}
+        self._rows: Rows | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Where the rows are."""
+        if self._rows is None:
+            self._rows = self.find_rows()
+        return self._rows
+
+    def row_of(self, slot: int) -> int:
+        """The row that fills a slot of the memo."""
+        return bisect_right(self.rows.first_slots, slot) - 1
 
     def text_at(self, slot: int) -> str | None:  # noqa: ARG002
-        """The string in one of its slots, where it is known without reading all values."""
+        """The string in one of its slots, where it is known without a replay."""
         return None
 
 
@@ -51,8 +88,8 @@ class Memo:
         self.n_slots = first
         self.values: list[object] = []
         self._runs: list[Run] = []
-        self._first_slots: list[int] = []
-        self._n_skipped = [0]
+        self._first_slots = array("q")
+        self._n_skipped = array("q", [0])
 
     def put(self, value: object) -> None:
         """Fill the next slot."""

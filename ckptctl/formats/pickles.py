@@ -34,16 +34,24 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
     not have, `MetadataUnreadable` for anything that is not a whole, well-formed
     pickle. Both name the offset in bytes. Time and memory are linear in the size.
     """
-    machine = Machine(data, grammar, OPCODES)
-    if shapes is not None:
-        machine.shapes = shapes(machine)
     try:
         with collector_paused():
-            return machine.run()
+            try:
+                return _machine(data, grammar, shapes).run()
+            except RecursionError:
+                # Runs that refer to runs, thousands deep: only a forger writes that.
+                return _machine(data, grammar, None).run()
     except MemoryError:
         raise MetadataUnreadable(
             f"{len(data):,} bytes of pickle need more memory than there is"
         ) from None
+
+
+def _machine(data: bytes, grammar: Grammar, shapes: Shapes | None) -> Machine:
+    machine = Machine(data, grammar, OPCODES)
+    if shapes is not None:
+        machine.shapes = shapes(machine)
+    return machine
 
 
 @contextmanager
