@@ -26,34 +26,32 @@ OWN_FOLDER = ".ckptctl"
 _N = r"(?P<step>[0-9]{1,19})"
 
 # In this order: the first that matches the whole name says what it is.
-_STEP_NAMES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (layout, re.compile(pattern))
-    for layout, pattern in (
-        ("torchtitan", rf"step-{_N}"),
-        ("dcp", rf"step_{_N}"),
-        ("olmo-core", rf"step{_N}"),
-        ("megatron", rf"iter_{_N}"),
-        ("automodel", rf"epoch_[0-9]+_step_{_N}"),
-        ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
-        ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
-        ("transformers", rf"checkpoint-{_N}"),
-        ("accelerate", rf"checkpoint_{_N}"),
-        ("deepspeed", rf"global_step{_N}"),
-        ("verl", rf"global_step_{_N}"),
-        ("composer", rf"ep[0-9]+-ba{_N}"),
-        ("torchtune", rf"epoch_{_N}"),
-        ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
-    )
+# Patterns are text: `re` compiles those that are used, and a start pays for no other.
+_STEP_NAMES = (
+    ("torchtitan", rf"step-{_N}"),
+    ("dcp", rf"step_{_N}"),
+    ("olmo-core", rf"step{_N}"),
+    ("megatron", rf"iter_{_N}"),
+    ("automodel", rf"epoch_[0-9]+_step_{_N}"),
+    ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
+    ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
+    ("transformers", rf"checkpoint-{_N}"),
+    ("accelerate", rf"checkpoint_{_N}"),
+    ("deepspeed", rf"global_step{_N}"),
+    ("verl", rf"global_step_{_N}"),
+    ("composer", rf"ep[0-9]+-ba{_N}"),
+    ("torchtune", rf"epoch_{_N}"),
+    ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
 )
-_BARE_NUMBER = re.compile(_N)
+_BARE_NUMBER = _N
 
-_UNFINISHED = re.compile(
+_UNFINISHED = (
     r"tmp-(?P<after>.+)"
     r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
     r"|\.orbax-checkpoint-tmp.*)"
 )
 _FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
-_UNFINISHED_MARKERS = re.compile(r"\.incomplete|.+-unfinished")
+_UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         return _named(name, "dcp", match) if match else None
     if name.startswith("."):
         return None
-    unfinished = _UNFINISHED.fullmatch(name)
+    unfinished = re.fullmatch(_UNFINISHED, name)
     if unfinished:
         inner = step_name(unfinished["after"] or unfinished["before"])
         if inner is None:
@@ -109,10 +107,10 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         return StepName(name, inner.number, inner.layout, unfinished=True, bare=inner.bare)
     stem = _without_flat_suffix(name)
     for layout, expression in _STEP_NAMES:
-        match = expression.fullmatch(name) or expression.fullmatch(stem)
+        match = re.fullmatch(expression, name) or re.fullmatch(expression, stem)
         if match:
             return _named(name, layout, match)
-    match = _BARE_NUMBER.fullmatch(name)
+    match = re.fullmatch(_BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
 
@@ -147,7 +145,7 @@ _POINTERS: Mapping[str, str] = {
     "last.ckpt": "a link",
     "latest_universal": "a name",
 }
-_RANK_POINTER = re.compile(r"latest-rank[0-9]+(?:\.pt)?(?:\.symlink)?")
+_RANK_POINTER = r"latest-rank[0-9]+(?:\.pt)?(?:\.symlink)?"
 
 MAX_POINTER_BYTES = 4096
 
@@ -156,7 +154,7 @@ def is_pointer(file: FileInfo) -> bool:
     """Whether a file directly under the root is a pointer that can be read as text or link."""
     if file.kind == "dir":
         return False
-    return file.path in _POINTERS or bool(_RANK_POINTER.fullmatch(file.path))
+    return file.path in _POINTERS or bool(re.fullmatch(_RANK_POINTER, file.path))
 
 
 def pointed_step(
@@ -177,28 +175,28 @@ def pointed_step(
 
 # Parts: the folders of tensors in a step.
 
-_SHARD = re.compile(r"__(?P<rank>[0-9]+)_[0-9]+\.distcp")
-_HUGGING_FACE_SHARD = re.compile(r"shard-(?P<number>[0-9]{1,9})-[^/]*\.safetensors")
-_RANK_LOCAL = re.compile(r"__(?P<rank>[0-9]+)\.metadata")
+_SHARD = r"__(?P<rank>[0-9]+)_[0-9]+\.distcp"
+_HUGGING_FACE_SHARD = r"shard-(?P<number>[0-9]{1,9})-[^/]*\.safetensors"
+_RANK_LOCAL = r"__(?P<rank>[0-9]+)\.metadata"
 METADATA = ".metadata"
 METADATA_TMP = ".metadata.tmp"
 
 
 def shard_rank(file_name: str) -> int | None:
     """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
-    match = _SHARD.fullmatch(file_name)
+    match = re.fullmatch(_SHARD, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
 def hugging_face_rank(file_name: str) -> int | None:
     """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
-    match = _HUGGING_FACE_SHARD.fullmatch(file_name)
+    match = re.fullmatch(_HUGGING_FACE_SHARD, file_name)
     return int(match["number"]) - 1 if match and int(match["number"]) > 0 else None
 
 
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
-    match = _RANK_LOCAL.fullmatch(file_name)
+    match = re.fullmatch(_RANK_LOCAL, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
@@ -251,27 +249,24 @@ def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
 
 
 # By the full path below the step; the first row that matches any file decides.
-_OTHER_FORMATS: tuple[tuple[PartFormat, re.Pattern[str]], ...] = tuple(
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
-        (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
-        (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
-        (
-            PartFormat.DEEPSPEED,
-            r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
-        ),
-        (
-            PartFormat.MEGATRON_LEGACY,
-            r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
-        ),
-    )
+_OTHER_FORMATS = (
+    (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
+    (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
+    (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
+    (
+        PartFormat.DEEPSPEED,
+        r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
+    ),
+    (
+        PartFormat.MEGATRON_LEGACY,
+        r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
+    ),
 )
-_FLAT_FILE = re.compile(
+_FLAT_FILE = (
     r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|state|checkpoint)[^/]*"
     r"\.(?:pt|pth|bin|ckpt)"
 )
-_ANY_FLAT = re.compile(r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)")
+_ANY_FLAT = r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)"
 
 
 def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
@@ -281,18 +276,18 @@ def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
         for file in folders[folder]
     ]
     for kind, expression in _OTHER_FORMATS:
-        if any(expression.fullmatch(path) for path in paths):
+        if any(re.fullmatch(expression, path) for path in paths):
             return (Part("", kind, _flattened(folders)),)
     safetensors = tuple(
         Part(folder, PartFormat.SAFETENSORS, tuple(inside))
         for folder, inside in sorted(folders.items())
         if any(file.path.endswith(".safetensors") for file in inside)
     )
-    if any(_FLAT_FILE.fullmatch(path) for path in paths):
+    if any(re.fullmatch(_FLAT_FILE, path) for path in paths):
         return (*safetensors, Part("", PartFormat.FLAT, _flattened(folders)))
     if safetensors:
         return safetensors
-    if any(_ANY_FLAT.fullmatch(path) for path in paths):
+    if any(re.fullmatch(_ANY_FLAT, path) for path in paths):
         return (Part("", PartFormat.FLAT, _flattened(folders)),)
     return ()
 
@@ -307,19 +302,16 @@ def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...
 
 # Whose step is it, and what does its framework write last?
 
-_SIGNATURES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
-    (layout, names, re.compile(sign))
-    for layout, names, sign in (
-        # layout, layouts by name that it may refine, a file that only it writes
-        ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
-        ("lightning", "torchtitan dcp", r"meta\.pt"),
-        ("megatron-bridge", "megatron", r"run_config\.yaml"),
-        ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
-        ("accelerate", "accelerate transformers dcp", r"random_states_[0-9]+\.pkl"),
-        ("kempnerforge", "dcp", r"train_state\.pt"),
-        ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
-        ("nanotron", "dcp", r"checkpoint_metadata\.json"),
-    )
+_SIGNATURES = (
+    # layout, layouts by name that it may refine, a file that only it writes
+    ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
+    ("lightning", "torchtitan dcp", r"meta\.pt"),
+    ("megatron-bridge", "megatron", r"run_config\.yaml"),
+    ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
+    ("accelerate", "accelerate transformers dcp", r"random_states_[0-9]+\.pkl"),
+    ("kempnerforge", "dcp", r"train_state\.pt"),
+    ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
+    ("nanotron", "dcp", r"checkpoint_metadata\.json"),
 )
 
 # Names that others use too: without the signature they are plain DCP.
@@ -336,7 +328,7 @@ def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
     """The framework whose step this is, by its name and by the files in it; else `dcp`."""
     paths = [file.path for file in files]
     for layout, names, sign in _SIGNATURES:
-        if named.layout in names.split() and any(sign.fullmatch(path) for path in paths):
+        if named.layout in names.split() and any(re.fullmatch(sign, path) for path in paths):
             return layout
     return "dcp" if named.layout in _NEEDS_SIGNATURE else named.layout
 
@@ -354,18 +346,18 @@ def missing_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
 
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
     """Marker files that a framework keeps in a step until it is whole."""
-    return tuple(f.path for f in files if _UNFINISHED_MARKERS.fullmatch(f.path))
+    return tuple(f.path for f in files if re.fullmatch(_UNFINISHED_MARKERS, f.path))
 
 
-_STAGE = re.compile(r"pp(?P<stage>[0-9]{1,6})")
+_STAGE = r"pp(?P<stage>[0-9]{1,6})"
 
 
 def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
     """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
-    stages = {int(match["stage"]) for p in parts if (match := _STAGE.fullmatch(p.path))}
+    stages = {int(match["stage"]) for p in parts if (match := re.fullmatch(_STAGE, p.path))}
     return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
 
 
 def is_stage(path: str) -> bool:
     """Whether a part is a pipeline stage, whose ranks are numbered from 0 again."""
-    return _STAGE.fullmatch(path) is not None
+    return re.fullmatch(_STAGE, path) is not None

@@ -22,7 +22,7 @@ Path = Sequence[str | int]
 # Words in front of everything else that say nothing about the kind.
 _WRAPPERS = frozenset({"app", "app_state", "state", "train_state", "trainer", "checkpoint", "ckpt"})
 
-_OPTIMIZER_HEAD = re.compile(
+_OPTIMIZER_HEAD = (
     r"(?:raw_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_state)(?:_[0-9]+)?"
     r"|chained_[0-9]+|optimizer_state_dict"
 )
@@ -44,15 +44,15 @@ _OPTIMIZER_MOMENTS = frozenset(
     }
 )
 _ADAM_SETTINGS = frozenset({"betas", "amsgrad"})
-_RNG_HEAD = re.compile(
+_RNG_HEAD = (
     r"(?:rngs?|rng_tracker_states?|random_states?|(?:.*_)?rng_states?|.*_rng)"
     r"(?:_(?:dp_|global_)?rank)?_?[0-9]*"
 )
-_SCHEDULER_HEAD = re.compile(
+_SCHEDULER_HEAD = (
     r"(?:lr_|learning_rate_)?(?:scheduler|schedulers|sched)(?:_[0-9]+)?"
     r"|opt_param_scheduler|lr_schedule|scheduler_state_dict"
 )
-_DATALOADER_HEAD = re.compile(
+_DATALOADER_HEAD = (
     r"(?:train_|training_)?(?:dataloader|data_loader|loader|dataset|data_iterator|data_iter)"
     r"(?:_state|_state_dict|s)?(?:_(?:dp_)?rank)?_?[0-9]*"
     r"|dl_state(?:_dict)?|sampler|data_state|data_stages"
@@ -102,11 +102,11 @@ _TOKEN_LEAVES = frozenset(
         "samples_seen",
     }
 )
-_MODEL_HEAD = re.compile(
+_MODEL_HEAD = (
     r"models?(?:_[0-9]+|_state|_state_dict)?|module|state_dict|weights|ema(?:_model)?|actor|critic"
     r"|pytorch_model(?:_fsdp)?_[0-9]+"
 )
-_RANK = re.compile(r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})")
+_RANK = r"(?:.*_)?(?:dp_?|global_|local_)?(?:rank|r)_?(?P<rank>[0-9]{1,7})"
 
 CPU_RNG_BYTES = 5056
 """Size of torch's CPU generator state, a 1-d uint8 tensor (`torch.get_rng_state`)."""
@@ -134,13 +134,13 @@ def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
     head, leaf = words[0], words[-1]
     if _is_optimizer(words):
         return Kind(("optimizer",))
-    if _MODEL_HEAD.fullmatch(head) or _holds_weights(tensor):
+    if re.fullmatch(_MODEL_HEAD, head) or _holds_weights(tensor):
         return Kind(("model",))
-    if any(_RNG_HEAD.fullmatch(word) for word in words[:2]):
+    if any(re.fullmatch(_RNG_HEAD, word) for word in words[:2]):
         return Kind(("rng",), _rank_in(words))
-    if _SCHEDULER_HEAD.fullmatch(head):
+    if re.fullmatch(_SCHEDULER_HEAD, head):
         return Kind(("scheduler",))
-    if _DATALOADER_HEAD.fullmatch(head) or not _DATALOADER_MARKS.isdisjoint(words):
+    if re.fullmatch(_DATALOADER_HEAD, head) or not _DATALOADER_MARKS.isdisjoint(words):
         return Kind(("dataloader",), _rank_in(words))
     if tensor is not None and tensor.dtype == "uint8" and tensor.shape == (CPU_RNG_BYTES,):
         return Kind(("rng",), _rank_in(words))
@@ -165,7 +165,7 @@ def _unwrapped(words: list[str]) -> list[str]:
 
 
 def _is_optimizer(words: Sequence[str]) -> bool:
-    if _OPTIMIZER_HEAD.fullmatch(words[0]) or "param_groups" in words:
+    if re.fullmatch(_OPTIMIZER_HEAD, words[0]) or "param_groups" in words:
         return True
     return "state" in words[:-1] and words[-1] in _OPTIMIZER_MOMENTS
 
@@ -185,7 +185,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
         if word.startswith("shard_"):
             # Megatron's ShardedObject: `shard_{offsets}_{shape}`, dots inside both.
             return ".".join(words[at:])
-        match = _RANK.fullmatch(word)
+        match = re.fullmatch(_RANK, word)
         if match:
             return match["rank"]
         if word.isdigit() and words[0].startswith(("rng", "random")):
@@ -199,7 +199,7 @@ def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
     The folder of the part counts too: `optimizer_0/` holds the optimizer.
     """
     folder = part_path.rsplit("/", maxsplit=1)[-1]
-    telling = _OPTIMIZER_HEAD.fullmatch(folder) or _MODEL_HEAD.fullmatch(folder)
+    telling = re.fullmatch(_OPTIMIZER_HEAD, folder) or re.fullmatch(_MODEL_HEAD, folder)
     front = (folder,) if telling else ()
     kinds = {
         fqn: kind_of_entry((*front, *(entry.path or (fqn,))), entry)
@@ -239,36 +239,33 @@ def optimizer_of(path: Path) -> str:
 # Files beside the shards: what they hold, by their names. A file of several
 # kinds is believed until someone has looked inside.
 
-_SIDECARS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = tuple(
-    (layout, re.compile(name), tuple(kinds.split()))
-    for layout, name, kinds in (
-        ("kempnerforge", r"train_state\.pt", "step tokens rng scheduler dataloader"),
-        ("megatron-bridge", r"train_state\.pt", "step tokens"),
-        ("lightning", r"meta\.pt", "step scheduler"),
-        ("megatron", r"common\.pt", "step scheduler tokens"),
-        ("megatron-bridge", r"common\.pt", "step scheduler tokens"),
-        ("olmo-core", r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader"),
-        ("bytecheckpoint", r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler"),
-        ("bytecheckpoint", r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader"),
-        ("nanotron", r"checkpoint_metadata\.json", "step tokens"),
-        ("", r"trainer_state\.json", "step"),
-        ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)\.(?:pt|pth|pkl)", "rng"),
-        ("", r"(?:.*/)?rng(?:_states?)?\.(?:pt|pth|pkl)", "rng"),
-        ("", r"random/.*", "rng"),
-        ("", r"(?:.*/)?(?:lr_)?scheduler(?:_[0-9]+)?\.(?:pt|pth|bin)", "scheduler"),
-        ("", r"lr_scheduler/.*", "scheduler"),
-        (
-            "",
-            r"(?:.*/)?(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?\.(?:pt|pkl|bin)",
-            "dataloader",
-        ),
-        ("", r"(?:.*/)?(?:sampler|dl_state_dict)[^/]*\.(?:pt|bin|pkl)", "dataloader"),
-        ("verl", r"data\.pt", "dataloader"),
-        ("", r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
-        ("", r"(?:.*/)?optimizer(?:_[0-9]+)?\.(?:pt|pth|bin)", "optimizer"),
-        ("", r"(?:.*/)?(?:pytorch_model|model|consolidated)[^/]*\.(?:pt|pth|bin)", "model"),
-        ("", r"(?:.*/)?[^/]*model[^/]*\.safetensors", "model"),
-    )
+_SIDECARS = (
+    ("kempnerforge", r"train_state\.pt", "step tokens rng scheduler dataloader"),
+    ("megatron-bridge", r"train_state\.pt", "step tokens"),
+    ("lightning", r"meta\.pt", "step scheduler"),
+    ("megatron", r"common\.pt", "step scheduler tokens"),
+    ("megatron-bridge", r"common\.pt", "step scheduler tokens"),
+    ("olmo-core", r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader"),
+    ("bytecheckpoint", r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler"),
+    ("bytecheckpoint", r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader"),
+    ("nanotron", r"checkpoint_metadata\.json", "step tokens"),
+    ("", r"trainer_state\.json", "step"),
+    ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)\.(?:pt|pth|pkl)", "rng"),
+    ("", r"(?:.*/)?rng(?:_states?)?\.(?:pt|pth|pkl)", "rng"),
+    ("", r"random/.*", "rng"),
+    ("", r"(?:.*/)?(?:lr_)?scheduler(?:_[0-9]+)?\.(?:pt|pth|bin)", "scheduler"),
+    ("", r"lr_scheduler/.*", "scheduler"),
+    (
+        "",
+        r"(?:.*/)?(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?\.(?:pt|pkl|bin)",
+        "dataloader",
+    ),
+    ("", r"(?:.*/)?(?:sampler|dl_state_dict)[^/]*\.(?:pt|bin|pkl)", "dataloader"),
+    ("verl", r"data\.pt", "dataloader"),
+    ("", r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
+    ("", r"(?:.*/)?optimizer(?:_[0-9]+)?\.(?:pt|pth|bin)", "optimizer"),
+    ("", r"(?:.*/)?(?:pytorch_model|model|consolidated)[^/]*\.(?:pt|pth|bin)", "model"),
+    ("", r"(?:.*/)?[^/]*model[^/]*\.safetensors", "model"),
 )
 
 
@@ -278,7 +275,7 @@ def kind_of_file(layout: str, path: str) -> Kind | None:
     None for a file that holds no train state, or that we do not know.
     """
     for owner, name, kinds in _SIDECARS:
-        match = name.fullmatch(path) if owner in ("", layout) else None
+        match = re.fullmatch(name, path) if owner in ("", layout) else None
         if match:
-            return Kind(kinds, match.groupdict().get("rank"))
+            return Kind(tuple(kinds.split()), match.groupdict().get("rank"))
     return None
