@@ -20,9 +20,12 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckptctl.findings import Finding, Report, Severity, Verdict
+    from ckptctl.formats.marks import Mark, Word
+    from ckptctl.judge.marking import mark
     from ckptctl.judge.picking import pick
-    from ckptctl.judge.results import Answer, Contents, PassedOver, Pick, Scan
+    from ckptctl.judge.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
     from ckptctl.judge.scanning import scan
+    from ckptctl.judge.sealing import seal
     from ckptctl.judge.showing import show
     from ckptctl.judge.verifying import verify
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
@@ -36,6 +39,8 @@ __all__ = [
     "Contents",
     "Finding",
     "Level",
+    "Mark",
+    "Marked",
     "MissingExtra",
     "NothingToResume",
     "PassedOver",
@@ -43,6 +48,7 @@ __all__ = [
     "Pick",
     "Report",
     "Scan",
+    "Sealed",
     "Severity",
     "StatePart",
     "StorageError",
@@ -50,9 +56,12 @@ __all__ = [
     "TrainState",
     "UsageError",
     "Verdict",
+    "Word",
     "WorldSize",
+    "mark",
     "pick",
     "scan",
+    "seal",
     "show",
     "verify",
 ]
@@ -63,9 +72,12 @@ _HOMES = {
         "StorageUnavailable UsageError"
     ),
     "ckptctl.findings": "Finding Report Severity Verdict",
+    "ckptctl.formats.marks": "Mark Word",
+    "ckptctl.judge.marking": "mark",
     "ckptctl.judge.picking": "pick",
-    "ckptctl.judge.results": "Answer Contents PassedOver Pick Scan",
+    "ckptctl.judge.results": "Answer Contents Marked PassedOver Pick Scan Sealed",
     "ckptctl.judge.scanning": "scan",
+    "ckptctl.judge.sealing": "seal",
     "ckptctl.judge.showing": "show",
     "ckptctl.judge.verifying": "verify",
     "ckptctl.model": "Level StatePart TrainState WorldSize",

@@ -23,10 +23,10 @@ _CODES = {
 def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iterator[Finding]:
     """Yield `step.rejected`, `step.superseded`, `step.pinned`, `step.accepted`, `mark.lapsed`.
 
-    `marks` are all that were found, `metadata` is the `metadata_digest` of the save
-    that lies here.
+    `marks` are all that were found on the step, whichever save of it they speak of;
+    `metadata` is the `metadata_digest` of the save that lies here.
     """
-    own = [mark for mark in marks if mark.speaks_of(step.url, step.number, metadata)]
+    own = [mark for mark in marks if mark.speaks_of(step.number, metadata)]
     stand = standing(own)
     for mark in stand:
         if mark.word in _CODES:

@@ -233,7 +233,9 @@ def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") ->
 def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
     sealed = {file.path for file in seal.files}
     unsealed = [
-        file.path for file in seen.step.files if file.path not in sealed and not is_own(file.path)
+        file.path
+        for file in seen.step.files
+        if file.kind == "file" and file.path not in sealed and not is_own(file.path)
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:

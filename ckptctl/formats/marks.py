@@ -77,10 +77,8 @@ class Mark:
     evidence: tuple[str, ...] = ()
     lifts: tuple[str, ...] = ()
 
-    def speaks_of(self, url: str, number: int | None, metadata: str | None) -> bool:
-        """Whether it is about this save of this step; a root may have moved since."""
-        if metadata is None or self.metadata is None:
-            return self.metadata == metadata and self.url == url
+    def speaks_of(self, number: int | None, metadata: str | None) -> bool:
+        """Whether it is about this save of this step; where the step lies may have changed."""
         return (self.number, self.metadata) == (number, metadata)
 
 

@@ -8,7 +8,7 @@ up to a `Report`. Choosing between steps is `choosing`'s business.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.sealed import Compared, compare_bytes
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
@@ -41,6 +41,7 @@ class Looked:
     step: Step
     parts: tuple[PartLook, ...] = ()
     level_reason: str | None = None
+    notes: Notes = field(default_factory=Notes)
 
 
 def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
@@ -144,7 +145,7 @@ def _look_at(
         seal=notes.seal,
         n_digested=compared.n_bytes,
     )
-    return Looked(report, step, tuple(parts), reason)
+    return Looked(report, step, tuple(parts), reason, notes)
 
 
 def _compare(store: Store, step: Step, notes: Notes, at_fault: Collection[str]) -> Compared:

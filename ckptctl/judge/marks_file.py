@@ -15,6 +15,7 @@ from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
 from ckptctl.storage.appending import append_line
+from ckptctl.storage.opening import absolute_url
 
 MAX_FILE_BYTES = 64 << 20
 
@@ -26,6 +27,18 @@ class MarksInFile:
     path: str
     marks: tuple[Mark, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    def on_step(self, url: str, number: int | None, metadata: str | None) -> tuple[Mark, ...]:
+        """The marks on a step, of whichever save: by its metadata, or by where it lies.
+
+        A root may have been moved or mounted elsewhere; metadata is the same there.
+        """
+        lies_at = absolute_url(url)
+        return tuple(
+            mark
+            for mark in self.marks
+            if mark.url == lies_at or (metadata is not None and mark.speaks_of(number, metadata))
+        )
 
 
 def read_marks_file(path: str) -> MarksInFile:

@@ -15,7 +15,14 @@ from ckptctl.checks.sealed import PROVES_NOTHING, Seen, check_seal, speaks_of_st
 from ckptctl.checks.words import inside
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.findings import Finding
-from ckptctl.formats.marks import MARKS_FOLDER, MAX_MARK_BYTES, Mark, metadata_digest, parse_mark
+from ckptctl.formats.marks import (
+    MARKS_FOLDER,
+    MAX_MARK_BYTES,
+    Mark,
+    metadata_digest,
+    parse_mark,
+    standing,
+)
 from ckptctl.formats.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
 from ckptctl.judge.part_checks import PartLook
 from ckptctl.judge.reporting import Conditions, metadata_path
@@ -28,9 +35,13 @@ MAX_MARKS = 256
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The seal of a step, if it speaks of this save of it, and what seal and marks say."""
+    """The seal of a step, if it speaks of this save of it, and what seal and marks say.
+
+    `marks` are those on this save that no other mark has lifted.
+    """
 
     seal: Seal | None = None
+    marks: tuple[Mark, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
@@ -51,12 +62,13 @@ def read_notes(
         for look in parts
         for one in look.metadata
     }
+    current = metadata_digest(tuple(metadata.items()))
     marks, damaged = _marks_of(store, step)
     if conditions.marks is not None:
-        marks += conditions.marks.marks
+        marks += conditions.marks.on_step(step.url, step.number, current)
         damaged += conditions.marks.findings
-    current = metadata_digest(tuple(metadata.items()))
     found = [*damaged, *check_marks(marks, step, current)]
+    own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
     named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}
     seal, about = _seal_of(store, step)
     if seal is not None:
@@ -68,7 +80,7 @@ def read_notes(
     ):
         about.append(_required(step, seal, about))
     usable = seal if speaks_of_step(about) else None
-    return Notes(usable, (*found, *about))
+    return Notes(usable, own, (*found, *about))
 
 
 def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:

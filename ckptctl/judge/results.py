@@ -11,6 +11,7 @@ from enum import Enum
 
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
+from ckptctl.formats.marks import Mark
 from ckptctl.model import Level, TrainState, WorldSize
 
 
@@ -140,4 +141,46 @@ class Contents:
     save_id: str | None
     torch_version: str
     findings: tuple[Finding, ...]
+    next_command: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What `seal` did: a seal was written, or the step is not one to be sealed.
+
+    `path` is the seal's address, None where none was written. `report` is what
+    looking at the step found first; where the step is refused, the exit code is the
+    report's. `kind` is the algorithm, and that there is a key; `n_files` and `n_bytes`
+    count what was digested.
+    """
+
+    url: str
+    number: int | None
+    path: str | None
+    replaced: bool
+    kind: str
+    n_files: int
+    n_bytes: int
+    report: Report
+    message: str
+    exit_code: int
+    next_command: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What `mark` did: `mark` is the one that was written, None where there was nothing to say.
+
+    `path` is the file that it lies in. `lifted` are the marks that it takes back, and
+    `standing` those on this save of the step from now on.
+    """
+
+    url: str
+    number: int | None
+    mark: Mark | None
+    path: str | None
+    lifted: tuple[Mark, ...]
+    standing: tuple[Mark, ...]
+    message: str
+    exit_code: int
     next_command: str | None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import compile_pattern
+from ckptctl.formats.layouts import StepName, compile_pattern, is_flat_file
 from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.targets import named_step, parse_target
-from ckptctl.model import Level
+from ckptctl.model import FileInfo, Level
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
 
 
@@ -81,6 +84,55 @@ def look_at_target(
     timeout_s: float = 30.0,
 ) -> Looked:
     """Find the step that an argument names, and look at it."""
+    with open_target(
+        step,
+        asked=asked,
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as found:
+        return look(found.store, found.named, asked, level=level, files=found.files)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """A step that an argument names: the store of its root, its name there, its listing."""
+
+    store: Store
+    named: StepName | str
+    files: tuple[FileInfo, ...]
+
+    @property
+    def name(self) -> str:
+        """The step's folder under the root."""
+        return self.named if isinstance(self.named, str) else self.named.name
+
+    @property
+    def is_file(self) -> bool:
+        """The step is one file, and no folder."""
+        return [file.path for file in self.files if is_flat_file(file)] == [self.name]
+
+    @property
+    def url(self) -> str:
+        """The step's address."""
+        return join_url(self.store.url, self.name)
+
+
+@contextmanager
+def open_target(
+    step: str,
+    *,
+    asked: Conditions,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Iterator[OpenTarget]:
+    """Find the step that an argument names, and keep the store of its root open.
+
+    Raises `UsageError` and `PathNotFound` where there is no such step.
+    """
     target = parse_target(step)
     if target.which == "auto":
         target = parse_target(
@@ -102,12 +154,10 @@ def look_at_target(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as store:
-        named = named_step(store, target, compiled)
-        name = named if isinstance(named, str) else named.name
+        found = OpenTarget(store, named_step(store, target, compiled), ())
         try:
-            files = list_step(store, name)
+            files = list_step(store, found.name)
         except PathNotFound as error:
-            url = join_url(store.url, name)
-            message = f"{url} does not exist"
+            message = f"{found.url} does not exist"
             raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
-        return look(store, named, asked, level=level, files=files)
+        yield replace(found, files=files)

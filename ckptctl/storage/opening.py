@@ -60,6 +60,14 @@ def is_local(url: str) -> bool:
     return scheme is None or scheme[1].lower() == "file"
 
 
+def absolute_url(url: str) -> str:
+    """The same address for whoever reads it in another folder; `file://` is left out."""
+    if not is_local(url):
+        return url
+    start, path = _split(url)
+    return path if start else os.path.abspath(os.path.expanduser(path))
+
+
 def join_url(base: str, name: str) -> str:
     """The address of `name`, a path with `/`, below the folder or prefix `base`."""
     if not name:

@@ -1,0 +1,197 @@
+"""How does a word get onto a step, and how is it taken back?
+
+A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a
+name that nobody else uses, or at the end of a file of marks where the root cannot
+be written to. Two writers at once lose nothing. What marks mean for a step is the
+question of `checks.marked`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
+from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
+from ckptctl.formats.marks import (
+    MARKS_FOLDER,
+    Mark,
+    Word,
+    mark_bytes,
+    metadata_digest,
+    standing,
+)
+from ckptctl.formats.own_files import MAX_STRING
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.looking import look
+from ckptctl.judge.marks_file import add_mark
+from ckptctl.judge.results import Marked
+from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.model import Level
+from ckptctl.storage.opening import absolute_url, join_url
+
+MAX_EVIDENCE = 32
+
+
+def mark(
+    step: str,
+    word: Word | str,
+    *,
+    reason: str = "",
+    evidence: Sequence[str] = (),
+    by: str | None = None,
+    marks: str | None = None,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Marked:
+    """Say of a step that it is `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
+
+    `pick` passes over what is rejected or superseded. `accepted` lifts both, `unpinned`
+    lifts a pin: what they lift stays on record. A mark speaks of the save that lies
+    there now, and lapses when the step is saved anew. `reason` must be given for a
+    rejection; `evidence` says where to look (a URL, a log); `by` is who says it, the
+    user and the host by default. `marks` is a file to write to instead of the step.
+
+    Raises `UsageError`, and `StorageError` where the step cannot be looked at or
+    written to: then nothing was written. Cost: a look at `listing`, one write.
+    """
+    spoken = _known(word)
+    by = by or _whoever_runs_this()
+    _check_words(spoken, reason, evidence, by)
+    asked = conditions((), None, None, 600.0, marks=marks)
+    with open_target(
+        step,
+        asked=asked,
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as found:
+        looked = look(found.store, found.named, asked, level=Level.LISTING, files=found.files)
+        report = looked.report
+        _check_looked(report)
+        stand = looked.notes.marks
+        lifted = tuple(one for one in stand if one.word in spoken.lifts)
+        if spoken.lifts and not lifted:
+            return _nothing_to_lift(report, spoken, stand)
+        made = Mark(
+            id="",
+            word=spoken,
+            by=by,
+            at="",
+            reason=reason,
+            url=absolute_url(report.url),
+            number=report.number,
+            metadata=metadata_digest(report.digests),
+            evidence=tuple(evidence),
+            lifts=tuple(one.id for one in lifted),
+        )
+        made = _dated(made)
+        path = _write(found, made, marks)
+        return Marked(
+            url=report.url,
+            number=report.number,
+            mark=made,
+            path=path,
+            lifted=lifted,
+            standing=standing((*stand, made)),
+            message=f"{report.url} is {spoken.value}",
+            exit_code=0,
+            next_command=_next_command(found, spoken, marks),
+        )
+
+
+def _known(word: Word | str) -> Word:
+    try:
+        return Word(word)
+    except ValueError:
+        words = ", ".join(known.value for known in Word)
+        raise UsageError(f"{word!r} is no word of a mark; they are {words}") from None
+
+
+def _whoever_runs_this() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container may run as a number that has no name.
+        user = f"user {os.geteuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _check_words(word: Word, reason: str, evidence: Sequence[str], by: str) -> None:
+    if word is Word.REJECTED and not reason.strip():
+        raise UsageError(
+            "a rejection needs a reason: whoever reads it at night must know why",
+            next_command="ckptctl reject STEP --reason 'loss spike after the resume'",
+        )
+    if len(evidence) > MAX_EVIDENCE:
+        raise UsageError(f"{len(evidence)} pieces of evidence; at most {MAX_EVIDENCE} are kept")
+    for text in (reason, by, *evidence):
+        if len(text) > MAX_STRING:
+            raise UsageError(
+                f"a text of a mark has {len(text):,} characters; at most {MAX_STRING:,} are kept"
+            )
+
+
+def _check_looked(report: Report) -> None:
+    """Raise where nobody knows which save the mark would speak of."""
+    if report.verdict is not Verdict.UNKNOWN:
+        return
+    why = report.with_severity(Severity.FAULT)[0]
+    error = AccessDenied if report.exit_code == EXIT_DENIED else StorageUnavailable
+    raise error(f"{why.message}; no mark was written", next_command=why.next_command)
+
+
+def _dated(made: Mark) -> Mark:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    name = f"{now:%Y%m%dT%H%M%SZ}-{made.word.value}-{os.urandom(8).hex()}"
+    return replace(made, id=name, at=now.strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+
+def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
+    """Write the mark; gives the address of the file that it lies in."""
+    if marks is not None:
+        add_mark(marks, made)
+        return marks
+    own_file = f"{MARKS_FOLDER}/{made.id}.json"
+    if found.is_file:
+        raise UsageError(
+            f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE"
+        )
+    try:
+        found.store.put(f"{found.name}/{own_file}", mark_bytes(made))
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; no mark was written. Where the root is read-only, "
+            "--marks FILE keeps marks elsewhere",
+            next_command=f"ckptctl scan {found.store.url} --marks marks.jsonl",
+        ) from error
+    return join_url(found.url, own_file)
+
+
+def _nothing_to_lift(report: Report, word: Word, stand: tuple[Mark, ...]) -> Marked:
+    what = "neither rejected nor superseded" if word is Word.ACCEPTED else "not pinned"
+    return Marked(
+        url=report.url,
+        number=report.number,
+        mark=None,
+        path=None,
+        lifted=(),
+        standing=stand,
+        message=f"{report.url} is {what}; nothing was written",
+        exit_code=0,
+        next_command=None,
+    )
+
+
+def _next_command(found: OpenTarget, word: Word, marks: str | None) -> str:
+    option = f" --marks {marks}" if marks is not None else ""
+    if word in (Word.REJECTED, Word.SUPERSEDED, Word.ACCEPTED):
+        return f"ckptctl pick {found.store.url}{option}"
+    return f"ckptctl verify {found.url}{option}"

@@ -1,0 +1,240 @@
+"""How is a step sealed?
+
+Looked at first, as deep as it goes: what is not whole is not sealed. Then every
+byte is read and digested, the folder is listed again to see that nothing changed
+meanwhile, and the seal is written whole. Nothing else in the step is touched. What
+a seal proves later is the question of `checks.sealed`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ckptctl import __version__
+from ckptctl.checks.digest_reads import Stretch, read_digests
+from ckptctl.checks.sealed import written_ms
+from ckptctl.checks.shape import check_unchanged
+from ckptctl.errors import AccessDenied, AlreadyExists, UsageError
+from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
+from ckptctl.formats.digests import Algorithm
+from ckptctl.formats.layouts import is_own
+from ckptctl.formats.seals import (
+    MAX_SEAL_BYTES,
+    SEAL,
+    Identity,
+    Seal,
+    SealedFile,
+    seal_bytes,
+)
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.results import Sealed
+from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.model import Level, WorldSize
+from ckptctl.storage.opening import join_url
+
+LEVEL = Level.STRUCTURE
+"""How deep a step is looked at before it is sealed."""
+
+OnProgress = Callable[[int, int], None]
+"""Told how many bytes were digested, and of how many."""
+
+
+def seal(
+    step: str,
+    *,
+    key: bytes | None = None,
+    replace: bool = False,
+    accept_unverifiable: bool = False,
+    saved_world_size: int | None = None,
+    jobs: int | None = None,
+    marks: str | None = None,
+    on_progress: OnProgress | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Sealed:
+    """Write down the digests of a step that is whole, in `.ckptctl/seal.json` in it.
+
+    `step` is named as for `verify`. Without `key` the digests are xxh3-128 and show
+    damage; with one they are SHA-256, and nobody without the key can make such a seal.
+    `replace` takes the place of a seal that is there. `accept_unverifiable` seals what
+    nothing in it can prove good, as it is. `saved_world_size` is how many ranks wrote
+    the step; it is checked, and kept in the seal. `jobs` is how many threads read.
+
+    A step that is not whole is refused: the answer bears its report and its exit code.
+    Raises `UsageError` where there is a seal already, `StorageError` where the storage
+    fails.
+
+    Cost: a look at level `structure`, every byte read once, one write.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    asked = conditions((), None, saved_world_size, grace_s, key=key, marks=marks)
+    with open_target(
+        step,
+        asked=asked,
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as found:
+        had_one = _check_place(found, replace=replace)
+        looked = look(found.store, found.named, asked, level=LEVEL, files=found.files)
+        refused = looked.report.verdict is not Verdict.COMPLETE and not (
+            accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
+        )
+        if refused:
+            return _refused(looked.report)
+        algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
+        files = _digested(found, algorithm, jobs, on_progress)
+        changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
+        if changed:
+            return _refused(_with_findings(looked.report, changed))
+        made = Seal(
+            algorithm,
+            _identity(looked, saved_world_size),
+            files,
+            datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            f"ckptctl {__version__}",
+        )
+        _write(found, seal_bytes(made, key), replace=had_one)
+        return _sealed(looked.report, made, keyed=key is not None, replaced=had_one)
+
+
+def _check_place(found: OpenTarget, *, replace: bool) -> bool:
+    """Whether there is a seal that may be replaced; raises where one cannot be written."""
+    if found.is_file:
+        raise UsageError(f"{found.url} is one file, not a folder; there is no place for a seal")
+    there = any(file.path == SEAL for file in found.files)
+    if there and not replace:
+        raise _sealed_already(found)
+    return there
+
+
+def _sealed_already(found: OpenTarget) -> UsageError:
+    return UsageError(
+        f"{found.url} is sealed already; --replace makes the seal anew from what lies there now",
+        next_command=f"ckptctl verify {found.url} --require-seal",
+    )
+
+
+def _digested(
+    found: OpenTarget, algorithm: Algorithm, jobs: int | None, on_progress: OnProgress | None
+) -> tuple[SealedFile, ...]:
+    """Every file of the step with its digests, in order."""
+    files = [file for file in found.files if file.kind == "file" and not is_own(file.path)]
+    # The longest first: the threads end at about the same time.
+    by_size = sorted(files, key=lambda file: -file.size)
+    stretches = (Stretch(f"{found.name}/{file.path}", 0, file.size) for file in by_size)
+    tally = _Tally(sum(file.size for file in files), on_progress)
+    digests = {
+        stretch.path: digests
+        for stretch, digests in read_digests(
+            found.store, stretches, algorithm, jobs=jobs, on_bytes=tally.add
+        )
+    }
+    return tuple(
+        SealedFile(file.path, file.size, written_ms(file), digests[f"{found.name}/{file.path}"])
+        for file in sorted(files, key=lambda file: file.path)
+    )
+
+
+class _Tally:
+    """Adds up the bytes that several threads report."""
+
+    def __init__(self, n_total: int, on_progress: OnProgress | None) -> None:
+        self._n_total = n_total
+        self._on_progress = on_progress
+        self._n_done = 0
+        self._lock = threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        with self._lock:
+            self._n_done += n_bytes
+            if self._on_progress is not None:
+                self._on_progress(self._n_done, self._n_total)
+
+
+def _identity(looked: Looked, saved_world_size: int | None) -> Identity:
+    report = looked.report
+    save_ids = {one.save_id for part in looked.parts for one in part.metadata if one.save_id}
+    return Identity(
+        number=report.number,
+        name=looked.step.name,
+        layout=report.layout,
+        level=report.level.value,
+        metadata=tuple(sorted(report.digests)),
+        save_ids=tuple(sorted(save_ids)),
+        world_size=saved_world_size or _certain(report.world_size),
+        state=report.state.held,
+        tokens=report.state.tokens.value,
+    )
+
+
+def _certain(world_size: WorldSize | None) -> int | None:
+    return None if world_size is None or world_size.at_least else world_size.size
+
+
+def _with_findings(report: Report, more: list[Finding]) -> Report:
+    findings = in_order((*report.findings, *more))
+    verdict = verdict_of(findings)
+    return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
+
+
+def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
+    if len(data) > MAX_SEAL_BYTES:
+        raise UsageError(
+            f"the seal of {found.url} would have {len(data):,} bytes, more than "
+            f"{MAX_SEAL_BYTES:,}; the step has too many files"
+        )
+    try:
+        found.store.put(f"{found.name}/{SEAL}", data, replace=replace)
+    except AlreadyExists as error:
+        raise _sealed_already(found) from error
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; the seal was not written, and the step is as it was",
+            next_command=f"ckptctl verify {found.url}",
+        ) from error
+
+
+def _refused(report: Report) -> Sealed:
+    faults = report.with_severity(Severity.FAULT)
+    return Sealed(
+        url=report.url,
+        number=report.number,
+        path=None,
+        replaced=False,
+        kind="",
+        n_files=0,
+        n_bytes=0,
+        report=report,
+        message=f"not sealed: the step is {report.verdict.value}",
+        exit_code=report.exit_code,
+        next_command=(faults[0].next_command if faults else None)
+        or f"ckptctl verify {report.url} --level {report.level.value}",
+    )
+
+
+def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Sealed:
+    n_files = len(made.files)
+    return Sealed(
+        url=report.url,
+        number=report.number,
+        path=join_url(report.url, SEAL),
+        replaced=replaced,
+        kind=made.algorithm.value + (" with a key" if keyed else ""),
+        n_files=n_files,
+        n_bytes=made.n_bytes,
+        report=report,
+        message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
+        f"{made.n_bytes:,} bytes, proven whole at level {report.level.value}",
+        exit_code=0,
+        next_command=f"ckptctl verify {report.url} --require-seal",
+    )
