@@ -1,0 +1,144 @@
+"""Every command, option, exit code and finding code is documented, and the documents are true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import import_module, resources
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from ckptctl.cli.app import COMMANDS, build_app
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.output import Output
+from ckptctl.cli.pages import all_pages, page
+from ckptctl.cli.pictures import STEP_MARKS
+from ckptctl.errors import CkptctlError
+from ckptctl.findings import CODES, Verdict
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+REFERENCE = (REPOSITORY / "docs" / "reference.md").read_text()
+PAGES = resources.files("ckptctl") / "pages"
+
+
+def commands() -> dict:
+    return get_command(build_app(COMMANDS, Output())).commands
+
+
+def options(command: str) -> list:
+    return [p for p in commands()[command].params if p.param_type_name == "option"]
+
+
+def test_the_reference_is_what_the_command_line_says():
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "reference.py"))
+    for path in tool["PAGES"]:
+        text = path.read_text()
+        assert tool["renewed"](text) == text, "run: python tools/reference.py"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_variable_a_help_text_and_a_row_in_the_reference(command):
+    for option in options(command):
+        name = max(option.opts, key=len)
+        if name == "--help":
+            continue
+        assert option.help, name
+        assert option.help.endswith("."), name
+        assert option.envvar == "CKPTCTL_" + name.strip("-").replace("-", "_").upper(), name
+        assert f"`{name}`" in REFERENCE, name
+        assert f"`{option.envvar}`" in REFERENCE, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_can_do_json_quiet_report_color_and_debug(command):
+    names = {name for option in options(command) for name in option.opts}
+    assert {"--json", "--quiet", "-q", "--report", "--color", "--debug"} <= names
+
+
+def test_one_variable_means_one_option():
+    of: dict[str, set[str]] = {}
+    for command in COMMANDS:
+        for option in options(command):
+            if option.envvar:
+                of.setdefault(option.envvar, set()).add(max(option.opts, key=len))
+    assert all(len(names) == 1 for names in of.values())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_the_question_and_ends_with_examples_and_exit_codes(command):
+    module = import_module(f"ckptctl.cli.{command}")
+    text = commands()[command].help
+    assert text.splitlines()[0].endswith("?")
+    assert len(module.EXAMPLES) == 2
+    for example in module.EXAMPLES:
+        assert f"ckptctl {command} " in example
+        assert f"  {example}" in text
+    assert text.rstrip().splitlines()[-1].startswith(f"  {module.EXIT_CODES[-1]}")
+    assert 0 in module.EXIT_CODES
+    assert 2 in module.EXIT_CODES
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_every_exit_code_is_documented_and_explained(number):
+    assert f"\n| {number} | " in REFERENCE
+    assert page(str(number)).text.startswith(f"# exit code {number}: ")
+
+
+def test_every_exit_code_that_something_can_have_is_in_the_table():
+    used = {verdict.exit_code for verdict in Verdict}
+    used |= {error.exit_code for error in every_error(CkptctlError)}
+    used |= {code for name in COMMANDS for code in import_module(f"ckptctl.cli.{name}").EXIT_CODES}
+    assert used <= set(EXIT_CODES)
+
+
+def every_error(error):
+    yield error
+    for below in error.__subclasses__():
+        yield from every_error(below)
+
+
+def test_there_is_a_page_for_every_finding_code_and_none_besides():
+    assert {path.name.removesuffix(".md") for path in PAGES.iterdir()} == set(CODES)
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_a_page_says_what_it_means_where_it_comes_from_and_what_to_do(code):
+    text = page(code).text
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings == [
+        f"# {code}: {CODES[code].title}",
+        "## What it means",
+        "## Where it comes from",
+        "## What to do",
+    ]
+    for section in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        assert section.strip()
+    assert len(text.splitlines()) < 60
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_the_commands_on_a_page_are_commands_of_ckptctl(code):
+    for command in re.findall(r"^ckptctl (.*)$", page(code).text, flags=re.MULTILINE):
+        name, *words = command.split("#")[0].split()
+        if name == "explain":
+            page(words[0])
+            continue
+        known = {option for each in options(name) for option in each.opts}
+        assert {word for word in words if word.startswith("-")} <= known, command
+
+
+def test_no_page_explains_nothing():
+    assert all(each.text.strip() and each.title for each in all_pages())
+
+
+def test_every_glyph_is_in_the_reference():
+    for mark in STEP_MARKS.values():
+        assert f"| `{mark.glyph}` | `{mark.ascii}` |" in REFERENCE, mark.word
+
+
+def test_the_verdicts_of_the_design_are_those_of_the_program():
+    design = (REPOSITORY / "docs" / "design.md").read_text()
+    for verdict in Verdict:
+        assert f"`{verdict.value}`" in design

@@ -1,0 +1,30 @@
+"""The public names: whoever adds or removes one changes this list, and says so in the changelog."""
+
+import inspect
+
+import pytest
+
+import ckptctl
+
+PUBLIC = {
+    *("pick", "scan", "show", "verify"),
+    *("Answer", "Contents", "PassedOver", "Pick", "Report", "Scan"),
+    *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
+    *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
+    *("StorageError", "StorageUnavailable", "UsageError"),
+}
+
+
+def test_the_public_names_are_pinned():
+    assert set(ckptctl.__all__) == PUBLIC
+
+
+def test_every_public_name_is_there_and_says_what_it_is():
+    for name in ckptctl.__all__:
+        assert inspect.getdoc(getattr(ckptctl, name)), name
+
+
+def test_every_public_name_is_offered_and_no_other_is_invented():
+    assert set(dir(ckptctl)) >= PUBLIC
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ckptctl.no_such_name

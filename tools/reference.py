@@ -1,0 +1,137 @@
+"""Bring the tables of the reference up to date with the command line.
+
+    python tools/reference.py
+
+Commands, options, exit codes and findings are written from the program itself,
+between the marks `<!-- NAME -->` and `<!-- end -->` of `docs/reference.md` and
+`docs/findings/README.md`; the words around them are written by hand. A test
+runs this and compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from ckptctl.cli.app import COMMANDS, build_app
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.output import Output
+from ckptctl.findings import CODES
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = (REPOSITORY / "docs" / "reference.md", REPOSITORY / "docs" / "findings" / "README.md")
+_BLOCK = re.compile(r"(<!-- (?P<name>(?!end )[a-z -]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(renewed(page.read_text()))
+    return 0
+
+
+def renewed(text: str) -> str:
+    """The page with every block between marks written anew."""
+    return _BLOCK.sub(lambda match: match[1] + _block(match["name"]), text)
+
+
+def _block(name: str) -> str:
+    what, _, command = name.partition(" ")
+    writers: dict[str, Callable[[str], Iterator[str]]] = {
+        "commands": lambda _: _commands(),
+        "command": _command,
+        "common": lambda _: _rows(_options(COMMANDS[0], common=True)),
+        "exit": lambda _: _exit_codes(),
+        "findings": lambda _: _findings(),
+    }
+    return "".join(f"{line}\n" for line in writers[what](command))
+
+
+def parameters(command: str) -> list[Any]:
+    """The arguments and options of a command, as the command line has them."""
+    group: Any = get_command(build_app(COMMANDS, Output()))
+    return list(group.commands[command].params)
+
+
+def _shared() -> set[str]:
+    each = [{p.name for p in parameters(command)} for command in COMMANDS if command != "explain"]
+    return set.intersection(*each) - {"pattern"}
+
+
+def _options(command: str, *, common: bool) -> list[Any]:
+    shared = _shared()
+    options = [p for p in parameters(command) if p.param_type_name == "option"]
+    return [option for option in options if (option.name in shared) is common]
+
+
+def _commands() -> Iterator[str]:
+    yield "| command | answers |"
+    yield "|---|---|"
+    for name in COMMANDS:
+        doc = getattr(import_module(f"ckptctl.cli.{name}"), name).__doc__
+        yield f"| [`{name}`](#{name}) | {doc.splitlines()[0]} |"
+
+
+def _command(name: str) -> Iterator[str]:
+    module = import_module(f"ckptctl.cli.{name}")
+    arguments = [p for p in parameters(name) if p.param_type_name == "argument"]
+    usage = " ".join(p.metavar if p.required else f"[{p.metavar}]" for p in arguments)
+    yield f"`ckptctl {name} [OPTIONS] {usage}`"
+    yield ""
+    for argument in arguments:
+        yield f"- `{argument.metavar}`: {argument.help}"
+    options = _options(name, common=False)
+    if options:
+        yield ""
+        yield from _rows(options)
+    yield ""
+    codes = ", ".join(f"{code} {EXIT_CODES[code].title}" for code in module.EXIT_CODES)
+    yield f"Exit codes: {codes}."
+
+
+def _rows(options: list[Any]) -> Iterator[str]:
+    yield "| option | variable | default | meaning |"
+    yield "|---|---|---|---|"
+    for option in options:
+        names = ", ".join(f"`{name}`" for name in option.opts)
+        value = "" if option.is_flag else f" `{_value(option)}`"
+        meaning = option.help.replace("<", "&lt;")
+        yield f"| {names}{value} | `{option.envvar}` | {_default(option)} | {meaning} |"
+
+
+def _value(option: Any) -> str:
+    choices = getattr(option.type, "choices", None)
+    return "\\|".join(choices) if choices else str(option.metavar)
+
+
+def _default(option: Any) -> str:
+    default = getattr(option.default, "value", option.default)
+    if default in (None, False, ()):
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _exit_codes() -> Iterator[str]:
+    yield "| code | means | try again? | what to do |"
+    yield "|---|---|---|---|"
+    for number, code in EXIT_CODES.items():
+        yield f"| {number} | {code.title} | {code.retry} | {code.advice} |"
+
+
+def _findings() -> Iterator[str]:
+    yield "| code | severity | verdict | means |"
+    yield "|---|---|---|---|"
+    for code, meaning in sorted(CODES.items()):
+        verdict = meaning.verdict.value if meaning.verdict else ""
+        link = f"[`{code}`](../../ckptctl/pages/{code}.md)"
+        yield f"| {link} | {meaning.severity.value} | {verdict} | {meaning.title} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
