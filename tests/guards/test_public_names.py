@@ -7,8 +7,9 @@ import pytest
 import ckptctl
 
 PUBLIC = {
-    *("pick", "scan", "show", "verify"),
-    *("Answer", "Contents", "PassedOver", "Pick", "Report", "Scan"),
+    *("mark", "pick", "scan", "seal", "show", "verify"),
+    *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
+    "Word",
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),
