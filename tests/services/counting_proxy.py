@@ -44,9 +44,13 @@ class _Order:
 
 
 class CountingProxy:
-    """`url` stands for the endpoint; `counts` is requests by LIST, GET, HEAD, PUT, …"""
+    """`url` stands for the endpoint; `counts` is requests by LIST, GET, HEAD, PUT, …
 
-    def __init__(self, endpoint: str) -> None:
+    With `delay_s` every answer comes that much later, as from a server far away.
+    """
+
+    def __init__(self, endpoint: str, *, delay_s: float = 0) -> None:
+        self.delay_s = delay_s
         self._upstream = urlsplit(endpoint).netloc
         self._lock = threading.Lock()
         self._orders: list[_Order] = []
@@ -117,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.owner.count(self._verb())
+        if self.owner.delay_s:
+            time.sleep(self.owner.delay_s)
         if fault is Fault.SILENT:
             self.owner.closing.wait()
             return
