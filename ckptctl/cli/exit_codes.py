@@ -7,11 +7,10 @@ keeps the documents in step. Codes are only ever added.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ExitCode:
+class ExitCode(NamedTuple):
     """`title` is the code in a few words; `advice` says what a caller does next.
 
     `retry` is what helps: `yes` (the same command later), `no`, or what else.

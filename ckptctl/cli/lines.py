@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ckptctl.cli.words import cell_width, safe
@@ -24,8 +23,7 @@ class Span(NamedTuple):
     style: Style = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line.
 
     `hang` is how far its continuation lines are indented when it has to be
@@ -59,7 +57,7 @@ def line(*pieces: str | Span, hang: int = 0, solid: bool = False) -> Line:
 
 def made_safe(a_line: Line) -> Line:
     """The line with nothing in it that a terminal would obey."""
-    return replace(a_line, spans=tuple(Span(safe(text), style) for text, style in a_line.spans))
+    return a_line._replace(spans=tuple(Span(safe(text), style) for text, style in a_line.spans))
 
 
 def trimmed(a_line: Line) -> Line:
@@ -69,7 +67,7 @@ def trimmed(a_line: Line) -> Line:
         spans.pop()
     if spans:
         spans[-1] = spans[-1]._replace(text=spans[-1].text.rstrip(" "))
-    return replace(a_line, spans=tuple(spans))
+    return a_line._replace(spans=tuple(spans))
 
 
 def padded(text: str, width: int, style: Style = "", *, right: bool = False) -> Span:

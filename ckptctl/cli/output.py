@@ -12,9 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ckptctl.cli.lines import Line, Style, line, made_safe, wrapped
 from ckptctl.cli.progress import Progress
@@ -47,8 +46,7 @@ _STYLES: Mapping[Style, str] = {
 }
 
 
-@dataclass(slots=True)
-class Channel:
+class Channel(NamedTuple):
     """One of the standard streams, and what can be shown on it.
 
     `width` is None off a terminal. `stream` is None where the caller closed it.
