@@ -31,8 +31,10 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
     for mark in stand:
         if mark.word in _CODES:
             yield _said(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
-        elif mark.word is Word.ACCEPTED and mark.lifts:
-            yield _said("step.accepted", mark, f"{_before(own, mark)}, and accepted {_who(mark)}")
+    accepted = [mark for mark in stand if mark.word is Word.ACCEPTED]
+    if accepted:
+        newest = accepted[-1]
+        yield _said("step.accepted", newest, f"{_before(own, newest)}, and accepted {_who(newest)}")
     for mark in standing(mark for mark in marks if mark not in own):
         if mark.word in _CODES:
             what = f"an earlier save of this step was {mark.word.value} {_who(mark)}"
@@ -42,7 +44,7 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
 def _said(code: str, mark: Mark, message: str) -> Finding:
     evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
     reason = f": {mark.reason}" if mark.reason else ""
-    return Finding(code, mark.id, message + reason + evidence, found=f"mark {mark.id}")
+    return Finding(code, "", message + reason + evidence, found=f"mark {mark.id}")
 
 
 def _who(mark: Mark) -> str:
@@ -51,4 +53,4 @@ def _who(mark: Mark) -> str:
 
 def _before(own: Sequence[Mark], accepted: Mark) -> str:
     words = sorted({mark.word.value for mark in own if mark.id in accepted.lifts})
-    return " and ".join(words)
+    return " and ".join(words) or "ruled out"

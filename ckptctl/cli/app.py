@@ -25,7 +25,7 @@ from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.errors import CkptctlError, UsageError
 
-COMMANDS = ("scan", "verify", "pick", "show", "explain")
+COMMANDS = ("scan", "verify", "pick", "show", "seal", "reject", "accept", "pin", "explain")
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""
 
 _USAGE = 2

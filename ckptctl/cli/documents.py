@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import ckptctl
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Finding, Report
-from ckptctl.judge.results import Contents, Pick, Scan
+from ckptctl.judge.results import Contents, Marked, Pick, Scan, Sealed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -53,6 +53,16 @@ def pick_document(pick: Pick, exit_code: int) -> Document:
 def show_document(contents: Contents) -> Document:
     """The document of `show`."""
     return {**_envelope("show", contents.exit_code), **_rest(contents)}
+
+
+def sealed_document(sealed: Sealed) -> Document:
+    """The document of `seal`; `ckptctl.seal/1` is the seal itself."""
+    return {**_envelope("sealed", sealed.exit_code), **_rest(sealed)}
+
+
+def marked_document(marked: Marked) -> Document:
+    """The document of `reject`, `accept` and `pin`."""
+    return {**_envelope("marked", marked.exit_code), **_rest(marked)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

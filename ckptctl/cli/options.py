@@ -30,6 +30,9 @@ class LevelChoice(str, Enum):
     STRUCTURE = "structure"
 
 
+SEAL_KEY = "CKPTCTL_SEAL_KEY"
+"""The environment variable that holds the key itself: it never stands on a command line."""
+
 RootArg = Annotated[
     str, typer.Argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
 ]
@@ -122,6 +125,57 @@ GraceOpt = Annotated[
         min=0,
         envvar="CKPTCTL_GRACE",
         help="How long after its last write an unfinished save counts as still running.",
+    ),
+]
+
+RequireSealOpt = Annotated[
+    bool,
+    typer.Option(
+        "--require-seal",
+        envvar="CKPTCTL_REQUIRE_SEAL",
+        help="Only a step that a seal proves will do, made with the key where one is given.",
+    ),
+]
+KeyFileOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        envvar="CKPTCTL_KEY_FILE",
+        help=f"File that holds the key of seals; without it {SEAL_KEY} is the key, where it is "
+        "set.",
+    ),
+]
+MarksOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--marks",
+        metavar="FILE",
+        envvar="CKPTCTL_MARKS",
+        help="File of marks for roots that cannot be written to, one a line; read beside the "
+        "marks in the steps.",
+    ),
+]
+ReasonOpt = Annotated[
+    str,
+    typer.Option("--reason", metavar="TEXT", envvar="CKPTCTL_REASON", help="Why; in a sentence."),
+]
+EvidenceOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--evidence",
+        metavar="TEXT",
+        envvar="CKPTCTL_EVIDENCE",
+        help="Where to look: a URL, a log file; may be given several times.",
+    ),
+]
+ByOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--by",
+        metavar="NAME",
+        envvar="CKPTCTL_BY",
+        help="Who says so; by default the user and the host.",
     ),
 ]
 
@@ -270,6 +324,32 @@ def _json_or_text(value: str) -> object:
         return json.loads(value)
     except ValueError:
         return value
+
+
+_MAX_KEY_BYTES = 4096
+
+
+def seal_key(key_file: str | None) -> bytes | None:
+    """The key of seals: what is in the file, or in the environment, or None.
+
+    A line end behind it is not part of it. Raises `UsageError` for a file that cannot
+    be read, or is too large to be a key.
+    """
+    if key_file is None:
+        key = os.environb.get(SEAL_KEY.encode(), b"")
+    else:
+        try:
+            with open(key_file, "rb") as file:
+                key = file.read(_MAX_KEY_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"the key file {key_file}: {error.strerror}") from error
+        if not key.strip() or len(key) > _MAX_KEY_BYTES:
+            raise UsageError(
+                f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
+                " in it",
+                next_command="openssl rand -hex 32",
+            )
+    return key.rstrip(b"\r\n") or None
 
 
 def level_of(choice: LevelChoice | None) -> Level | None:

@@ -12,9 +12,12 @@ import ckptctl
 from ckptctl.cli.documents import pick_document
 from ckptctl.cli.options import (
     GraceOpt,
+    KeyFileOpt,
     LevelOpt,
+    MarksOpt,
     PatternOpt,
     RequireOpt,
+    RequireSealOpt,
     RootsArg,
     SavedWorldSizeOpt,
     Storage,
@@ -23,6 +26,7 @@ from ckptctl.cli.options import (
     level_of,
     parse_kinds,
     parse_steps,
+    seal_key,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.pick import pick_lines
@@ -110,6 +114,9 @@ def pick(
     saved_world_size: SavedWorldSizeOpt = None,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
+    require_seal: RequireSealOpt = False,
+    key_file: KeyFileOpt = None,
+    marks: MarksOpt = None,
     *,
     storage: Storage,
     out: Output,
@@ -133,6 +140,9 @@ def pick(
         saved_world_size=saved_world_size,
         pattern=pattern,
         grace_s=grace,
+        require_seal=require_seal,
+        key=seal_key(key_file),
+        marks=marks,
         **storage,
     )
     fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK

@@ -11,9 +11,12 @@ import ckptctl
 from ckptctl.cli.documents import scan_document
 from ckptctl.cli.options import (
     GraceOpt,
+    KeyFileOpt,
     LevelOpt,
+    MarksOpt,
     PatternOpt,
     RequireOpt,
+    RequireSealOpt,
     RootArg,
     SavedWorldSizeOpt,
     Storage,
@@ -21,6 +24,7 @@ from ckptctl.cli.options import (
     WorldSizeOpt,
     level_of,
     parse_kinds,
+    seal_key,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
@@ -47,6 +51,9 @@ def scan(
     saved_world_size: SavedWorldSizeOpt = None,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
+    require_seal: RequireSealOpt = False,
+    key_file: KeyFileOpt = None,
+    marks: MarksOpt = None,
     *,
     storage: Storage,
     out: Output,
@@ -65,6 +72,9 @@ def scan(
         require=parse_kinds(require),
         weights_ok=weights_ok,
         grace_s=grace,
+        require_seal=require_seal,
+        key=seal_key(key_file),
+        marks=marks,
         world_size=world_size,
         saved_world_size=saved_world_size,
         on_report=shown.on_report,

@@ -8,15 +8,19 @@ import ckptctl
 from ckptctl.cli.documents import verify_document
 from ckptctl.cli.options import (
     GraceOpt,
+    KeyFileOpt,
     LevelChoice,
+    MarksOpt,
     PatternOpt,
     RequireOpt,
+    RequireSealOpt,
     SavedWorldSizeOpt,
     StepArg,
     Storage,
     VerifyLevelOpt,
     WorldSizeOpt,
     parse_kinds,
+    seal_key,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.verify import next_command, report_lines
@@ -37,6 +41,9 @@ def verify(
     saved_world_size: SavedWorldSizeOpt = None,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
+    require_seal: RequireSealOpt = False,
+    key_file: KeyFileOpt = None,
+    marks: MarksOpt = None,
     *,
     storage: Storage,
     out: Output,
@@ -53,6 +60,9 @@ def verify(
         saved_world_size=saved_world_size,
         pattern=pattern,
         grace_s=grace,
+        require_seal=require_seal,
+        key=seal_key(key_file),
+        marks=marks,
         **storage,
     )
     out.answer(

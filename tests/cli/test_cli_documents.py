@@ -13,7 +13,7 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.judge.results import TensorRow
 
-NAMES = ("scan", "verify", "pick", "show", "explain", "error")
+NAMES = ("scan", "verify", "pick", "show", "sealed", "marked", "explain", "error", "seal", "mark")
 
 
 def check(document) -> dict:

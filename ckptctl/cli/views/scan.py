@@ -146,7 +146,8 @@ def reason_of(report: Report) -> str:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             return f"{found[0].code}: {said_of(found[0])}{more}"
-    return "" if report.usable else next((said_of(f) for f in report.findings), "")
+    worth_telling = (f for f in report.findings if not report.usable or f.code == "step.pinned")
+    return next(map(said_of, worth_telling), "")
 
 
 def _ranks(world_size: WorldSize | None) -> str:

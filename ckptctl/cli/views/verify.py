@@ -75,6 +75,9 @@ def _facts(report: Report, now_s: float) -> list[str]:
         f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
         f"looked at: {read}; {_NOT_SEEN[report.level]}",
     ]
+    if report.seal is not None:
+        what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
+        facts.append(f"sealed by {report.seal}; {what} compared with the seal")
     if report.written_s is not None:
         when = f"written {age(report.written_s, now_s)} ago, {utc(report.written_s)}"
         facts.insert(1, when)

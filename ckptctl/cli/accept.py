@@ -1,0 +1,58 @@
+"""`ckptctl accept`: take a rejection back."""
+
+from __future__ import annotations
+
+import ckptctl
+from ckptctl.cli.documents import marked_document
+from ckptctl.cli.options import (
+    ByOpt,
+    EvidenceOpt,
+    MarksOpt,
+    PatternOpt,
+    ReasonOpt,
+    StepArg,
+    Storage,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.notes import marked_lines
+from ckptctl.formats.marks import Word
+
+EXAMPLES = (
+    'ckptctl accept /shared/ckpt/run-1234@1400 --reason "the spike came from the data"',
+    "ckptctl accept s3://bucket/run-1234/step_1400 --marks marks.jsonl",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+def accept(
+    step: StepArg,
+    reason: ReasonOpt = "",
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which rejected step may be used after all, and why?
+
+    Lifts every rejection of the step that stands now, and superseded as well; they stay on record.
+    With --quiet the address of the mark is printed.
+    """
+    marked = ckptctl.mark(
+        step,
+        Word.ACCEPTED,
+        reason=reason,
+        evidence=evidence or (),
+        by=by,
+        marks=marks,
+        pattern=pattern,
+        **storage,
+    )
+    out.answer(
+        lambda: marked_document(marked),
+        lambda: marked_lines(marked),
+        bare=() if marked.path is None else (marked.path,),
+    )
+    return marked.exit_code

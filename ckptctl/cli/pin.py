@@ -1,0 +1,66 @@
+"""`ckptctl pin`: keep a step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import marked_document
+from ckptctl.cli.options import (
+    ByOpt,
+    EvidenceOpt,
+    MarksOpt,
+    PatternOpt,
+    ReasonOpt,
+    StepArg,
+    Storage,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.notes import marked_lines
+from ckptctl.formats.marks import Word
+
+EXAMPLES = (
+    'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',
+    "ckptctl pin s3://bucket/run-1234/step_1200 --off",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+def pin(
+    step: StepArg,
+    reason: ReasonOpt = "",
+    off: Annotated[
+        bool,
+        typer.Option("--off", envvar="CKPTCTL_OFF", help="Take the pin off the step."),
+    ] = False,
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which step is to be kept, and why?
+
+    No command of ckptctl removes a pinned step. A pin says nothing about whether it is good. With
+    --quiet the address of the mark is printed.
+    """
+    marked = ckptctl.mark(
+        step,
+        Word.UNPINNED if off else Word.PINNED,
+        reason=reason,
+        evidence=evidence or (),
+        by=by,
+        marks=marks,
+        pattern=pattern,
+        **storage,
+    )
+    out.answer(
+        lambda: marked_document(marked),
+        lambda: marked_lines(marked),
+        bare=() if marked.path is None else (marked.path,),
+    )
+    return marked.exit_code

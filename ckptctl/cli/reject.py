@@ -1,0 +1,59 @@
+"""`ckptctl reject`: rule a step out."""
+
+from __future__ import annotations
+
+import ckptctl
+from ckptctl.cli.documents import marked_document
+from ckptctl.cli.options import (
+    ByOpt,
+    EvidenceOpt,
+    MarksOpt,
+    PatternOpt,
+    ReasonOpt,
+    StepArg,
+    Storage,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.notes import marked_lines
+from ckptctl.formats.marks import Word
+
+EXAMPLES = (
+    'ckptctl reject /shared/ckpt/run-1234@1400 --reason "loss spike after the resume"',
+    'ckptctl reject s3://bucket/run-1234/step_1400 --reason "NaN" --marks marks.jsonl',
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+def reject(
+    step: StepArg,
+    reason: ReasonOpt,
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which step is not to be used, and why?
+
+    pick passes over it from then on. The mark lies in .ckptctl/marks/ of the step, or in the file
+    of --marks, and lapses when the step is saved anew. With --quiet the address of the mark is
+    printed.
+    """
+    marked = ckptctl.mark(
+        step,
+        Word.REJECTED,
+        reason=reason,
+        evidence=evidence or (),
+        by=by,
+        marks=marks,
+        pattern=pattern,
+        **storage,
+    )
+    out.answer(
+        lambda: marked_document(marked),
+        lambda: marked_lines(marked),
+        bare=() if marked.path is None else (marked.path,),
+    )
+    return marked.exit_code

@@ -1,0 +1,92 @@
+"""`ckptctl seal`: write down what a whole step consists of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import sealed_document
+from ckptctl.cli.options import (
+    GraceOpt,
+    KeyFileOpt,
+    MarksOpt,
+    PatternOpt,
+    SavedWorldSizeOpt,
+    StepArg,
+    Storage,
+    seal_key,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.notes import sealed_lines
+
+EXAMPLES = (
+    "ckptctl seal /shared/ckpt/run-1234@latest",
+    "ckptctl seal s3://bucket/run-1234/step_1200 --key-file /etc/ckptctl/seal.key",
+)
+EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 27, 75, 77)
+
+
+def seal(
+    step: StepArg,
+    key_file: KeyFileOpt = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            envvar="CKPTCTL_REPLACE",
+            help="Seal a step anew that has a seal already, if nothing speaks against it.",
+        ),
+    ] = False,
+    accept_unverifiable: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unverifiable",
+            envvar="CKPTCTL_ACCEPT_UNVERIFIABLE",
+            help="Seal a step that nothing in it can prove good, as it is.",
+        ),
+    ] = False,
+    saved_world_size: SavedWorldSizeOpt = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            metavar="N",
+            min=1,
+            envvar="CKPTCTL_JOBS",
+            help="How many threads read; by default as many as is good for the storage.",
+        ),
+    ] = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    grace: GraceOpt = 600.0,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Is this step whole, and what are the digests that prove it later?
+
+    Looks at the step, reads every byte, and writes .ckptctl/seal.json into it; nothing else is
+    touched. A step that is not whole is refused with its exit code. With --quiet the address of
+    the seal is printed.
+    """
+    sealed = ckptctl.seal(
+        step,
+        key=seal_key(key_file),
+        replace=replace,
+        accept_unverifiable=accept_unverifiable,
+        saved_world_size=saved_world_size,
+        jobs=jobs,
+        marks=marks,
+        on_progress=lambda done, total: out.progress("digested", done, total),
+        pattern=pattern,
+        grace_s=grace,
+        **storage,
+    )
+    out.answer(
+        lambda: sealed_document(sealed),
+        lambda: sealed_lines(sealed),
+        bare=() if sealed.path is None else (sealed.path,),
+    )
+    return sealed.exit_code

@@ -1,0 +1,57 @@
+"""What do `seal`, `reject`, `accept` and `pin` show?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptctl.cli.lines import EMPTY, Line, Span, line
+from ckptctl.cli.views.common import finding_lines, next_line, section
+from ckptctl.cli.words import count, exact_size
+from ckptctl.formats.marks import Mark
+from ckptctl.judge.results import Marked, Sealed
+
+
+def sealed_lines(sealed: Sealed) -> list[Line]:
+    """That the step is sealed and how, or why it is not."""
+    findings = section(finding_lines(sealed.report.findings))
+    if sealed.path is None:
+        head = line(Span(sealed.message, "bad"), hang=2)
+        url = line("  ", Span(sealed.url, "name"), solid=True)
+        return [head, url, EMPTY, *findings, *next_line(sealed.next_command)]
+    digested = f"{count(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
+    return [
+        line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
+        line(f"  {digested}, digests by {sealed.kind}", hang=4),
+        line(f"  looked at before: {sealed.report.level.value}", hang=4),
+        line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
+        EMPTY,
+        *findings,
+        *next_line(sealed.next_command),
+    ]
+
+
+def marked_lines(marked: Marked) -> list[Line]:
+    """What was said of the step, what that lifts, and what stands now."""
+    lines = [line(Span(marked.message, "strong"), solid=True)]
+    if marked.mark is not None:
+        lines.append(line(f"  {_said(marked.mark)}", hang=4))
+        lines.append(line("  written to ", marked.path or "", solid=True))
+    lines += [line(f"  lifted: {_told(one)}", hang=4) for one in marked.lifted]
+    lines += _others(marked)
+    return [*lines, EMPTY, *next_line(marked.next_command)]
+
+
+def _others(marked: Marked) -> Iterator[Line]:
+    for one in marked.standing:
+        if one != marked.mark and not one.word.lifts:
+            yield line(f"  also stands: {_told(one)}", hang=4)
+
+
+def _told(mark: Mark) -> str:
+    return f"{mark.word.value} {_said(mark)}"
+
+
+def _said(mark: Mark) -> str:
+    reason = f": {mark.reason}" if mark.reason else ""
+    evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
+    return f"by {mark.by} at {mark.at}{reason}{evidence}"
