@@ -8,6 +8,7 @@ chunk exist is the question of `presence`.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from operator import add
 
 from ckptctl.checks.words import at_most_few, counted, inside, verb
 from ckptctl.findings import Finding
-from ckptctl.model import Chunks, Metadata, TensorEntry
+from ckptctl.model import NO_FILE, Chunks, Metadata, TensorEntry
 
 Box = tuple[tuple[int, int], ...]
 """Begin and end of a box of elements, a pair for each dimension."""
@@ -112,8 +113,18 @@ def _tensors_of(metadatas: Sequence[Metadata]) -> Iterator[TensorEntry]:
     for tensor in chain.from_iterable(metadata.tensors.values() for metadata in metadatas):
         alike[tensor.fqn, tensor.shape].append(tensor)
     for tensors in alike.values():
-        chunks = Chunks.of(len(tensors[0].shape), [c for t in tensors for c in t.chunks])
-        yield replace(tensors[0], chunks=chunks)
+        yield replace(tensors[0], chunks=_together([tensor.chunks for tensor in tensors]))
+
+
+def _together(ranks: Sequence[Chunks]) -> Chunks:
+    """The chunks of all ranks, without their byte ranges."""
+    n_chunks = sum(map(len, ranks))
+    offsets, sizes = array("q"), array("q")
+    for chunks in ranks:
+        offsets.extend(chunks.offsets)
+        sizes.extend(chunks.sizes)
+    files, nowhere = array("i", [NO_FILE]) * n_chunks, array("q", [0]) * n_chunks
+    return Chunks(ranks[0].n_dims, n_chunks, offsets, sizes, files, nowhere, nowhere, ())
 
 
 def _is_a_row(tensor: TensorEntry) -> bool:

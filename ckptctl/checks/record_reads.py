@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptctl.checks.ranges import Ranges
 from ckptctl.formats.records import TAIL, View
@@ -45,8 +46,7 @@ class Reading:
     n_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
+class _Window(NamedTuple):
     """Bytes of one record: `is_last` when its view is complete with them."""
 
     number: int
@@ -55,8 +55,7 @@ class _Window:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """One read of a file, and the windows that it fills."""
 
     file: int

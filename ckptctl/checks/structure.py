@@ -1,23 +1,23 @@
 """Is each record one sound archive, and does it hold what the metadata says?
 
-Head and tail of each record are read, not its elements: how it is framed, the
-dtype, shape and number of bytes of each tensor, and the checksum of every member
-that was read whole. A swapped element is the question of `content`.
+Head and tail of each record are looked at, not its elements: how it is framed,
+what tensor it describes (`tensor_records` compares that with the metadata), and
+the checksum of every member that was read whole. Whether the elements are those
+that were saved is not asked here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import prod
 
 from ckptctl.checks.presence import escape_reason
 from ckptctl.checks.ranges import Owner, Ranges
 from ckptctl.checks.record_reads import Need, Reading, n_reads, read_records
 from ckptctl.checks.sizes import holds_safetensors
+from ckptctl.checks.tensor_records import Unfit, check_tensor, tensor_in
 from ckptctl.checks.words import at_most_few, counted, inside, some_of
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
+from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.records import (
     RecordDirectory,
@@ -29,8 +29,8 @@ from ckptctl.formats.records import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.values import TensorStub, decode_tensor_pickle
-from ckptctl.model import DTYPE_SIZES, ByteRange, FileInfo, TensorEntry
+from ckptctl.formats.values import TensorStub
+from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.storage.contract import Store
 
 MAX_ELEMENT_BYTES = 64
@@ -42,19 +42,6 @@ MAX_PICKLE_BYTES = 64 << 10
 _MAX_HEAD = 1 << 20
 _ZSTD = "stream.zstd/1"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-
-# Names by which torch pickles tensors that are more than a storage, a shape and strides.
-_OTHER_TENSORS = tuple(
-    f"c{module}\n{name}\n".encode()
-    for module, name in (
-        ("torch._utils", "_rebuild_qtensor"),
-        ("torch._utils", "_rebuild_sparse_tensor"),
-        ("torch._utils", "_rebuild_nested_tensor"),
-        ("torch._utils", "_rebuild_wrapper_subclass"),
-        ("torch._utils", "_rebuild_meta_tensor_no_storage"),
-        ("torch._tensor", "_rebuild_from_type_v2"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +144,6 @@ def _readable(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]]:
     return readable
 
 
-class _Wrong(Exception):
-    """A sound archive that holds what it should not: which finding that is, and why."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
 @dataclass(slots=True)
 class _Alike:
     """Records of one file with findings of one code: how many, and what the first is."""
@@ -203,7 +181,7 @@ class _Look:
         """Look at one record; what more of it must be read first, if anything."""
         try:
             need = self._look(number, view)
-        except (RecordUnreadable, _Wrong) as error:
+        except (RecordUnreadable, Unfit) as error:
             self._note(error.code, number, error.message)
             need = None
         self.n_records += need is None
@@ -246,8 +224,8 @@ class _Look:
             self.by_order.setdefault(said.decode(), []).append(number)
         stub = None
         if tensor is not None:
-            stub = _stub(directory, view)
-            _check_stub(stub, directory, tensor, owner.chunk)
+            stub = tensor_in(directory, view)
+            check_tensor(stub, directory, tensor, owner.chunk)
         if wanted:
             self._hand_out(number, stub, directory, view, (said or b"little").decode())
         return None
@@ -255,7 +233,7 @@ class _Look:
     def _look_at_transformed(self, owner: Owner, view: View) -> None:
         if owner.transforms != (_ZSTD,):
             through = ", ".join(owner.transforms)
-            raise _Wrong("format.unsupported", f"it went through {through} when it was saved")
+            raise Unfit("format.unsupported", f"it went through {through} when it was saved")
         if not view.head.startswith(_ZSTD_MAGIC):
             raise RecordUnreadable("it is said to be compressed and does not begin as zstd does")
         self.n_transformed += 1
@@ -342,52 +320,3 @@ def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bo
     if (head, tail) == (len(view.head), len(view.tail)):
         return None
     return Need(head, tail)
-
-
-def _mismatch(message: str) -> _Wrong:
-    return _Wrong("record.mismatch", message)
-
-
-def _stub(directory: RecordDirectory, view: View) -> TensorStub:
-    pickle = read_member(directory, "data.pkl", view)
-    if pickle is None:
-        raise _mismatch("its pickle is too long to be that of a tensor")
-    try:
-        return _decoded(pickle)
-    except MetadataUnreadable as error:
-        raise _mismatch(f"it holds no tensor: {error.message}") from error
-    except MetadataUnsafe as error:
-        if any(name in pickle for name in _OTHER_TENSORS):
-            raise _Wrong("format.unsupported", "it is a tensor of a class of its own") from error
-        raise _Wrong("record.unsafe", error.message) from error
-
-
-@lru_cache(maxsize=1024)
-def _decoded(pickle: bytes) -> TensorStub:
-    # Thousands of records hold equal pickles: those of equally sharded tensors.
-    return decode_tensor_pickle(pickle)
-
-
-def _check_stub(
-    stub: TensorStub, directory: RecordDirectory, tensor: TensorEntry, chunk: int
-) -> None:
-    """Raise `record.mismatch` where a record is not the chunk that the metadata says it is."""
-    sizes = tensor.chunks.sizes_of(chunk)
-    n_elements = prod(stub.shape)
-    if stub.dtype != tensor.dtype:
-        raise _mismatch(f"it holds {stub.dtype}, its metadata says {tensor.dtype}")
-    if stub.shape != sizes and (n_elements or prod(sizes)):
-        raise _mismatch(f"it holds a tensor of shape {stub.shape}, its metadata says {sizes}")
-    member = directory.find(f"data/{stub.storage_key}")
-    if member is None:
-        raise _mismatch(f"it holds no elements: data/{stub.storage_key} is not there")
-    item_size = DTYPE_SIZES.get(stub.dtype)
-    n_bytes = stub.n_elements_in_storage * (item_size or 0)
-    if item_size is not None and member.size != n_bytes:
-        raise _mismatch(f"it holds {member.size:,} bytes of elements instead of {n_bytes:,}")
-    last = stub.storage_offset
-    last += sum((n - 1) * stride for n, stride in zip(stub.shape, stub.strides, strict=True))
-    if n_elements and last >= stub.n_elements_in_storage:
-        raise _mismatch(
-            f"its last element is number {last:,} of {stub.n_elements_in_storage:,} in its storage"
-        )

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
+from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable
 
@@ -60,8 +61,7 @@ _TEXTS: Mapping[str, re.Pattern[bytes]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member of a record; offsets are in bytes from the record's beginning.
 
     `name` is without the archive's folder (`data/0`), `path` is the whole name as
@@ -98,7 +98,10 @@ class RecordDirectory:
 
     def find(self, name: str) -> Member | None:
         """The member called `name`, None where there is none."""
-        return next((m for m in self.members if m.name == name), None)
+        for member in self.members:
+            if member.name == name:
+                return member
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +181,11 @@ def check_texts(directory: RecordDirectory, view: View) -> None:
 
     Finds what a checksum would, in records that were saved without.
     """
-    for name, form in _TEXTS.items():
-        text = read_member(directory, name, view)
-        if text is not None and not form.fullmatch(text):
-            raise RecordUnreadable(f"its {name} is {text[:40]!r}")
+    for member in directory.members:
+        form = _TEXTS.get(member.name)
+        text = form and view.get(member.start, member.end)
+        if form and text is not None and not form.fullmatch(text):
+            raise RecordUnreadable(f"its {member.name} is {text[:40]!r}")
 
 
 def wrong_crcs(directory: RecordDirectory, view: View) -> tuple[str, ...]:

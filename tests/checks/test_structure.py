@@ -341,6 +341,15 @@ def test_a_record_that_asks_for_code_is_unsafe_and_nothing_has_run(tmp_path: Pat
     assert verdict_of([finding]) is Verdict.UNSAFE
 
 
+def test_a_pickle_too_long_for_a_tensor_is_a_mismatch(tmp_path: Path):
+    for n_bytes in (100_000, 3_000_000):
+        members = members_of(tensor_record((2, 3)))
+        members[0] = Made("data.pkl", bytes(n_bytes))
+        (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), archive(members)))
+        assert finding.code == "record.mismatch"
+        assert "its pickle is too long to be that of a tensor" in finding.message
+
+
 def test_a_tensor_of_a_class_of_its_own_is_not_supported_and_not_unsafe(tmp_path: Path):
     record = tensor_record((2, 3), rebuild="torch._utils\n_rebuild_wrapper_subclass\n")
     (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), record))
@@ -479,6 +488,22 @@ def test_small_records_are_read_together_in_pieces_of_64_kilobytes(tmp_path: Pat
     n_reads = -(-n // (65_536 // len(record)))
     assert structure.n_reads == n_structure_reads(Ranges([part])) == n_reads
     assert structure.n_bytes == n * len(record)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("alignment", [1, 64, 4_096])
+def test_records_of_any_alignment_are_sound_and_the_farther_ones_read_twice(
+    tmp_path: Path, alignment: int
+):
+    import torch
+    from torch.utils.serialization import config
+
+    with config.patch({"save.storage_alignment": alignment}):
+        torch.save(torch.zeros(50_000), tmp_path / "record.pt")
+    record = (tmp_path / "record.pt").read_bytes()
+    structure = look(tmp_path, part_of(tmp_path, (50_000,), record, record))
+    assert structure.findings == ()
+    assert structure.n_reads == (3 if alignment <= 64 else 6)
 
 
 def test_a_long_directory_takes_a_second_read(tmp_path: Path):
