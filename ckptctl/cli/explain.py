@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 
 from ckptctl.cli.documents import explain_document
-from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
 from ckptctl.cli.output import Output
-from ckptctl.cli.pages import Page, all_pages, page
+from ckptctl.cli.pages import all_pages, page
+from ckptctl.cli.views.explain import index_lines, page_lines
 
 EXAMPLES = ("ckptctl explain shard.short", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
-
-_HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}
 
 
 def explain(
@@ -36,20 +34,7 @@ def explain(
     pages = [page(name)] if name is not None else list(all_pages())
     out.answer(
         lambda: explain_document(asdict(each) for each in pages),
-        lambda: _index(pages),
-        bare=(each.title if name else each.name for each in pages),
-        page=pages[0].text if name is not None else None,
+        lambda: index_lines(pages) if name is None else page_lines(pages[0].text, out.out.width),
+        bare=(each.name if name is None else each.title for each in pages),
     )
     return 0
-
-
-def _index(pages: list[Page]) -> list[Line]:
-    width = max(len(each.name) for each in pages)
-    lines: list[Line] = []
-    for kind, heading in _HEADINGS.items():
-        lines.append(line(Span(heading, "strong")))
-        for each in pages:
-            if each.kind == kind:
-                lines.append(line("  ", padded(each.name, width), "  ", each.title, hang=width + 4))
-        lines.append(EMPTY)
-    return [*lines, line("next: ", Span("ckptctl explain CODE", "command"), solid=True)]

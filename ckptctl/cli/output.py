@@ -121,19 +121,13 @@ class Output:
         lines: Callable[[], Iterable[Line]],
         *,
         bare: Iterable[str] = (),
-        page: str | None = None,
     ) -> None:
-        """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`.
-
-        A `page` of Markdown stands in for the lines where it is given.
-        """
+        """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`."""
         self.save(document)
         if self.as_json:
             self.document(document())
         elif self.quiet:
             self.bare(bare)
-        elif page is not None:
-            self._markdown(page)
         else:
             self.lines(lines())
 
@@ -201,22 +195,6 @@ class Output:
         self._clear_progress()
         for channel in (self.out, self.err):
             channel.write("")
-
-    def _markdown(self, text: str) -> None:
-        """Print a page: as it is, or laid out where there is colour."""
-        if not self.out.color:
-            self.lines(line(each) for each in text.splitlines())
-            return
-        import io
-
-        from rich.console import Console
-        from rich.markdown import Markdown
-
-        page = io.StringIO()
-        width = min(self.out.width or _STRIP_WIDTH, 100)
-        console = Console(file=page, force_terminal=True, width=width, color_system="standard")
-        console.print(Markdown(text, code_theme="bw"))
-        self.out.write(page.getvalue())
 
     def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
         spans = tuple(
