@@ -36,7 +36,7 @@ def test_what_comes_close_is_offered():
         page("shard.shrt")
 
 
-@pytest.mark.parametrize("each", all_pages(), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
 def test_a_page_keeps_every_word_when_it_is_laid_out(each):
     laid_out = [part.text for one in page_lines(each.text, 80) for part in wrapped(one, 80)]
     written = each.text.replace("```sh", "").replace("```", "").replace("#", "")
