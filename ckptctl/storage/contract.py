@@ -65,6 +65,25 @@ class Span:
     length: int
 
 
+class OpenFile(Protocol):
+    """One file that is read in pieces, by one thread."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on; raises `ShortRead` where they end before.
+
+        After an error nobody knows what is in the buffer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it. An open file is also a context manager."""
+        ...
+
+    def __enter__(self) -> OpenFile: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
 class Store(Protocol):
     """One checkpoint root, or one step, on some storage."""
 
@@ -103,6 +122,13 @@ class Store(Protocol):
 
         Several are in flight at once where that is faster; at most 64 MiB wait
         to be taken. Adjacent spans are not merged here: the caller knows better.
+        """
+        ...
+
+    def open_file(self, path: str) -> OpenFile:
+        """A file to read many pieces of, into a buffer of the caller's; closed by the caller.
+
+        What was opened is what is read to the end, where the storage can promise that.
         """
         ...
 

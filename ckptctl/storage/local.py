@@ -25,7 +25,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, ShortRead, Span, TooLarge
+from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
 from ckptctl.storage.publishing import make_folder, publish
@@ -48,7 +48,7 @@ _PIECE = 1 << 30  # Linux reads less than 2 GiB a call
 
 
 class LocalStore:
-    """A folder on a mounted file system. Holds no descriptor between calls.
+    """A folder on a mounted file system. Holds no descriptor between calls but in `open_file`.
 
     `root` is what is opened, `url` what the user wrote. A name that vanishes
     while its folder is listed makes the listing start again: it may have been
@@ -86,6 +86,10 @@ class LocalStore:
 
             return read_in_flight(self._span, spans)
         return self._spans_in_turn(spans)
+
+    def open_file(self, path: str) -> OpenFile:
+        """See `Store.open_file`: one descriptor, so that a piece costs one call of the system."""
+        return _LocalFile(self, path)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`; makes missing folders, and the root where its parent is there.
@@ -285,6 +289,48 @@ class LocalStore:
 
     def _named(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+
+class _LocalFile:
+    """An open file of a `LocalStore`."""
+
+    def __init__(self, store: LocalStore, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._file = store._tried(path, partial(store._file, path))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `OpenFile.read_into`."""
+        try:
+            with busy(self._store._named(self._path)):
+                self._fill(offset, buffer)
+        except OSError:
+            # A descriptor does not heal; the path, opened again, may.
+            self._store._tried(self._path, partial(self._fill_anew, offset, buffer))
+
+    def _fill_anew(self, offset: int, buffer: memoryview) -> None:
+        self._file.close()
+        self._file = self._store._file(self._path)
+        self._fill(offset, buffer)
+
+    def _fill(self, offset: int, buffer: memoryview) -> None:
+        n_read = 0
+        while n_read < len(buffer):
+            n_more = os.preadv(self._file.fd, [buffer[n_read:]], offset + n_read)
+            if not n_more:
+                span = Span(self._path, offset, len(buffer))
+                raise self._store._short(span, os.fstat(self._file.fd).st_size)
+            n_read += n_more
+
+    def close(self) -> None:
+        """See `OpenFile.close`."""
+        self._file.close()
+
+    def __enter__(self) -> _LocalFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class _Descriptor:

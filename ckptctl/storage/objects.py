@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, ShortRead, Span, TooLarge
+from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.in_flight import read_in_flight
 from ckptctl.storage.paths import key_of
 from ckptctl.storage.retrying import retried
@@ -101,6 +101,10 @@ class ObjectStore:
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: always in flight, one request a span."""
         return read_in_flight(self._span, spans)
+
+    def open_file(self, path: str) -> OpenFile:
+        """See `Store.open_file`: a request for each piece; an object may be replaced meanwhile."""
+        return _OpenObject(self._span, path)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`; an object store writes an object whole or not at all.
@@ -190,6 +194,8 @@ class ObjectStore:
             return False
 
     def _key(self, path: str) -> str:
+        if not path:
+            raise PathNotFound(f"{self.url} is a prefix, not an object")
         prefix = self._client.prefix
         return f"{prefix}/{key_of(path)}" if prefix else key_of(path)
 
@@ -198,6 +204,27 @@ class ObjectStore:
 
     def _named(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
+
+
+class _OpenObject:
+    """An object that is read in pieces."""
+
+    def __init__(self, get: Callable[[Span], bytes], path: str) -> None:
+        self._get = get
+        self._path = path
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `OpenFile.read_into`."""
+        buffer[:] = self._get(Span(self._path, offset, len(buffer)))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def __enter__(self) -> _OpenObject:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _is_marker(info: FileInfo, prefix: str) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, Span, Store
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
-VERBS = ("list_dir", "list_tree", "read", "read_spans", "put")
+VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "put")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class FaultyStore:
         for span, data in self._store.read_spans(spans):
             self._count("span", span.path)
             yield span, data
+
+    def open_file(self, path: str) -> OpenFile:
+        """See `Store.open_file`."""
+        self._count("open_file", path)
+        return self._store.open_file(path)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`."""

@@ -180,6 +180,13 @@ def test_a_file_that_is_not_there_is_not_found(store: Store):
         list(store.read_spans([Span("nothing", 0, 1)]))
 
 
+def test_the_root_itself_is_not_a_file(store: Store):
+    with pytest.raises(PathNotFound):
+        store.read("", limit=1)
+    with pytest.raises(PathNotFound):
+        list(store.read_spans([Span("", 0, 1)]))
+
+
 def test_spans_come_in_the_order_asked_for(store: Store):
     data = bytes(range(256)) * 40
     spans = [Span("step_1/__0_0.distcp", (n * 7919) % 10000, 1 + n) for n in range(50)]
@@ -191,6 +198,25 @@ def test_spans_come_in_the_order_asked_for(store: Store):
 
 def test_a_span_of_no_bytes_is_empty(store: Store):
     assert list(store.read_spans([Span("latest", 3, 0)])) == [(Span("latest", 3, 0), b"")]
+
+
+def test_an_open_file_fills_a_buffer_from_any_offset(store: Store):
+    buffer = memoryview(bytearray(1000))
+    with store.open_file("step_1/__0_0.distcp") as file:
+        for offset in (0, 9240, 77):
+            file.read_into(offset, buffer)
+            assert buffer == (bytes(range(256)) * 40)[offset : offset + 1000]
+        file.read_into(10240, buffer[:0])
+
+
+def test_an_open_file_that_ends_within_the_buffer_is_a_short_read(store: Store):
+    with store.open_file("step_1/__0_0.distcp") as file, pytest.raises(ShortRead):
+        file.read_into(9241, memoryview(bytearray(1000)))
+
+
+def test_a_file_that_is_not_there_is_not_found_when_it_is_opened_or_read(store: Store):
+    with pytest.raises(PathNotFound), store.open_file("step_1/nothing") as file:
+        file.read_into(0, memoryview(bytearray(1)))
 
 
 def test_spans_may_be_left_before_the_last(store: Store):
@@ -241,7 +267,8 @@ def test_a_root_that_is_not_there_yet_is_made_by_the_first_write(opened: Open):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "../up", "step_1/../../up", "a/..", ".", "step_1/./.metadata", "a\0b"]
+    "path",
+    ["/etc/passwd", "../up", "step_1/../../up", "a/..", ".", "step_1/./.metadata", "a\0b", "a/"],
 )
 def test_a_path_that_leads_out_or_is_not_plain_is_refused(store: Store, path: str):
     for use in (
