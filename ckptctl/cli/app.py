@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
     """
     command = _command(argv)
     out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
-    app = build_app(COMMANDS if command is None else (command,), out)
     try:
+        app = build_app(COMMANDS if command is None else (command,), out)
         exit_code: int = app(
             args=list(argv or ["--help"]), prog_name="ckptctl", standalone_mode=False
         )
@@ -142,11 +142,11 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
 
 
 class _Ended(CkptctlError):
-    """A signal ended the command; nothing was changed."""
+    """A signal ended the command."""
 
     code = "ended"
 
     def __init__(self, exit_code: int) -> None:
         name = signal.Signals(exit_code - 128).name
-        super().__init__(f"ended by {name}; nothing was changed")
+        super().__init__(f"ended by {name}; no file was left half written")
         self.exit_code = exit_code

@@ -104,11 +104,11 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "The storage answered that you may not. Check the credentials and the permissions of the "
         "account that runs the job.",
     ),
-    130: ExitCode("interrupted by Ctrl-C (signal 2)", "Nothing was changed.", "yes"),
+    130: ExitCode("interrupted by Ctrl-C (signal 2)", "No file was left half written.", "yes"),
     141: ExitCode(
         "the reader of the output went away (signal 13)",
         "Usual behind `| head`. The answer was not delivered: never act on it.",
         "yes",
     ),
-    143: ExitCode("ended by signal 15", "Nothing was changed.", "yes"),
+    143: ExitCode("ended by signal 15", "No file was left half written.", "yes"),
 }

@@ -393,8 +393,9 @@ def _repeated(common: dict[str, Any], pattern: str | None) -> str:
     url = common["endpoint_url"]
     if url is not None and url != os.environ.get("CKPTCTL_ENDPOINT_URL"):
         words += ["--endpoint-url", url]
-    if "CKPTCTL_STORAGE_OPTION" not in os.environ:
-        for pair in common["storage_option"] or ():
+    pairs = common["storage_option"] or []
+    if pairs != os.environ.get("CKPTCTL_STORAGE_OPTION", "").split():
+        for pair in pairs:
             key, _, value = pair.partition("=")
             secret = any(word in key.lower() for word in _SECRETS)
             words += ["--storage-option", f"{key}=***" if secret else f"{key}={value}"]

@@ -191,7 +191,7 @@ def test_a_signal_ends_it_cleanly(sound_root, tmp_path, number, exit_code):
     _, stderr = process.communicate(timeout=60)
     os.close(reading)
     assert process.returncode == exit_code
-    assert stderr == f"error: ended by {number.name}; nothing was changed\n"
+    assert stderr == f"error: ended by {number.name}; no file was left half written\n"
 
 
 def wait_until_it_sleeps_in_a_write(pid: int) -> None:

@@ -1,0 +1,104 @@
+"""How options are read, and which of them a next command repeats."""
+
+import pytest
+
+from ckptctl.cli.lines import Span, line
+from ckptctl.cli.options import parse_kinds, parse_steps, parse_storage_options, with_common
+from ckptctl.cli.output import Output
+from ckptctl.errors import UsageError
+from ckptctl.model import STATE_KINDS
+
+
+@pytest.mark.parametrize(
+    ("pair", "key", "value"),
+    [
+        ("anon=true", "anon", True),
+        ("max_retries=3", "max_retries", 3),
+        ('client_kwargs={"region_name": "eu"}', "client_kwargs", {"region_name": "eu"}),
+        ("profile=training", "profile", "training"),
+        ('key="0123"', "key", "0123"),
+        ("secret=a=b==", "secret", "a=b=="),
+        ("token=", "token", ""),
+    ],
+)
+def test_a_storage_option_is_json_where_it_is_json(pair, key, value):
+    assert parse_storage_options([pair]) == {key: value}
+
+
+def test_without_storage_options_there_are_none():
+    assert parse_storage_options([]) is None
+
+
+@pytest.mark.parametrize("pair", ["anon", "=true", ""])
+def test_a_storage_option_without_a_key_or_a_value_is_a_mistake(pair):
+    with pytest.raises(UsageError, match="KEY=VALUE"):
+        parse_storage_options([pair])
+
+
+def test_kinds_of_train_state_come_with_commas_or_one_by_one():
+    assert parse_kinds(["model, optimizer", "rng", "model"]) == ("model", "optimizer", "rng")
+    assert parse_kinds(None) == ()
+
+
+def test_an_unknown_kind_of_train_state_is_a_mistake_that_names_the_known_ones():
+    with pytest.raises(UsageError, match=", ".join(STATE_KINDS)):
+        parse_kinds(["model,brains"])
+
+
+def test_steps_come_with_commas_or_one_by_one():
+    assert parse_steps(["1400, 1600", "1200", "1400"]) == (1400, 1600, 1200)
+    assert parse_steps(None) == ()
+
+
+@pytest.mark.parametrize("word", ["-1", "1.5", "latest", "²", "9" * 20])
+def test_what_is_no_step_number_is_a_mistake(word):
+    with pytest.raises(UsageError, match="step numbers"):
+        parse_steps([word])
+
+
+def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) -> str:
+    """What becomes of a next command when these options were given."""
+    for name in ("PATTERN", "ENDPOINT_URL", "STORAGE_OPTION"):
+        monkeypatch.delenv(f"CKPTCTL_{name}", raising=False)
+    for name, value in given.pop("env", {}).items():
+        monkeypatch.setenv(name, value)
+    out = Output("scan")
+
+    def scan(*, storage, out):
+        out.lines([line("next: ", Span(command, "command"))])
+        return 0
+
+    common = {"as_json": False, "quiet": False, "report": None, "color": "never", "debug": False}
+    storage = {"storage_option": None, "endpoint_url": None, "timeout": 30.0}
+    assert with_common(scan, out)(**common, **{**storage, **given}) == 0
+    return capsys.readouterr().out.removeprefix("next: ").rstrip("\n")
+
+
+def test_a_next_command_repeats_how_the_storage_is_reached(capsys, monkeypatch):
+    shown = shown_next(
+        capsys,
+        monkeypatch,
+        endpoint_url="http://ceph:7480",
+        storage_option=["anon=true", "secret=hunter2", "client_kwargs={}"],
+    )
+    assert shown == (
+        "ckptctl pick s3://b/run --endpoint-url http://ceph:7480 --storage-option anon=true "
+        "--storage-option 'secret=***' --storage-option 'client_kwargs={}'"
+    )
+
+
+def test_what_stands_in_the_environment_is_not_repeated(capsys, monkeypatch):
+    env = {"CKPTCTL_ENDPOINT_URL": "http://ceph:7480", "CKPTCTL_STORAGE_OPTION": "anon=true"}
+    shown = shown_next(
+        capsys,
+        monkeypatch,
+        endpoint_url="http://ceph:7480",
+        storage_option=["anon=true"],
+        env=env,
+    )
+    assert shown == "ckptctl pick s3://b/run"
+
+
+@pytest.mark.parametrize("command", ["ckptctl explain shard.short", "df -h /shared"])
+def test_a_command_that_reaches_no_storage_is_left_as_it_is(capsys, monkeypatch, command):
+    assert shown_next(capsys, monkeypatch, command, endpoint_url="http://ceph:7480") == command
