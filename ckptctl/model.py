@@ -144,14 +144,15 @@ class Chunks(Sequence[Chunk]):
     @classmethod
     def of(cls, n_dims: int, chunks: Sequence[Chunk]) -> Chunks:
         """Columns from `Chunk` objects: for small inputs and tests."""
-        names = sorted({c.byte_range.file for c in chunks if c.byte_range})
         ranges = [c.byte_range for c in chunks]
+        names = sorted({r.file for r in ranges if r})
+        numbers = {name: number for number, name in enumerate(names)}
         return cls(
             n_dims,
             len(chunks),
             array("q", [x for c in chunks for x in c.offsets]),
             array("q", [x for c in chunks for x in c.sizes]),
-            array("i", [names.index(r.file) if r else NO_FILE for r in ranges]),
+            array("i", [numbers[r.file] if r else NO_FILE for r in ranges]),
             array("q", [r.offset if r else 0 for r in ranges]),
             array("q", [r.length if r else 0 for r in ranges]),
             names,

@@ -144,7 +144,9 @@ def _steps_by_optimizer(
     """For each optimizer, the shard file and the value of each parameter's `step`."""
     steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for value in values:
-        number = scalar(value.stub, value.data) if value.stub is not None else None
+        number = (
+            scalar(value.stub, value.data, value.byte_order) if value.stub is not None else None
+        )
         if number is not None:
             file = value.byte_range.file
             where = f"{part.path}/{file}" if part.path else file

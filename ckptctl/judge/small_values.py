@@ -27,14 +27,14 @@ MAX_SCALAR_BYTES = 64 * 2**10
 MAX_NUMBERS = 16
 
 _SCALARS: Mapping[str, str] = {
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint8": "B",
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
 }
 
 
@@ -164,15 +164,20 @@ def number_in(record: bytes) -> int | float | None:
         return None
     if isinstance(value, TensorStub):
         data = read_member(directory, f"data/{value.storage_key}", view)
-        return None if data is None else scalar(value, data)
+        order = read_member(directory, "byteorder", view) or b"little"
+        return None if data is None else scalar(value, data, order.decode("ascii", "replace"))
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def scalar(stub: TensorStub, data: bytes) -> int | float | None:
-    """The value of a tensor with one element; None for a larger one or another dtype."""
-    form = _SCALARS.get(stub.dtype)
-    if form is None or any(size != 1 for size in stub.shape):
+def scalar(stub: TensorStub, data: bytes, byte_order: str) -> int | float | None:
+    """The value of a tensor with one element; None for a larger one or another dtype.
+
+    `byte_order` is `little` or `big`: that of the machine that wrote the record.
+    """
+    letter = _SCALARS.get(stub.dtype)
+    if letter is None or any(size != 1 for size in stub.shape):
         return None
+    form = (">" if byte_order == "big" else "<") + letter
     if len(data) != struct.calcsize(form):
         return None
     value: int | float = struct.unpack(form, data)[0]
