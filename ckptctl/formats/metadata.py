@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from math import prod
 
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.chunk_table import ChunkTable, Dims
@@ -200,6 +201,8 @@ def _entries(state_dict: object) -> tuple[dict[str, _Tensor], list[str]]:
 
 def _tensor(fields: Fields) -> _Tensor:
     shape = checked_dims(_required(fields, "size", TENSOR), "its shape")
+    if prod(shape) >= 1 << 63:
+        raise Malformed("its shape has more elements than any tensor")
     chunks = _required(fields, "chunks", TENSOR)
     if not isinstance(chunks, list | tuple):
         raise Malformed(f"its chunks are in a {_kind_of(chunks)}, not in a list")

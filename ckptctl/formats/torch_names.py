@@ -74,7 +74,7 @@ def _path(args: tuple[object, ...]) -> str:
         raise Malformed("a path is not made of a few short strings")
     if parts and parts[0].endswith(("/", "\\")):
         return parts[0] + "/".join(parts[1:])
-    return "/".join(parts)
+    return "/".join(parts) or "."
 
 
 SIZE = Function("torch.Size", size_of)

@@ -70,7 +70,12 @@ def decode_value(data: bytes) -> object:
     printed and walked. Raises `MetadataUnreadable` for anything else, and
     `MetadataUnsafe` for opcodes that no writer of checkpoints uses.
     """
-    names = {**COMMON, **_TENSORS, ("_codecs", "encode"): _latin1_within(len(data))}
+    names = {
+        **COMMON,
+        **_TENSORS,
+        ("_codecs", "encode"): _latin1_within(len(data)),
+        ("__builtin__", "bytes"): Function("bytes", _no_bytes),
+    }
     grammar = Grammar(
         names,
         other=_unknown,
@@ -213,6 +218,13 @@ def _latin1_within(n_bytes: int) -> Function:
         raise Malformed("bytes are not made of a latin-1 string")
 
     return Function("_codecs.encode", encode)
+
+
+def _no_bytes(args: tuple[object, ...]) -> bytes:
+    # Protocol 2 writes `b""` as `bytes()`.
+    if args:
+        raise Malformed("bytes are made of arguments")
+    return b""
 
 
 def _check_extent(value: object, n_bytes: int) -> None:
