@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ckptctl.errors import (
@@ -99,10 +100,13 @@ class FsspecClient:
     def _level(self, prefix: str) -> list[FileInfo]:
         self._fs.invalidate_cache()
         try:
-            items = self._ask(lambda: self._fs.ls(prefix.rstrip("/"), detail=True), prefix)
+            return self._ask(lambda: self._infos(prefix), prefix)
         except PathNotFound:
             self._check_container(prefix)
             return []
+
+    def _infos(self, prefix: str) -> list[FileInfo]:
+        items = self._fs.ls(prefix.rstrip("/"), detail=True)
         # Asked for a file, some implementations list that file.
         return [self._info(item) for item in items if item["name"].rstrip("/").startswith(prefix)]
 
@@ -123,7 +127,7 @@ class FsspecClient:
             return FileInfo(path.rstrip("/"), 0, kind="dir")
         size = item["size"]
         if size is None:
-            size = self._ask(lambda: self._fs.info(path)["size"], path)
+            size = self._fs.info(path)["size"]
         if size is None:
             raise StorageUnavailable(f"{path}: the storage does not say how large it is")
         return FileInfo(path, size, _seconds(item), _identity(item))
@@ -170,7 +174,8 @@ def _seconds(item: Mapping[str, Any]) -> float | None:
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = item.get(name)
         if isinstance(value, str):
-            value = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
+            with suppress(ValueError):
+                value = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
         if isinstance(value, datetime.datetime):
             return value.timestamp()
         if isinstance(value, (int, float)):

@@ -1,7 +1,7 @@
 """How are several reads kept in flight while their results come in order?
 
-For storages where a read is mostly waiting. The threads are daemons: Ctrl-C
-must not wait for a server that does not answer.
+For storages where a read is mostly waiting. All waiting is done in daemon threads:
+Ctrl-C must not wait for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from ckptctl.storage.contract import Span
+
+T = TypeVar("T")
 
 WIDTH = 16
 """Reads in flight: with 8 MiB each it fills a fast link at 30 ms of latency."""
@@ -72,6 +75,31 @@ def read_in_flight(
         _drop(work)
         for _ in range(n_threads):
             work.put(None)
+
+
+def run_aside(request: Callable[[], T]) -> T:
+    """What `request` returns or raises, run in a daemon thread if this is the main one.
+
+    The main thread sees Ctrl-C while it waits for a thread, and not while it waits
+    within a library that is not Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return request()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(request())
+        except BaseException as exc:  # noqa: BLE001 - raised again below
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, name="ckptctl-request", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _result(read: _Read) -> tuple[Span, bytes]:

@@ -64,7 +64,8 @@ class LocalStore:
     def kind(self) -> Kind:
         """Whether a server answers for this folder, by the mount table."""
         if self._kind is None:
-            self._kind = kind_of(self._root)
+            with busy(self.url):
+                self._kind = kind_of(self._root)
         return self._kind
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:

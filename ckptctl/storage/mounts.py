@@ -1,7 +1,7 @@
 """Is a folder on this machine's own disk, or does a server answer for it?
 
-Decided by the mount table, without touching the folder. Whether the server is
-there is not asked.
+Decided by the mount table, once links on the way to the folder are resolved.
+Whether the server is there is not asked.
 """
 
 from __future__ import annotations

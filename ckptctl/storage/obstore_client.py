@@ -1,9 +1,9 @@
 """How does obstore make one request?
 
-obstore is a client in Rust: it starts in a few milliseconds, lists several
-times as fast as s3fs, and depends on nothing. It reads the `AWS_…` environment, web
-identity and instance metadata, but neither profiles nor fsspec's
-configuration. `docs/decisions/object-store-client.md` has the comparison.
+obstore is a client in Rust: it starts in a few milliseconds, lists several times
+as fast as s3fs, and moves no package of a training environment. It reads the
+`AWS_…` environment, web identity and instance metadata, but neither profiles nor
+fsspec's configuration. `docs/decisions/object-store-client.md` has the comparison.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo
+from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import NO_CREDENTIALS, error_of
+from ckptctl.storage.s3_answers import error_of
 
 T = TypeVar("T")
 
@@ -35,6 +36,14 @@ _NAMES = {
     "endpoint_url": "endpoint",
     "anon": "skip_signature",
 }
+_NO_CREDENTIALS = (
+    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or take "
+    "--storage-option client=s3fs for a profile, or anon=true for a public bucket"
+)
+
+# obstore would end a read after 30 s in all, however well it comes along.
+_NO_TOTAL = "1000d"
+
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _KIND = re.compile(r"\bkind: (\w+)")
@@ -69,6 +78,7 @@ class ObstoreClient:
                     "allow_http": endpoint.startswith("http://"),
                     "connect_timeout": f"{timeout_s:g}s",
                     "read_timeout": f"{timeout_s:g}s",
+                    "timeout": _NO_TOTAL,
                 },
                 retry_config={"max_retries": 0},
             )
@@ -142,7 +152,7 @@ class ObstoreClient:
         from obstore import exceptions
 
         try:
-            return request()
+            return run_aside(request)
         except exceptions.InvalidPathError as exc:
             raise StorageUnavailable(
                 f"s3://{self._bucket}/{key}: obstore cannot list this ({_first_line(exc)}); "
@@ -156,7 +166,7 @@ class ObstoreClient:
         where = f"s3://{self._bucket}/{key}"
         # Asking a cloud for credentials may fail too; the URL tells which it was.
         if "Error performing" in first and self._bucket not in first:
-            return AccessDenied(f"{where}: {NO_CREDENTIALS}")
+            return AccessDenied(f"{where}: {_NO_CREDENTIALS}")
         status, code = _STATUS.search(text), _CODE.search(text)
         if status:
             return error_of(int(status[1]), code[1] if code else "", bucket=self._bucket, key=key)

@@ -27,13 +27,14 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def key_of(path: str) -> str:
-    """The same check for an object store, whose keys may have empty names between slashes.
+    """The same check for a key below a prefix; keys may have empty names between slashes.
 
     `.` and `..` mean nothing to an object store, but something to the HTTP
     client and the proxies on the way to it.
     """
     parts = path.split("/")
-    if path.startswith("/") or "\0" in path or "." in parts or ".." in parts:
+    around = parts[0] == "" or parts[-1] == ""
+    if around or "\0" in path or "." in parts or ".." in parts:
         raise PathEscape(f"{path!r} is not a plain path below the prefix; it was not asked for")
     _check_encodable(path)
     return path

@@ -6,6 +6,7 @@ What the clients can and how they differ is said in each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -14,6 +15,7 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.objects import Client, ObjectStore
 
 _S3 = frozenset({"s3", "s3a"})
+_BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")
 _S3_CLIENTS = {"s3fs": "s3", "obstore": "obstore"}
 """The clients for S3 in order of preference, each with the extra that brings it."""
 
@@ -43,8 +45,10 @@ def _s3_client(
     url: str, path: str, chosen: object, options: Mapping[str, object], timeout_s: float
 ) -> Client:
     bucket, _, prefix = path.partition("/")
-    if not bucket:
-        raise UsageError(f"{url}: the bucket is missing; s3://BUCKET/PREFIX is expected")
+    if not _BUCKET.fullmatch(bucket):
+        raise UsageError(
+            f"{url}: {bucket!r} is no name of a bucket; s3://BUCKET/PREFIX is expected"
+        )
     if chosen is None:
         chosen = next((name for name in _S3_CLIENTS if find_spec(name)), "s3fs")
     if chosen not in _S3_CLIENTS:

@@ -32,14 +32,15 @@ class S3fsClient:
 
         self.prefix = prefix
         self._bucket = bucket
-        self._fs = s3fs.S3FileSystem(
-            **{
-                **options,
-                "config_kwargs": _config(options, timeout_s),
-                "use_listings_cache": False,
-                "skip_instance_cache": True,
-            }
-        )
+        ours = {
+            "config_kwargs": _config(options, timeout_s),
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+        }
+        try:
+            self._fs = s3fs.S3FileSystem(**{**options, **ours})
+        except (KeyError, TypeError, ValueError) as exc:
+            raise UsageError(f"s3://{bucket}: s3fs does not take these options: {exc}") from exc
         # Its own loop over tries: one try, then the error.
         self._fs.retries = 1
 
@@ -53,22 +54,10 @@ class S3fsClient:
         if token is not None:
             arguments["ContinuationToken"] = token
         answer = self._ask(self._call("list_objects_v2", **arguments), prefix)
-        if "IsTruncated" not in answer:
-            raise Transient("the answer is no listing")
-        found = [
-            FileInfo(
-                item["Key"],
-                item["Size"],
-                item["LastModified"].timestamp(),
-                item.get("ETag", ""),
-            )
-            for item in answer.get("Contents", ())
-        ]
-        found += [
-            FileInfo(item["Prefix"].removesuffix("/"), 0, kind="dir")
-            for item in answer.get("CommonPrefixes", ())
-        ]
-        return found, answer["NextContinuationToken"] if answer["IsTruncated"] else None
+        try:
+            return _page(answer)
+        except KeyError as exc:
+            raise Transient(f"the answer is no listing, it has no {exc}") from exc
 
     def get(self, key: str, start: int, end: int) -> bytes:
         """See `Client.get`."""
@@ -132,6 +121,7 @@ class S3fsClient:
             aiohttp.ClientError,
             asyncio.TimeoutError,
             OSError,
+            TypeError,
             ValueError,
         ) as exc:
             raise self._error(exc, key) from exc
@@ -153,9 +143,23 @@ class S3fsClient:
             return AccessDenied(f"{where}: {NO_CREDENTIALS}")
         if isinstance(exc, _credential_errors()):
             return AccessDenied(f"{where}: {exc}")
-        if isinstance(exc, (boto.ParamValidationError, boto.InvalidConfigError, ValueError)):
-            return UsageError(f"{where}: {exc}")
+        # Options go to botocore's session and client unseen, and only now.
+        if isinstance(exc, (boto.ParamValidationError, TypeError, ValueError)):
+            return UsageError(f"{where}: s3fs does not take these options: {exc}")
         return Transient(type(exc).__name__)
+
+
+def _page(answer: Mapping[str, Any]) -> tuple[list[FileInfo], str | None]:
+    found = [
+        FileInfo(item["Key"], item["Size"], item["LastModified"].timestamp(), item.get("ETag", ""))
+        for item in answer.get("Contents", ())
+    ]
+    found += [
+        FileInfo(item["Prefix"].removesuffix("/"), 0, kind="dir")
+        for item in answer.get("CommonPrefixes", ())
+    ]
+    # Every listing says whether it goes on; a page in HTML does not.
+    return found, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
 
 def _credential_errors() -> tuple[type[Exception], ...]:

@@ -30,7 +30,7 @@ class Fault(Enum):
     SHORT = "the connection ends in order in the middle of the body"
     LOST = "the server does it, the answer is lost"
     SILENT = "accepted, never answered"
-    DRIBBLE = "a byte a second"
+    DRIBBLE = "four bytes a second"
     NOT_THERE = "404, whatever is there"
     NO_LISTING = "200 with a page in HTML, like a login page"
 
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if self.owner.closing.is_set():
                     break
                 self.wfile.write(content[at : at + 1])
-                time.sleep(1)
+                time.sleep(0.25)
         elif fault in (Fault.RESET, Fault.SHORT):
             self.wfile.write(content[:half])
             self.wfile.flush()

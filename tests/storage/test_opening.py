@@ -105,7 +105,7 @@ def test_the_root_of_the_file_system_is_an_address():
     assert "proc" in [info.path for info in open_store("/").list_dir()]
 
 
-@pytest.mark.parametrize("url", ["", "a\0b", "s3://", "s3:///key"])
+@pytest.mark.parametrize("url", ["", "a\0b", "s3://", "s3:///key", "s3://a bucket/run"])
 def test_an_address_that_names_nothing_is_a_usage_error(url: str):
     with pytest.raises(UsageError):
         open_store(url)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import uuid
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
-from services.processes import free_port
+from services.processes import free_port, wait_until
 
 from ckptctl.errors import (
     AccessDenied,
@@ -275,6 +276,17 @@ def test_wrong_keys_are_access_denied_and_never_shown(s3_ceph: S3Server, client:
             assert "a-wrong-and-secret-one" not in caught.value.message
 
 
+def test_a_public_bucket_needs_no_keys_when_told_so(s3_ceph: S3Server, url: str, client: str):
+    bucket = s3_ceph.bucket
+    s3_ceph.client.put_bucket_acl(Bucket=bucket, ACL="public-read")
+    endpoint = {"AWS_ENDPOINT_URL": s3_ceph.endpoint, "AWS_DEFAULT_REGION": "us-east-1"}
+    try:
+        assert listed(url, client, "anon=true", **endpoint) == "a"
+    finally:
+        s3_ceph.client.put_bucket_acl(Bucket=bucket, ACL="private")
+    assert "AccessDenied" in listed(url, client, "anon=true", **endpoint)
+
+
 def test_no_keys_at_all_is_access_denied_and_says_what_to_set(
     s3_moto: S3Server, client: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -300,6 +312,56 @@ def test_an_endpoint_that_is_no_url_is_a_usage_error(client: str):
     with (
         pytest.raises(UsageError, match="nowhere"),
         open_store("s3://bucket/run", storage_options=options, endpoint_url="nowhere") as store,
+    ):
+        store.list_dir()
+
+
+_WAIT = """
+import sys
+from ckptctl.storage.contract import Span
+from ckptctl.storage.opening import open_store
+url, endpoint, client, verb = sys.argv[1:]
+options = {"key": "a", "secret": "b", "client": client}
+store = open_store(url, storage_options=options, endpoint_url=endpoint, timeout_s=1000)
+store.list_dir() if verb == "LIST" else list(store.read_spans([Span("a", 0, 1)]))
+"""
+
+
+@pytest.mark.parametrize("verb", ["LIST", "GET"])
+def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(
+    s3_moto: S3Server, proxy: CountingProxy, client: str, verb: str
+):
+    proxy.break_request(verb, Fault.SILENT, lasts=True)
+    command = [sys.executable, "-c", _WAIT, f"s3://{s3_moto.bucket}", proxy.url, client, verb]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: proxy.counts[verb] == 1, what="the request")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+
+
+def test_an_answer_that_comes_slowly_is_waited_for(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+):
+    proxy.break_request("GET", Fault.DRIBBLE)
+    with open_store(
+        store.url,
+        storage_options={**s3_moto.options, "client": client},
+        endpoint_url=proxy.url,
+        timeout_s=1,
+        retries=0,
+    ) as patient:
+        # Two seconds in all, a quarter of one between bytes.
+        assert patient.read("step_1/.metadata", limit=100) == b"metadata"
+
+
+@pytest.mark.parametrize("option", ["nonsense", "username"])
+def test_an_option_that_the_client_does_not_know_is_a_usage_error(
+    s3_moto: S3Server, client: str, option: str
+):
+    options = {**s3_moto.options, "client": client, option: "1"}
+    with (
+        pytest.raises(UsageError),
+        open_store("s3://bucket/run", storage_options=options) as store,
     ):
         store.list_dir()
 
