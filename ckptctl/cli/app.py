@@ -21,9 +21,9 @@ import typer
 import ckptctl
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.options import with_common
+from ckptctl.cli.options import with_common, without_secrets
 from ckptctl.cli.output import Output
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 
 COMMANDS = ("scan", "verify", "pick", "show", "seal", "reject", "accept", "pin", "explain")
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""
@@ -117,6 +117,8 @@ def _help(doc: str, examples: Sequence[str], exit_codes: Sequence[int]) -> str:
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     """Say what went wrong in two lines, and give the exit code."""
     known = _in_our_words(error, argv)
+    if known.next_command is None and not isinstance(known, _Ended):
+        known.next_command = _next(known, argv)
     # What cannot be said, for a full disk or a reader that left, changes no exit code.
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
@@ -137,8 +139,19 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return UsageError(message[:1].lower() + message[1:], next_command=help_command)
     return CkptctlError(
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
-        next_command=shlex.join(["ckptctl", *argv, "--debug"]),
+        next_command=_same(argv, "--debug"),
     )
+
+
+def _next(error: CkptctlError, argv: Sequence[str]) -> str:
+    """What helps where the error does not say: the same with more patience, or a page."""
+    if isinstance(error, StorageUnavailable):
+        return _same(argv, *([] if "--timeout" in argv else ["--timeout", "120"]))
+    return f"ckptctl explain {error.exit_code}"
+
+
+def _same(argv: Sequence[str], *more: str) -> str:
+    return shlex.join(["ckptctl", *without_secrets(argv), *more])
 
 
 class _Ended(CkptctlError):

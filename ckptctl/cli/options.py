@@ -385,6 +385,16 @@ def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
 _SECRETS = ("key", "secret", "token", "password")
 
 
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with the values of what looks like a secret as `***`."""
+    return [_without_secret(word) for word in words]
+
+
+def _without_secret(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
+
+
 def _repeated(common: dict[str, Any], pattern: str | None) -> str:
     """The options that a next command needs again; those in the environment it has already."""
     words: list[str] = []
@@ -395,8 +405,6 @@ def _repeated(common: dict[str, Any], pattern: str | None) -> str:
         words += ["--endpoint-url", url]
     pairs = common["storage_option"] or []
     if pairs != os.environ.get("CKPTCTL_STORAGE_OPTION", "").split():
-        for pair in pairs:
-            key, _, value = pair.partition("=")
-            secret = any(word in key.lower() for word in _SECRETS)
-            words += ["--storage-option", f"{key}=***" if secret else f"{key}={value}"]
+        for pair in without_secrets(pairs):
+            words += ["--storage-option", pair]
     return shlex.join(words)

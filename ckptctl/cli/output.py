@@ -207,9 +207,9 @@ class Output:
 
     def _again(self, command: str) -> str:
         """A next command with the caller's own options that it needs."""
-        if not self._repeated or not command.startswith("ckptctl "):
+        if not command.startswith("ckptctl ") or command.startswith("ckptctl explain"):
             return command
-        return command if command.startswith("ckptctl explain") else f"{command} {self._repeated}"
+        return command if self._repeated in command else f"{command} {self._repeated}"
 
     def _as_text(self, document: Document) -> str:
         from ckptctl.cli.documents import as_text
