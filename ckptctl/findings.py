@@ -124,6 +124,10 @@ CODES: Mapping[str, Code] = {
     "record.crc": _fault(Verdict.CORRUPT, "bytes do not match the checksum saved with them"),
     "record.no-crc": _remark("records were saved without checksums"),
     "record.transformed": _remark("records are compressed; their framing was not read"),
+    "record.unverifiable": _fault(
+        Verdict.UNVERIFIABLE, "no checksum and no seal proves the bytes of records"
+    ),
+    "content.partial": _remark("not every byte was compared"),
     "format.unsupported": _fault(Verdict.UNVERIFIABLE, "a format that is not sharded DCP"),
     "format.no-checksums": _remark("a format that carries no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),

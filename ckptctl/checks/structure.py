@@ -99,7 +99,7 @@ def check_structure(
     Cost: `n_structure_reads` reads, and a second one for the rare record whose
     directory or pickle is long.
     """
-    by_file = _readable(ranges, files)
+    by_file = readable_ranges(ranges, files)
     look = _Look(ranges, part_path, {id(e) for e in ranges.entries if wanted(e.fqn)})
     reading = Reading()
     needs: Mapping[int, Need] = {}
@@ -125,7 +125,7 @@ def n_structure_reads(ranges: Ranges) -> int:
     return 0 if holds_safetensors(ranges) else n_reads(ranges, ranges.by_file())
 
 
-def _readable(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]]:
+def readable_ranges(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]]:
     """The numbers of the ranges of each file, without those that the listing has no room for."""
     if holds_safetensors(ranges):
         return []

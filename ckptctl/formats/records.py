@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckptctl.errors import RecordUnreadable
 
@@ -104,6 +104,14 @@ class RecordDirectory:
         return None
 
 
+class Readable(Protocol):
+    """Bytes of one record, as far as they were read."""
+
+    def get(self, start: int, end: int) -> bytes | None:
+        """The bytes from `start` to `end`, None where not all of them were read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The bytes of one record that were read: some at its beginning, some at its end."""
@@ -162,7 +170,7 @@ def parse_directory(tail: bytes, length: int) -> RecordDirectory:
     return RecordDirectory(members, _has_crcs(members), at, length)
 
 
-def check_headers(directory: RecordDirectory, view: View) -> None:
+def check_headers(directory: RecordDirectory, view: Readable) -> None:
     """Raise `RecordUnreadable` where a member's own header contradicts its directory.
 
     Looks at those local headers and data descriptors that were read.
@@ -176,7 +184,7 @@ def check_headers(directory: RecordDirectory, view: View) -> None:
             _check_descriptor(descriptor, member)
 
 
-def check_texts(directory: RecordDirectory, view: View) -> None:
+def check_texts(directory: RecordDirectory, view: Readable) -> None:
     """Raise `RecordUnreadable` where a member that torch reads as a text is not one.
 
     Finds what a checksum would, in records that were saved without.
@@ -188,7 +196,7 @@ def check_texts(directory: RecordDirectory, view: View) -> None:
             raise RecordUnreadable(f"its {member.name} is {text[:40]!r}")
 
 
-def wrong_crcs(directory: RecordDirectory, view: View) -> tuple[str, ...]:
+def wrong_crcs(directory: RecordDirectory, view: Readable) -> tuple[str, ...]:
     """The members that were read whole and do not match their CRC-32."""
     from zlib_ng.zlib_ng import crc32
 
@@ -201,7 +209,7 @@ def wrong_crcs(directory: RecordDirectory, view: View) -> tuple[str, ...]:
     )
 
 
-def read_member(directory: RecordDirectory, name: str, view: View) -> bytes | None:
+def read_member(directory: RecordDirectory, name: str, view: Readable) -> bytes | None:
     """The bytes of a member; None where there is no such member or it was not read whole."""
     member = directory.find(name)
     return None if member is None else view.get(member.start, member.end)

@@ -1,0 +1,212 @@
+"""How is every byte of many files read once, as fast as the storage gives them?
+
+Runs of bytes are handed out whole, the largest first, and their bytes are given
+in pieces to whoever asked for them. On file systems each thread reads into one
+buffer of its own; from an object store the reads are in flight by themselves, and
+one thread takes what arrives. What the bytes should be is not asked here.
+
+No `mmap`: a file that is cut short under it would end the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from ckptctl.storage.contract import Kind, Span, Store
+
+PIECE_BYTES = 1 << 20
+"""Bytes a read on a file system: larger ones fall out of the processor's cache."""
+
+OBJECT_PIECE_BYTES = 4 << 20
+"""Bytes a request to an object store: with 16 in flight they take up 64 MiB."""
+
+MAX_JOBS = 8
+"""More threads than this seldom read a file system faster."""
+
+_TELL_EVERY_S = 0.1
+
+OnProgress = Callable[[int, int], None]
+"""Told how many bytes of how many were read, a few times a second, in the caller's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` bytes from `start` of the file on, which are read at once.
+
+    `ahead`: a look at bytes whose own turn comes later; they count then.
+    """
+
+    start: int
+    length: int
+    ahead: bool = False
+
+
+class Run(Protocol):
+    """Bytes of one file that one thread reads in order; `path` is that in the store."""
+
+    @property
+    def path(self) -> str:
+        """The file, from the store's root on."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes there are to read."""
+        ...
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """The reads, none longer than `limit`; asked for before earlier ones were taken."""
+        ...
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        """Take the bytes of a piece. They are overwritten when this returns."""
+        ...
+
+
+@dataclass(slots=True)
+class Stop:
+    """How a pass is ended early, by another thread or by a signal handler.
+
+    While `listening`, a pass ends within a piece or two of `ask`.
+    """
+
+    listening: bool = False
+    _asked: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self) -> None:
+        """End the pass that runs, and every later one."""
+        self._asked.set()
+
+    @property
+    def asked(self) -> bool:
+        """Somebody asked."""
+        return self._asked.is_set()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pass may take. `until_s` is by `time.monotonic`; `jobs` None is as many as is good."""
+
+    jobs: int | None = None
+    until_s: float | None = None
+    stop: Stop = field(default_factory=Stop)
+    on_progress: OnProgress | None = None
+
+
+@dataclass(slots=True)
+class _Board:
+    """What the threads of a pass share."""
+
+    limits: Limits
+    waiting: SimpleQueue[Run] = field(default_factory=SimpleQueue)
+    ended: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
+    n_read: list[int] = field(default_factory=list)
+    given_up: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        until_s = self.limits.until_s
+        late = until_s is not None and time.monotonic() > until_s
+        return self.given_up or late or self.limits.stop.asked
+
+    def runs(self) -> Iterator[Run]:
+        with suppress(Empty):
+            while not self.stopped:
+                yield self.waiting.get_nowait()
+
+
+def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
+    """Read all runs, and give their bytes to them; how many were read.
+
+    Ends early when the time is up or `limits.stop` was asked; what was begun is then
+    left where it is. Storage errors pass through, and what a run raises.
+
+    Cost: every byte once; a buffer of 1 MiB for each thread on a file system, and
+    64 MiB in all on an object store.
+    """
+    board = _Board(limits)
+    for run in sorted(runs, key=lambda run: -run.n_bytes):
+        board.waiting.put(run)
+    total = sum(run.n_bytes for run in runs)
+    n_threads = _n_threads(store, limits.jobs, len(runs))
+    board.n_read = [0] * n_threads
+    read = _read_objects if store.kind is Kind.OBJECT else _read_files
+    for number in range(n_threads):
+        # Daemons: Ctrl-C must not wait for a storage that does not answer.
+        threading.Thread(
+            target=_work, args=(read, store, board, number), name="ckptctl-bytes", daemon=True
+        ).start()
+    limits.stop.listening = True
+    try:
+        while n_threads:
+            try:
+                error = board.ended.get(timeout=_TELL_EVERY_S)
+            except Empty:
+                if limits.on_progress is not None:
+                    limits.on_progress(sum(board.n_read), total)
+                continue
+            if error is not None:
+                raise error
+            n_threads -= 1
+    finally:
+        limits.stop.listening = False
+        board.given_up = True
+    return sum(board.n_read)
+
+
+def _n_threads(store: Store, jobs: int | None, n_runs: int) -> int:
+    if store.kind is Kind.OBJECT:
+        return min(1, n_runs)
+    # A thread that waits for a server leaves the processor to the others.
+    usual = MAX_JOBS if store.kind is Kind.NETWORK else min(MAX_JOBS, os.cpu_count() or 1)
+    return min(jobs or usual, n_runs)
+
+
+def _work(
+    read: Callable[[Store, _Board, int], None], store: Store, board: _Board, number: int
+) -> None:
+    try:
+        read(store, board, number)
+        board.ended.put(None)
+    except BaseException as error:  # noqa: BLE001 - raised again where the pass is waited for
+        board.ended.put(error)
+
+
+def _read_files(store: Store, board: _Board, number: int) -> None:
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for run in board.runs():
+        with store.open_file(run.path) as file:
+            for piece in run.pieces(PIECE_BYTES):
+                if board.stopped:
+                    return
+                data = buffer[: piece.length]
+                file.read_into(piece.start, data)
+                run.take(piece, data)
+                board.n_read[number] += 0 if piece.ahead else piece.length
+
+
+def _read_objects(store: Store, board: _Board, number: int) -> None:
+    asked_for: deque[tuple[Run, Piece]] = deque()
+
+    def spans() -> Iterator[Span]:
+        for run in board.runs():
+            for piece in run.pieces(OBJECT_PIECE_BYTES):
+                if board.stopped:
+                    return
+                asked_for.append((run, piece))
+                yield Span(run.path, piece.start, piece.length)
+
+    for _, data in store.read_spans(spans()):
+        if board.stopped:
+            return
+        run, piece = asked_for.popleft()
+        run.take(piece, memoryview(data))
+        board.n_read[number] += 0 if piece.ahead else piece.length

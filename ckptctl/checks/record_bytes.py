@@ -1,0 +1,205 @@
+"""Is every byte of one record what was saved?
+
+A record is looked at with its directory at hand: that of a short one lies in the
+same piece of memory, that of a long one was read ahead. Bytes of large members
+only pass through the checksum; everything around them is kept and compared. Parts
+of one record may pass in several threads, and their checksums are put together.
+What the members mean is not asked here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.errors import RecordUnreadable
+from ckptctl.formats.record_frames import check_frame, fold_of, saved_fold
+from ckptctl.formats.records import (
+    Member,
+    Readable,
+    RecordDirectory,
+    check_headers,
+    check_texts,
+    parse_directory,
+    tail_needed,
+)
+
+_KEPT = 4096
+"""Members up to so many bytes are kept: among them are those that torch reads as texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongBytes:
+    """Members of a record that do not match their checksums; the first with both of them."""
+
+    names: tuple[str, ...]
+    start: int
+    end: int
+    saved: int
+    found: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a look at every byte of a record says.
+
+    `unreadable` is why its frame is not as torch writes it. `folds` are what
+    `serialization_id` says that the checksums come to, and what they do come to; None
+    where it says nothing.
+    """
+
+    has_crcs: bool
+    unreadable: str | None = None
+    wrong: WrongBytes | None = None
+    folds: tuple[int, int] | None = None
+
+
+def check_whole(data: memoryview) -> Checked:
+    """Look at a record that is in memory as a whole."""
+    tail = bytes(data[-1024:])
+    try:
+        needed = tail_needed(tail, len(data))
+        if needed > len(tail):
+            tail = bytes(data[-needed:])
+        directory = parse_directory(tail, len(data))
+    except RecordUnreadable as error:
+        return Checked(has_crcs=True, unreadable=error.message)
+    from zlib_ng.zlib_ng import crc32
+
+    crcs = [crc32(data[member.start : member.end]) for member in directory.members]
+    return _checked(directory, _InMemory(data), crcs)
+
+
+class _InMemory:
+    """The bytes of a whole record."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def get(self, start: int, end: int) -> bytes | None:
+        return bytes(self._data[start:end])
+
+
+def _checked(directory: RecordDirectory, read: Readable, crcs: Sequence[int]) -> Checked:
+    """In the order of `structure`, so that both say the same of the same damage."""
+    has_crcs = directory.has_crcs
+    try:
+        check_headers(directory, read)
+        if has_crcs:
+            wrong = [n for n, m in enumerate(directory.members) if crcs[n] != m.crc]
+            if wrong:
+                return Checked(has_crcs, wrong=_wrong(directory.members, wrong, crcs))
+        check_texts(directory, read)
+        check_frame(directory, read)
+    except RecordUnreadable as error:
+        return Checked(has_crcs, unreadable=error.message)
+    saved = saved_fold(directory, read)
+    return Checked(has_crcs, folds=None if saved is None else (saved, fold_of(directory)))
+
+
+def _wrong(members: Sequence[Member], wrong: Sequence[int], crcs: Sequence[int]) -> WrongBytes:
+    first = members[wrong[0]]
+    names = tuple(members[n].name for n in wrong)
+    return WrongBytes(names, first.start, first.end, first.crc, crcs[wrong[0]])
+
+
+@dataclass(slots=True)
+class Part:
+    """Bytes of a record that passed in one thread, from `start` to `end`.
+
+    `kept` are the bytes around the large members; `crcs` those of the large members,
+    as member, offset, length and CRC-32.
+    """
+
+    start: int
+    end: int
+    kept: list[tuple[int, bytes]] = field(default_factory=list)
+    crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+
+class Passing:
+    """Takes the bytes of a record from `start` on, in order."""
+
+    def __init__(self, directory: RecordDirectory, start: int) -> None:
+        self.directory = directory
+        large = [(n, m) for n, m in enumerate(directory.members) if m.size > _KEPT]
+        # Where bytes are kept and where they only pass, in turn.
+        self._edges = [0, *(edge for _, m in large for edge in (m.start, m.end)), directory.length]
+        self._large = [n for n, _ in large]
+        self._part = Part(start, start)
+
+    def take(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        from zlib_ng.zlib_ng import crc32
+
+        part = self._part
+        while data:
+            at = bisect_right(self._edges, part.end, hi=len(self._edges) - 1) - 1
+            n = min(len(data), self._edges[at + 1] - part.end)
+            piece, data = data[:n], data[n:]
+            if at % 2 == 0:
+                part.kept.append((part.end, bytes(piece)))
+            else:
+                number = self._large[at // 2]
+                if part.crcs and part.crcs[-1][0] == number:
+                    _, start, length, crc = part.crcs.pop()
+                    part.crcs.append((number, start, length + n, crc32(piece, crc)))
+                else:
+                    part.crcs.append((number, part.end, n, crc32(piece)))
+            part.end += n
+
+    @property
+    def part(self) -> Part:
+        """What has passed so far."""
+        return self._part
+
+
+def check_parts(directory: RecordDirectory, parts: Iterable[Part], tail: bytes) -> Checked:
+    """Look at a record whose bytes have all passed, in parts.
+
+    `tail` is the end of the record as it was when its directory was read.
+    """
+    in_order = sorted(parts, key=lambda part: part.start)
+    kept = _Kept([piece for part in in_order for piece in part.kept])
+    if kept.get(directory.length - len(tail), directory.length) not in (tail, None):
+        return Checked(directory.has_crcs, unreadable="its end changed while it was read")
+    return _checked(directory, kept, _joined(directory, in_order, kept))
+
+
+class _Kept:
+    """Bytes of a record, without those that only passed."""
+
+    def __init__(self, pieces: Sequence[tuple[int, bytes]]) -> None:
+        self._starts: list[int] = []
+        self._runs: list[bytearray] = []
+        end = -1
+        for start, data in pieces:
+            if start != end:
+                self._starts.append(start)
+                self._runs.append(bytearray())
+            self._runs[-1] += data
+            end = start + len(data)
+
+    def get(self, start: int, end: int) -> bytes | None:
+        at = bisect_right(self._starts, start) - 1
+        if at < 0 or end > self._starts[at] + len(self._runs[at]):
+            return None
+        begin = start - self._starts[at]
+        return bytes(self._runs[at][begin : begin + end - start])
+
+
+def _joined(directory: RecordDirectory, parts: Sequence[Part], kept: _Kept) -> list[int]:
+    """The CRC-32 of each member."""
+    from zlib_ng.zlib_ng import crc32, crc32_combine
+
+    crcs = [0] * len(directory.members)
+    for number, member in enumerate(directory.members):
+        if member.size <= _KEPT:
+            crcs[number] = crc32(kept.get(member.start, member.end) or b"")
+    for part in parts:
+        for number, _, length, crc in part.crcs:
+            crcs[number] = crc32_combine(crcs[number], crc, length)
+    return crcs
