@@ -26,11 +26,12 @@ from ckptctl.errors import (
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
+from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
 from ckptctl.storage.publishing import make_folder, publish
 from ckptctl.storage.retrying import Transient, retried
-from ckptctl.storage.watchdog import beat, busy
+from ckptctl.storage.watchdog import busy
 
 T = TypeVar("T")
 
@@ -70,11 +71,11 @@ class LocalStore:
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
         """See `Store.list_dir`; folders carry their mtime."""
-        return self._tried(path, lambda: _in_order(self._names(path)))
+        return self._tried(path, lambda: sorted(self._names(path), key=attrgetter("path")))
 
     def list_tree(self, path: str = "") -> Sequence[FileInfo]:
         """See `Store.list_tree`."""
-        return self._tried(path, lambda: _in_order(self._tree(path)))
+        return self._tried(path, lambda: sorted(self._tree(path), key=attrgetter("path")))
 
     def read(self, path: str, *, limit: int) -> bytes:
         """See `Store.read`."""
@@ -104,7 +105,7 @@ class LocalStore:
             try:
                 if not os.path.isdir(self._root):
                     parent, name = os.path.split(self._root_to_be())
-                    with _Descriptor(os.open(parent, _FOLDER)) as above:
+                    with Descriptor(os.open(parent, _FOLDER)) as above:
                         make_folder(name, within=above.fd)
                 with self._folder(parts[:-1], make=True) as folder:
                     publish(parts[-1], data, within=folder.fd, replace=replace)
@@ -126,7 +127,7 @@ class LocalStore:
 
     def _names(self, path: str) -> Iterator[FileInfo]:
         with self._folder(parts_of(path)) as folder:
-            yield from _scan(folder, parts_of(path))
+            yield from scan(folder, parts_of(path))
 
     def _tree(self, path: str) -> Iterator[FileInfo]:
         top = parts_of(path)
@@ -142,7 +143,7 @@ class LocalStore:
                     raise
                 raise Transient("folders in it vanished while it was listed") from exc
             with folder:
-                for info in _scan(folder, parts):
+                for info in scan(folder, parts):
                     if info.kind == "dir":
                         folders.append((*parts, info.path.rpartition("/")[2]))
                     else:
@@ -164,7 +165,7 @@ class LocalStore:
         raise TooLarge(f"{self._named(path)} is {size:,} bytes; at most {limit:,} are read of it")
 
     def _spans_in_turn(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        path, file = "", _Descriptor(-1)
+        path, file = "", Descriptor(-1)
         try:
             for span in spans:
                 if span.path != path:
@@ -188,7 +189,7 @@ class LocalStore:
 
         return self._tried(span.path, once)
 
-    def _exactly(self, file: _Descriptor, span: Span) -> bytes:
+    def _exactly(self, file: Descriptor, span: Span) -> bytes:
         # The size bounds what is allocated: the length is whatever a metadata says.
         size = os.fstat(file.fd).st_size
         end = span.offset + span.length
@@ -211,7 +212,7 @@ class LocalStore:
 
     # Opening, one name at a time
 
-    def _file(self, path: str) -> _Descriptor:
+    def _file(self, path: str) -> Descriptor:
         *folders, name = parts_of(path) or ("",)
         if not name:
             raise PathNotFound(f"{self.url} is a folder, not a file")
@@ -222,7 +223,7 @@ class LocalStore:
             raise PathNotFound(f"{self._named(path)} is not a regular file; it was not read")
         return file
 
-    def _folder(self, parts: Sequence[str], *, make: bool = False) -> _Descriptor:
+    def _folder(self, parts: Sequence[str], *, make: bool = False) -> Descriptor:
         here = self._open_root()
         for name in parts:
             with here:
@@ -231,20 +232,20 @@ class LocalStore:
                 here = self._below(here, name, _FOLDER)
         return here
 
-    def _below(self, folder: _Descriptor, name: str, flags: int) -> _Descriptor:
+    def _below(self, folder: Descriptor, name: str, flags: int) -> Descriptor:
         try:
-            return _Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
+            return Descriptor(os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder.fd))
         except OSError as exc:
-            target = _link_target(folder, name)
+            target = link_target(folder, name)
             if target is None:
                 raise
             raise PathEscape(
                 f"{self.url}: {name} is a link to {target}; links are not followed"
             ) from exc
 
-    def _open_root(self) -> _Descriptor:
+    def _open_root(self) -> Descriptor:
         try:
-            return _Descriptor(os.open(self._root, _FOLDER))
+            return Descriptor(os.open(self._root, _FOLDER))
         except FileNotFoundError as exc:
             self._root_to_be()
             raise PathNotFound(f"{self.url} does not exist") from exc
@@ -332,63 +333,3 @@ class _LocalFile:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class _Descriptor:
-    """An open file or folder; closed once, and never by the garbage collector."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
-
-    def __enter__(self) -> _Descriptor:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _scan(folder: _Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
-    prefix = "".join(f"{part}/" for part in parts)
-    with os.scandir(folder.fd) as entries:
-        for entry in entries:
-            beat()
-            # What NFS keeps of a file that was removed while somebody had it open.
-            if entry.name.startswith(".nfs"):
-                continue
-            try:
-                yield _info(entry, folder, prefix)
-            except FileNotFoundError as exc:
-                raise Transient("names in it vanished while it was listed") from exc
-
-
-def _info(entry: os.DirEntry[str], folder: _Descriptor, prefix: str) -> FileInfo:
-    about = entry.stat(follow_symlinks=False)
-    path = prefix + entry.name
-    mtime_s = about.st_mtime_ns / 1e9
-    if stat.S_ISDIR(about.st_mode):
-        return FileInfo(path, 0, mtime_s, kind="dir")
-    identity = f"{about.st_dev}:{about.st_ino}:{about.st_mtime_ns}"
-    if stat.S_ISREG(about.st_mode):
-        return FileInfo(path, about.st_size, mtime_s, identity)
-    if stat.S_ISLNK(about.st_mode):
-        target = os.readlink(entry.name, dir_fd=folder.fd)
-        return FileInfo(path, 0, mtime_s, identity, "link", target)
-    return FileInfo(path, 0, mtime_s, identity, "other")
-
-
-def _link_target(folder: _Descriptor, name: str) -> str | None:
-    try:
-        return os.readlink(name, dir_fd=folder.fd)
-    except OSError:
-        return None
-
-
-def _in_order(infos: Iterable[FileInfo]) -> list[FileInfo]:
-    return sorted(infos, key=attrgetter("path"))

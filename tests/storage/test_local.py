@@ -22,7 +22,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.storage import local, retrying
+from ckptctl.storage import descriptors, local, retrying
 from ckptctl.storage.contract import Kind, Span, TooLarge
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.mounts import _kind_in
@@ -305,28 +305,28 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (root / "a.tmp").write_bytes(b"")
-    real, renamed = local._info, []
+    real, renamed = descriptors._info, []
 
     def rename_first(entry: os.DirEntry[str], *rest: object) -> object:
         if entry.name == "a.tmp" and not renamed:
             renamed.append((root / "a.tmp").rename(root / "a"))
         return real(entry, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local, "_info", rename_first)
+    monkeypatch.setattr(descriptors, "_info", rename_first)
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["a", "step_1/.metadata"]
 
 
 def test_a_tree_starts_again_when_a_folder_vanishes_under_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    real, renamed = local._scan, []
+    real, renamed = local.scan, []
 
     def rename_first(folder: object, parts: tuple[str, ...]) -> object:
         yield from real(folder, parts)  # type: ignore[arg-type]
         if not parts and not renamed:
             renamed.append((root / "step_1").rename(root / "step_2"))
 
-    monkeypatch.setattr(local, "_scan", rename_first)
+    monkeypatch.setattr(local, "scan", rename_first)
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["step_2/.metadata"]
 
 
