@@ -96,7 +96,8 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
         command = getattr(module, name)
         app.command(
             name,
-            help=_help(command.__doc__, module.EXAMPLES, module.EXIT_CODES),
+            help=_help(command.__doc__, module.EXAMPLES),
+            epilog=_exit_codes(module.EXIT_CODES),
             short_help=command.__doc__.splitlines()[0],
             context_settings=_HELP_NAMES,
         )(with_common(command, out))
@@ -106,12 +107,18 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
-def _help(doc: str, examples: Sequence[str], exit_codes: Sequence[int]) -> str:
-    """What a command answers, its examples, its exit codes."""
+def _help(doc: str, examples: Sequence[str]) -> str:
+    """What a command answers, and examples."""
     # A backspace on a line of its own keeps typer from filling the block below it.
     shown = "\n".join(f"  {example}" for example in examples)
+    return f"{cleandoc(doc)}\n\n\b\nExamples:\n{shown}"
+
+
+def _exit_codes(exit_codes: Sequence[int]) -> str:
+    """The end of the help of a command."""
+    variables = "Every option has a variable: --max-fallback is CKPTCTL_MAX_FALLBACK."
     codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
-    return f"{cleandoc(doc)}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
+    return f"{variables}\n\n\b\nExit codes:\n{codes}"
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:

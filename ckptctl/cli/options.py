@@ -33,6 +33,14 @@ class LevelChoice(str, Enum):
 SEAL_KEY = "CKPTCTL_SEAL_KEY"
 """The environment variable that holds the key itself: it never stands on a command line."""
 
+
+def option(*names: str, **about: Any) -> Any:
+    """An option of a command; its variable is its long name: `--skip` has `CKPTCTL_SKIP`."""
+    variable = "CKPTCTL_" + names[0].strip("-").replace("-", "_").upper()
+    # Help says once that every option has one, instead of naming each.
+    return typer.Option(*names, envvar=variable, show_envvar=False, **about)
+
+
 RootArg = Annotated[
     str, typer.Argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
 ]
@@ -54,194 +62,173 @@ StepArg = Annotated[
 ]
 LevelOpt = Annotated[
     LevelChoice | None,
-    typer.Option(
+    option(
         "--level",
-        envvar="CKPTCTL_LEVEL",
         help="How deep to look: listing reads the metadata, structure also the frame of every "
         "record. Default: as deep as is cheap on that storage.",
     ),
 ]
 VerifyLevelOpt = Annotated[
     LevelChoice,
-    typer.Option(
+    option(
         "--level",
-        envvar="CKPTCTL_LEVEL",
         help="How deep to look: listing reads the metadata, structure also the frame of every "
         "record.",
     ),
 ]
 RequireOpt = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--require",
         metavar="KIND,...",
-        envvar="CKPTCTL_REQUIRE",
         help=f"Train state that must be there: {', '.join(STATE_KINDS)}.",
     ),
 ]
 WeightsOpt = Annotated[
     bool,
-    typer.Option(
+    option(
         "--weights-ok",
-        envvar="CKPTCTL_WEIGHTS_OK",
         help="Take a step that lacks train state which older steps hold.",
     ),
 ]
 WorldSizeOpt = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--world-size",
         metavar="N",
         min=1,
-        envvar="CKPTCTL_WORLD_SIZE",
         help="How many ranks will load the step: say what that needs, or that it cannot be.",
     ),
 ]
 SavedWorldSizeOpt = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--saved-world-size",
         metavar="N",
         min=1,
-        envvar="CKPTCTL_SAVED_WORLD_SIZE",
         help="How many ranks wrote the step: each must have left a shard file.",
     ),
 ]
 PatternOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--pattern",
         metavar="REGEX",
-        envvar="CKPTCTL_PATTERN",
         help="How step folders are named, where ckptctl does not know; the whole name must match, "
         "and the group (?P<step>[0-9]+) is the number.",
     ),
 ]
 GraceOpt = Annotated[
     float,
-    typer.Option(
+    option(
         "--grace",
         metavar="SECONDS",
         min=0,
-        envvar="CKPTCTL_GRACE",
         help="How long after its last write an unfinished save counts as still running.",
     ),
 ]
 
 RequireSealOpt = Annotated[
     bool,
-    typer.Option(
+    option(
         "--require-seal",
-        envvar="CKPTCTL_REQUIRE_SEAL",
         help="Only a step that a seal proves will do, made with the key where one is given.",
     ),
 ]
 KeyFileOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--key-file",
         metavar="FILE",
-        envvar="CKPTCTL_KEY_FILE",
         help=f"File that holds the key of seals; without it {SEAL_KEY} is the key, where it is "
         "set.",
     ),
 ]
 MarksOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--marks",
         metavar="FILE",
-        envvar="CKPTCTL_MARKS",
         help="File of marks for roots that cannot be written to, one a line; read beside the "
         "marks in the steps.",
     ),
 ]
 ReasonOpt = Annotated[
     str,
-    typer.Option("--reason", metavar="TEXT", envvar="CKPTCTL_REASON", help="Why; in a sentence."),
+    option("--reason", metavar="TEXT", help="Why; in a sentence."),
 ]
 EvidenceOpt = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--evidence",
         metavar="TEXT",
-        envvar="CKPTCTL_EVIDENCE",
         help="Where to look: a URL, a log file; may be given several times.",
     ),
 ]
 ByOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--by",
         metavar="NAME",
-        envvar="CKPTCTL_BY",
         help="Who says so; by default the user and the host.",
     ),
 ]
 
 _StorageOptionOpt = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--storage-option",
         metavar="KEY=VALUE",
-        envvar="CKPTCTL_STORAGE_OPTION",
         help="Option for the fsspec file system; may be given several times. A value that is JSON "
         "is taken as JSON.",
     ),
 ]
 _EndpointUrlOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--endpoint-url",
         metavar="URL",
-        envvar="CKPTCTL_ENDPOINT_URL",
         help="Address of an S3 service that is not Amazon's.",
     ),
 ]
 _TimeoutOpt = Annotated[
     float,
-    typer.Option(
+    option(
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        envvar="CKPTCTL_TIMEOUT",
         help="How long to wait for one answer of the storage.",
     ),
 ]
 _JsonOpt = Annotated[
     bool,
-    typer.Option(
+    option(
         "--json",
-        envvar="CKPTCTL_JSON",
         help="Write one JSON document to standard output, also on failure.",
     ),
 ]
 _QuietOpt = Annotated[
     bool,
-    typer.Option(
-        "--quiet", "-q", envvar="CKPTCTL_QUIET", help="Print the bare answer and no talk."
-    ),
+    option("--quiet", "-q", help="Print the bare answer and no talk."),
 ]
 _ReportOpt = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--report",
         metavar="FILE",
-        envvar="CKPTCTL_REPORT",
         help="Also write the JSON document to this file, whole or not at all.",
     ),
 ]
 _ColorOpt = Annotated[
     Color,
-    typer.Option(
+    option(
         "--color",
-        envvar="CKPTCTL_COLOR",
         help="When to colour; auto obeys NO_COLOR and FORCE_COLOR.",
     ),
 ]
 _DebugOpt = Annotated[
     bool,
-    typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show the traceback of an error."),
+    option("--debug", help="Show the traceback of an error."),
 ]
 
 _STORAGE = {

@@ -6,8 +6,6 @@ from enum import Enum
 from functools import partial
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import pick_document
 from ckptctl.cli.options import (
@@ -24,6 +22,7 @@ from ckptctl.cli.options import (
     WeightsOpt,
     WorldSizeOpt,
     level_of,
+    option,
     parse_kinds,
     parse_steps,
     seal_key,
@@ -55,60 +54,54 @@ def pick(
     weights_ok: WeightsOpt = False,
     accept_unverifiable: Annotated[
         bool,
-        typer.Option(
+        option(
             "--accept-unverifiable",
-            envvar="CKPTCTL_ACCEPT_UNVERIFIABLE",
             help="Take a step that nothing in it can prove good at the level asked for.",
         ),
     ] = False,
     before: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--before",
             metavar="STEP",
             min=0,
-            envvar="CKPTCTL_BEFORE",
             help="Only steps older than this one.",
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--skip",
             metavar="STEP,...",
-            envvar="CKPTCTL_SKIP",
             help="Steps to leave out, also when they cannot be looked at.",
         ),
     ] = None,
     max_fallback: Annotated[
         int,
-        typer.Option(
+        option(
             "--max-fallback",
             metavar="N",
             min=0,
-            envvar="CKPTCTL_MAX_FALLBACK",
             help="How many damaged steps may be passed over; interrupted saves do not count.",
         ),
     ] = 2,
     allow_fresh: Annotated[
         bool,
-        typer.Option(
+        option(
             "--allow-fresh",
-            envvar="CKPTCTL_ALLOW_FRESH",
             help="Exit with 0 and print nothing where the root holds no step at all.",
         ),
     ] = False,
     detailed_exitcode: Annotated[
         bool,
-        typer.Option(
+        option(
             "--detailed-exitcode",
-            envvar="CKPTCTL_DETAILED_EXITCODE",
             help="Exit with 3 instead of 0 where newer steps were refused.",
         ),
     ] = False,
     printed: Annotated[
         Printed,
-        typer.Option("--print", envvar="CKPTCTL_PRINT", help="What to print on standard output."),
+        option("--print", help="What to print on standard output."),
     ] = Printed.PATH,
     world_size: WorldSizeOpt = None,
     saved_world_size: SavedWorldSizeOpt = None,

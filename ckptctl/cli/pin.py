@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import marked_document
 from ckptctl.cli.options import (
@@ -16,6 +14,7 @@ from ckptctl.cli.options import (
     ReasonOpt,
     StepArg,
     Storage,
+    option,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.notes import marked_lines
@@ -33,7 +32,7 @@ def pin(
     reason: ReasonOpt = "",
     off: Annotated[
         bool,
-        typer.Option("--off", envvar="CKPTCTL_OFF", help="Take the pin off the step."),
+        option("--off", help="Take the pin off the step."),
     ] = False,
     evidence: EvidenceOpt = None,
     by: ByOpt = None,

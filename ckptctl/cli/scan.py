@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import scan_document
 from ckptctl.cli.options import (
@@ -23,6 +21,7 @@ from ckptctl.cli.options import (
     WeightsOpt,
     WorldSizeOpt,
     level_of,
+    option,
     parse_kinds,
     seal_key,
 )
@@ -40,9 +39,7 @@ def scan(
     root: RootArg,
     last: Annotated[
         int | None,
-        typer.Option(
-            "--last", metavar="N", min=1, envvar="CKPTCTL_LAST", help="Only the newest N steps."
-        ),
+        option("--last", metavar="N", min=1, help="Only the newest N steps."),
     ] = None,
     level: LevelOpt = None,
     require: RequireOpt = None,

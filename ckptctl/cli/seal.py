@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import sealed_document
 from ckptctl.cli.options import (
@@ -16,6 +14,7 @@ from ckptctl.cli.options import (
     SavedWorldSizeOpt,
     StepArg,
     Storage,
+    option,
     seal_key,
 )
 from ckptctl.cli.output import Output
@@ -33,28 +32,25 @@ def seal(
     key_file: KeyFileOpt = None,
     replace: Annotated[
         bool,
-        typer.Option(
+        option(
             "--replace",
-            envvar="CKPTCTL_REPLACE",
             help="Seal a step anew that has a seal already, if nothing speaks against it.",
         ),
     ] = False,
     accept_unverifiable: Annotated[
         bool,
-        typer.Option(
+        option(
             "--accept-unverifiable",
-            envvar="CKPTCTL_ACCEPT_UNVERIFIABLE",
             help="Seal a step that nothing in it can prove good, as it is.",
         ),
     ] = False,
     saved_world_size: SavedWorldSizeOpt = None,
     jobs: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--jobs",
             metavar="N",
             min=1,
-            envvar="CKPTCTL_JOBS",
             help="How many threads read; by default as many as is good for the storage.",
         ),
     ] = None,

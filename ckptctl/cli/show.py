@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import show_document
-from ckptctl.cli.options import PatternOpt, StepArg, Storage
+from ckptctl.cli.options import PatternOpt, StepArg, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.show import contents_lines
 
@@ -23,9 +21,8 @@ def show(
     step: StepArg,
     tensors: Annotated[
         bool,
-        typer.Option(
+        option(
             "--tensors",
-            envvar="CKPTCTL_TENSORS",
             help="List every tensor, instead of the model's alone with one row for all layers.",
         ),
     ] = False,
