@@ -26,7 +26,7 @@ from ckptctl.formats.hot_shapes import (
     is_text,
     size_of,
 )
-from ckptctl.formats.metadata_grammar import INDEX, PROPERTIES, WRITE_DATA, WRITE_ITEM
+from ckptctl.formats.metadata_grammar import CHUNK, INDEX, PROPERTIES, WRITE_DATA, WRITE_ITEM
 from ckptctl.formats.pickle_machine import Machine
 from ckptctl.formats.pickle_memo import Run
 
@@ -43,10 +43,20 @@ _EXPECTS = {
     "tensor_data": is_text("tensor_data"),
     WRITE_DATA: is_class(WRITE_DATA),
     "chunk": is_text("chunk"),
+    CHUNK: is_class(CHUNK),
+    "offsets": is_text("offsets"),
+    "sizes": is_text("sizes"),
     "properties": is_text("properties"),
     PROPERTIES: is_class(PROPERTIES),
     "size": is_text("size"),
 }
+
+
+_OBJECT_SLOTS = 2
+"""An object and its state: the data of a tensor, a chunk, its properties."""
+
+_KEY_SLOTS = 2 * _OBJECT_SLOTS
+"""The item and its key."""
 
 
 def plan_shape(parts: Parts) -> HotShape:
@@ -68,8 +78,11 @@ def _template(hole: Hole) -> str:
         rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
         rf"({REFERENCE})[\x88\x89]N?t\x94b"
     )
+    chunk_made_here = (
+        f"{hole(CHUNK)}{NEW}{hole('offsets')}({size_of(hole)}){hole('sizes')}({size_of(hole)}){SET}"
+    )
     data = (
-        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}({REFERENCE})"
+        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk_made_here}|({REFERENCE}))"
         f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
         f"{hole('size')}({size_of(hole)}){SET}"
     )
@@ -109,6 +122,9 @@ def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
 
 
 def _n_slots(size_reference: bytes, row: Row) -> int:
-    fqn, offset, _, chunk, dtype, _, _, _, size, _ = row
-    n_slots = 4 + is_new_text(fqn) + n_size_slots((offset, size), size_reference)
-    return n_slots + (2 if chunk else 0) + (2 if dtype else 0)
+    fqn, offset, _, box_offsets, box_sizes, _, dtype, _, _, _, size, _ = row
+    n_slots = _KEY_SLOTS + is_new_text(fqn)
+    n_slots += n_size_slots((offset, box_offsets, box_sizes, size), size_reference)
+    for has_object in (size, box_sizes, dtype):
+        n_slots += _OBJECT_SLOTS if has_object else 0
+    return n_slots
