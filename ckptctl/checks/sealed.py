@@ -77,7 +77,7 @@ def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[
     if not other and _is_of_another_step(seal, seen.step):
         yield _foreign_step(seal, seen.step)
     yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
-    yield from at_most_few(_check_files(seal, seen.step))
+    yield from at_most_few(_check_files(seal, seen))
     yield from _check_unsealed(seal, seen)
 
 
@@ -201,10 +201,12 @@ def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
     )
 
 
-def _check_files(seal: Seal, step: Step) -> Iterator[Finding]:
-    there = {file.path: file for file in step.files}
+def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
+    there = {file.path: file for file in seen.step.files}
     for sealed in seal.files:
         file = there.get(sealed.path)
+        if sealed.path in seen.metadata:
+            continue  # compared by its SHA-256
         if file is None:
             yield Finding(
                 "seal.gone",

@@ -7,7 +7,7 @@ up to a `Report`. Choosing between steps is `choosing`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.sealed import Compared, compare_bytes
@@ -18,6 +18,7 @@ from ckptctl.findings import Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
 from ckptctl.formats.seals import SEAL
+from ckptctl.judge.bytes_look import EVERY_BYTE, NOT_READ, Asked, look_at_bytes
 from ckptctl.judge.notes import Notes, read_notes
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
@@ -77,23 +78,25 @@ def look(
     level: Level | None = None,
     at_least: Level = Level.LISTING,
     files: Sequence[FileInfo] | None = None,
+    content: Asked = EVERY_BYTE,
 ) -> Looked:
     """Look at one step under a root.
 
     `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
-    `files` is the listing of the step where the caller has it. A storage that
-    fails gives a report with the verdict `unknown`, never an exception.
+    `files` is the listing of the step where the caller has it, `content` what of it is
+    to be read at that level, and within which limits. A storage that fails gives a report with the verdict `unknown`, never an exception.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
-    there are any; at `structure` the reads that `n_reads` counts, and a second listing.
+    there are any; at `structure` the reads that `n_reads` counts, and a second listing;
+    at `content` every byte besides, and once more where there is a seal.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
     step = Step(join_url(store.url, name), name, number, "dcp", (), ())
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
-        return _look_at(store, step, named, conditions, level, at_least)
+        return _look_at(store, step, named, conditions, level, at_least, content)
     except StorageError as error:
         finding = _could_not_look(error, step)
         report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
@@ -112,6 +115,7 @@ def _look_at(
     conditions: Conditions,
     level: Level | None,
     at_least: Level,
+    content: Asked,
 ) -> Looked:
     parts = [look_at_part(store, step, part) for part in step.parts]
     reached, reason = _level(store.kind, parts, level, at_least)
@@ -131,8 +135,15 @@ def _look_at(
     at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
     notes = read_notes(store, step, parts, conditions, at_fault)
     findings += notes.findings
-    compared = _compare(store, step, notes, at_fault) if reached is Level.CONTENT else Compared()
-    findings += compared.findings
+    read, compared = NOT_READ, Compared()
+    if reached is Level.CONTENT:
+        read = look_at_bytes(store, step, parts, findings, _sealed(notes), content)
+        findings = list(read.findings)
+        if read.whole:
+            compared = _compare(store, step, notes, content)
+            findings += compared.findings
+        else:
+            reached = Level.STRUCTURE
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
     report = report_on(
@@ -143,17 +154,29 @@ def _look_at(
         conditions,
         reached,
         seal=notes.seal,
-        n_digested=compared.n_bytes,
+        n_read=read.n_read + compared.n_bytes,
+        proven=read.proven,
     )
     return Looked(report, step, tuple(parts), reason, notes)
 
 
-def _compare(store: Store, step: Step, notes: Notes, at_fault: Collection[str]) -> Compared:
+def _sealed(notes: Notes) -> frozenset[str]:
+    """The files whose digests the seal holds, if it speaks of this save."""
+    return frozenset(file.path for file in notes.seal.files) if notes.seal else frozenset()
+
+
+def _compare(store: Store, step: Step, notes: Notes, content: Asked) -> Compared:
     """Hold every byte against the seal, or say that there is none to hold it against."""
     if notes.seal is not None:
-        sealed = {finding.where for finding in notes.findings if finding.verdict is not None}
-        known = sealed.union(at_fault)
-        return compare_bytes(store, step.name, notes.seal, step.files, passed_over=known)
+        told = {finding.where for finding in notes.findings if finding.verdict is not None}
+        return compare_bytes(
+            store,
+            step.name,
+            notes.seal,
+            step.files,
+            passed_over=told,
+            jobs=content.limits.jobs,
+        )
     if any(file.path == SEAL for file in step.files):
         return Compared()
     return Compared((_no_seal(step),))
