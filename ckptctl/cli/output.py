@@ -13,14 +13,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ckptctl.cli.lines import Line, Style, line, made_safe, wrapped
 from ckptctl.cli.progress import Progress
 from ckptctl.cli.views.common import error_lines
 from ckptctl.errors import CkptctlError, UsageError
 
-Document = dict[str, object]
+if TYPE_CHECKING:
+    from ckptctl.cli.documents import Document
 
 _STRIP_WIDTH = 80
 """How wide pictures are where there is no terminal to fit them to."""
