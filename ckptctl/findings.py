@@ -214,6 +214,29 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """How much of a part, or of several, was shown to be what was saved.
+
+    `n_asked` are the bytes of all records; `n_bytes` of them, in `n_records` records,
+    match their checksums.
+    """
+
+    n_asked: int = 0
+    n_bytes: int = 0
+    n_records: int = 0
+
+    def __add__(self, other: Proven) -> Proven:
+        return Proven(
+            self.n_asked + other.n_asked,
+            self.n_bytes + other.n_bytes,
+            self.n_records + other.n_records,
+        )
+
+
+NOTHING_PROVEN = Proven()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What looking at one step found.
 
@@ -224,6 +247,8 @@ class Report:
     `bytes_read` what looking cost. `digests` are the SHA-256 of the metadata
     files by their path in the step. `written_s` is when the newest file was
     written, in seconds since 1970. `ranks` are the ranks that left a file, by part.
+    At level `content`, of the `bytes_in_records` those of `records_proven` records,
+    `bytes_proven`, match their checksums.
     `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None where no
     seal speaks of this save.
     """
@@ -247,6 +272,9 @@ class Report:
     digests: tuple[tuple[str, str], ...]
     ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
     seal: str | None = None
+    bytes_in_records: int = 0
+    bytes_proven: int = 0
+    records_proven: int = 0
 
     @property
     def usable(self) -> bool:

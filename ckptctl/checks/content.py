@@ -20,7 +20,7 @@ from ckptctl.checks.record_bytes import Checked, Part, Passing, check_parts, che
 from ckptctl.checks.structure import readable_ranges
 from ckptctl.checks.words import at_most_few, counted, inside, some_of
 from ckptctl.errors import MissingExtra, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, Proven
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.records import TAIL, RecordDirectory, parse_directory, tail_needed
 from ckptctl.formats.zstd_streams import Unpacker, require_zstd
@@ -39,26 +39,6 @@ _NO_ZSTD = "compressed, which takes the extra `zstd` to read"
 
 Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """How much of a part, or of several, was shown to be what was saved.
-
-    `n_asked` are the bytes of all records; `n_bytes` of them, in `n_records` records,
-    match their checksums.
-    """
-
-    n_asked: int = 0
-    n_bytes: int = 0
-    n_records: int = 0
-
-    def __add__(self, other: Proven) -> Proven:
-        return Proven(
-            self.n_asked + other.n_asked,
-            self.n_bytes + other.n_bytes,
-            self.n_records + other.n_records,
-        )
 
 
 @dataclass(slots=True)

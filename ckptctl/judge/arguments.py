@@ -66,14 +66,11 @@ def not_negative(name: str, value: float) -> float:
 
 
 def known_level(level: Level | str | None) -> Level | None:
-    """The level, if it is one that this version reaches; raises `UsageError`."""
+    """The level, by its word where it is given as one; raises `UsageError`."""
     if level is None:
         return None
     try:
-        known = Level(level)
+        return Level(level)
     except ValueError:
         words = ", ".join(one.value for one in Level)
         raise UsageError(f"{level!r} is no level; they are {words}") from None
-    if known is Level.CONTENT:
-        raise UsageError("level content is not there yet; the deepest level is structure")
-    return known

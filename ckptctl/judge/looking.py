@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.sealed import Compared, compare_bytes
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
-from ckptctl.findings import Finding, Report, Severity
+from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
 from ckptctl.formats.seals import SEAL
-from ckptctl.judge.bytes_look import EVERY_BYTE, NOT_READ, Asked, look_at_bytes
 from ckptctl.judge.notes import Notes, read_notes
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
@@ -26,6 +26,9 @@ from ckptctl.judge.small_values import read_sidecars
 from ckptctl.model import FileInfo, Level, Step
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
+
+if TYPE_CHECKING:
+    from ckptctl.judge.bytes_look import Asked
 
 MAX_QUICK_READS = 10_000
 """Up to so many reads on a file system, `structure` is the default level."""
@@ -78,13 +81,14 @@ def look(
     level: Level | None = None,
     at_least: Level = Level.LISTING,
     files: Sequence[FileInfo] | None = None,
-    content: Asked = EVERY_BYTE,
+    content: Asked | None = None,
 ) -> Looked:
     """Look at one step under a root.
 
     `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
     `files` is the listing of the step where the caller has it, `content` what of it is
-    to be read at that level, and within which limits. A storage that fails gives a report with the verdict `unknown`, never an exception.
+    to be read at that level, and within which limits. A storage that fails gives a
+    report with the verdict `unknown`, never an exception.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
@@ -115,7 +119,7 @@ def _look_at(
     conditions: Conditions,
     level: Level | None,
     at_least: Level,
-    content: Asked,
+    content: Asked | None,
 ) -> Looked:
     parts = [look_at_part(store, step, part) for part in step.parts]
     reached, reason = _level(store.kind, parts, level, at_least)
@@ -135,13 +139,16 @@ def _look_at(
     at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
     notes = read_notes(store, step, parts, conditions, at_fault)
     findings += notes.findings
-    read, compared = NOT_READ, Compared()
+    n_read, proven = 0, NOTHING_PROVEN
     if reached is Level.CONTENT:
+        from ckptctl.judge.bytes_look import look_at_bytes
+
         read = look_at_bytes(store, step, parts, findings, _sealed(notes), content)
-        findings = list(read.findings)
+        findings, proven, n_read = list(read.findings), read.proven, read.n_read
         if read.whole:
             compared = _compare(store, step, notes, content)
             findings += compared.findings
+            n_read += compared.n_bytes
         else:
             reached = Level.STRUCTURE
     if deep:
@@ -154,8 +161,8 @@ def _look_at(
         conditions,
         reached,
         seal=notes.seal,
-        n_read=read.n_read + compared.n_bytes,
-        proven=read.proven,
+        n_read=n_read,
+        proven=proven,
     )
     return Looked(report, step, tuple(parts), reason, notes)
 
@@ -165,7 +172,7 @@ def _sealed(notes: Notes) -> frozenset[str]:
     return frozenset(file.path for file in notes.seal.files) if notes.seal else frozenset()
 
 
-def _compare(store: Store, step: Step, notes: Notes, content: Asked) -> Compared:
+def _compare(store: Store, step: Step, notes: Notes, content: Asked | None) -> Compared:
     """Hold every byte against the seal, or say that there is none to hold it against."""
     if notes.seal is not None:
         told = {finding.where for finding in notes.findings if finding.verdict is not None}
@@ -175,7 +182,7 @@ def _compare(store: Store, step: Step, notes: Notes, content: Asked) -> Compared
             notes.seal,
             step.files,
             passed_over=told,
-            jobs=content.limits.jobs,
+            jobs=content.limits.jobs if content else None,
         )
     if any(file.path == SEAL for file in step.files):
         return Compared()

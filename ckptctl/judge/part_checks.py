@@ -59,7 +59,7 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
     Storage errors pass through. Cost: one read for each metadata file, or for each
     safetensors header; on file systems one more for each step and token count.
     """
-    at = PartFolder(store, _folder(step, part), part, step.url)
+    at = PartFolder(store, folder_of(step, part), part, step.url)
     if part.format is PartFormat.SAFETENSORS:
         return PartLook(part, findings=tuple(check_safetensors(store, at.folder, part)))
     if part.format not in SHARDED:
@@ -96,7 +96,8 @@ def _with_numbers(store: Store, folder: str, look: PartLook) -> PartLook:
     return replace(look, numbers=read_numbers(store, folder, metadata, kinds))
 
 
-def _folder(step: Step, part: Part) -> str:
+def folder_of(step: Step, part: Part) -> str:
+    """Where in the store a part is."""
     return f"{step.name}/{part.path}" if part.path else step.name
 
 
@@ -112,7 +113,7 @@ def look_deeper(store: Store, step: Step, look: PartLook) -> PartLook:
     """
     if not look.metadata:
         return look
-    folder = _folder(step, look.part)
+    folder = folder_of(step, look.part)
     paths = _optimizer_steps(look)
     found = check_structure(
         store,

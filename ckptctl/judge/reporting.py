@@ -19,7 +19,9 @@ from ckptctl.findings import (
     EXIT_STATE_MISSING,
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
+    NOTHING_PROVEN,
     Finding,
+    Proven,
     Report,
     Verdict,
     in_order,
@@ -54,12 +56,13 @@ def report_on(
     level: Level,
     *,
     seal: Seal | None = None,
-    n_digested: int = 0,
+    n_read: int = 0,
+    proven: Proven = NOTHING_PROVEN,
 ) -> Report:
     """Add up what was found of a step, and hold it against the conditions.
 
-    `seal` is the one that speaks of the step, `n_digested` how many bytes were
-    compared with it.
+    `seal` is the one that speaks of the step, `n_read` how many bytes level `content`
+    has read, `proven` what it has proven.
     """
     looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
@@ -89,12 +92,15 @@ def report_on(
         n_files=len(files),
         n_tensors=sum(len(one.tensors) for _, one in metadata),
         n_records=sum(len(look.ranges) for look in parts),
-        bytes_read=sum(look.bytes_read for look in parts) + n_digested,
+        bytes_read=sum(look.bytes_read for look in parts) + n_read,
         written_s=_newest(files),
         parts=tuple(part.path for part in step.parts),
         digests=tuple((metadata_path(path, one.rank), one.digest) for path, one in metadata),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
         seal=seal.kind if seal else None,
+        bytes_in_records=proven.n_asked,
+        bytes_proven=proven.n_bytes,
+        records_proven=proven.n_records,
     )
 
 
