@@ -9,6 +9,7 @@ from ckptctl.cli.documents import show_document
 from ckptctl.cli.options import PatternOpt, StepArg, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.show import contents_lines
+from ckptctl.cli.words import safe
 
 EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",
@@ -39,6 +40,6 @@ def show(
     out.answer(
         lambda: show_document(contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),
-        bare=(tensor.fqn for tensor in contents.tensors),
+        bare=(safe(tensor.fqn) for tensor in contents.tensors),
     )
     return contents.exit_code

@@ -1,11 +1,15 @@
 """How options are read, and which of them a next command repeats."""
 
 import pytest
+from made_results import contents
 
+import ckptctl
 from ckptctl.cli.lines import Span, line
 from ckptctl.cli.options import parse_kinds, parse_steps, parse_storage_options, with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.show import show
 from ckptctl.errors import UsageError
+from ckptctl.judge.results import TensorRow
 from ckptctl.model import STATE_KINDS
 
 
@@ -102,3 +106,12 @@ def test_what_stands_in_the_environment_is_not_repeated(capsys, monkeypatch):
 @pytest.mark.parametrize("command", ["ckptctl explain shard.short", "df -h /shared"])
 def test_a_command_that_reaches_no_storage_is_left_as_it_is(capsys, monkeypatch, command):
     assert shown_next(capsys, monkeypatch, command, endpoint_url="http://ceph:7480") == command
+
+
+def test_quiet_show_spells_out_what_a_terminal_would_obey(capsys, monkeypatch):
+    hostile = contents(TensorRow("w\x1b[2J\nnext: rm", "float32", (1,), 1, 4, "model"))
+    monkeypatch.setattr(ckptctl, "show", lambda *args, **kwargs: hostile)
+    out = Output("show")
+    out.configure(quiet=True)
+    show("run@1", storage={}, out=out)
+    assert capsys.readouterr().out == "w\\x1b[2J\\nnext: rm\n"
