@@ -45,6 +45,17 @@ class ChunkRun(Run):
     offsets: list[Dims]
     sizes: list[Dims]
 
+    def known_at(self, slot: int) -> Dims | None:
+        """One of the sizes, where both of its row were made there."""
+        row = self.row_of(slot)
+        first_slot, end_slot = self.rows.first_slots[row : row + 2]
+        n_each = 3 if self.offsets[row] else 2
+        if end_slot - first_slot != _OWN_SLOTS + 2 * n_each:
+            return None
+        if slot == end_slot - 1:
+            return self.sizes[row]
+        return self.offsets[row] if slot == end_slot - 1 - n_each else None
+
 
 def chunk_shape(parts: Parts) -> HotShape:
     """The shape of chunks, for one reading."""

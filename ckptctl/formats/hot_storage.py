@@ -69,7 +69,7 @@ class StorageRun(Run):
     texts: MemoTexts | None
     find_texts: Callable[[], MemoTexts]
 
-    def text_at(self, slot: int) -> str | None:
+    def known_at(self, slot: int) -> str | None:
         """A name or a file that was written in one of the rows."""
         if self.texts is None:
             self.texts = self.find_texts()

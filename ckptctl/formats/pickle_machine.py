@@ -211,9 +211,9 @@ class Machine:
         value = self.memo.get(slot)
         if not isinstance(value, Run):
             return value
-        text = value.text_at(slot)
-        if text is not None:
-            return text
+        known = value.known_at(slot)
+        if known is not None:
+            return known
         row = value.row_of(slot)
         return self._replay(value, row).slots[slot - value.rows.first_slots[row]]
 

@@ -72,8 +72,8 @@ class Run(Inert):
         """The row that fills a slot of the memo."""
         return bisect_right(self.rows.first_slots, slot) - 1
 
-    def text_at(self, slot: int) -> str | None:  # noqa: ARG002
-        """The string in one of its slots, where it is known without a replay."""
+    def known_at(self, slot: int) -> object:  # noqa: ARG002
+        """What one of its slots holds, or None where only a replay can tell."""
         return None
 
 
