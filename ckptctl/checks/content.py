@@ -313,7 +313,7 @@ class _Run:
     def __init__(self, check: ContentCheck, numbers: Sequence[int], start: int, end: int) -> None:
         self._check = check
         self._numbers = tuple(numbers)
-        self._start = start
+        self.start = start
         self._end = end
         self._passing: _Passing | _Unpacking | None = None
 
@@ -325,13 +325,13 @@ class _Run:
     @property
     def n_bytes(self) -> int:
         """See `byte_pass.Run`."""
-        return self._end - self._start
+        return self._end - self.start
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """As many whole records at once as the limit allows; a long one by itself."""
         ranges = self._check.ranges
         ends = [ranges.starts[number] + ranges.lengths[number] for number in self._numbers]
-        at, place = self._start, 0
+        at, place = self.start, 0
         while place < len(ends):
             last = place
             if at == ranges.starts[self._numbers[place]]:
@@ -374,7 +374,7 @@ class _Run:
             self._passing = (
                 _Unpacking(self._check, number, owner)
                 if owner.transforms
-                else _Passing(self._check, number, max(0, self._start - begin))
+                else _Passing(self._check, number, max(0, self.start - begin))
             )
         if piece.ahead:
             self._passing.look_ahead(data, last=piece.start + piece.length == end)

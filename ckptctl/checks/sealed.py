@@ -1,25 +1,21 @@
 """Is the step still what its seal says?
 
-First by what a listing and the metadata show: whose seal it is, the files, their
-sizes. Then by every byte, block by block. A seal that does not speak of this step,
-or of an earlier save of it, proves nothing and damns nothing: that is told, and
-the step is judged without it. How a seal is read is the question of
-`formats.seals`.
+By what a listing and the metadata show: whose seal it is, the files, their sizes. A
+seal that speaks of another step, or of an earlier save of this one, proves nothing
+and damns nothing: that is told, and the step is judged without it. The bytes are
+compared in `sealed_bytes`; how a seal is read is the question of `formats.seals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptctl.checks.digest_reads import OnBytes, Stretch, read_digests
 from ckptctl.checks.words import at_most_few, counted, some_of
 from ckptctl.findings import Finding
-from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.layouts import is_own
 from ckptctl.formats.seals import SEAL, Seal, SealedFile, is_authentic
 from ckptctl.model import FileInfo, Step
-from ckptctl.storage.contract import Store
 
 PROVES_NOTHING = frozenset(
     {
@@ -260,96 +256,3 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
             expected="no file but those that were sealed",
             found=counted(len(extra), "more file"),
         )
-
-
-@dataclass(slots=True)
-class Compared:
-    """What comparing the bytes of a step with its seal found, and the bytes that were read."""
-
-    findings: tuple[Finding, ...] = ()
-    n_bytes: int = 0
-
-
-def compare_bytes(
-    store: Store,
-    folder: str,
-    seal: Seal,
-    files: Sequence[FileInfo],
-    *,
-    passed_over: Collection[str] = (),
-    jobs: int | None = None,
-    on_bytes: OnBytes | None = None,
-) -> Compared:
-    """Digest every byte of the sealed files, and compare; each differing file is one finding.
-
-    `folder` is the step in the store, `files` its listing. Files of `passed_over`, and
-    those that are not there with their sealed size, are left to the findings that
-    speak of them already. Storage errors pass through. Cost: every byte once.
-    """
-    sizes = {file.path: file.size for file in files if file.kind == "file"}
-    compared = [
-        sealed
-        for sealed in seal.files
-        if sizes.get(sealed.path) == sealed.size and sealed.path not in passed_over
-    ]
-    found: dict[str, dict[int, str]] = {sealed.path: {} for sealed in compared}
-    prefix = f"{folder}/" if folder else ""
-    blocks = (block for sealed in compared for block in _blocks(sealed, prefix))
-    for stretch, digests in read_digests(
-        store, blocks, seal.algorithm, jobs=jobs, on_bytes=on_bytes
-    ):
-        path = stretch.path.removeprefix(prefix)
-        found[path][stretch.start // BLOCK_BYTES] = digests.whole
-    owners = {sealed.digests.by_block: sealed.path for sealed in seal.files}
-    findings = (
-        _differing(sealed, [digest for _, digest in sorted(found[sealed.path].items())], owners)
-        for sealed in compared
-    )
-    return Compared(
-        tuple(at_most_few(finding for finding in findings if finding is not None)),
-        sum(sealed.size for sealed in compared),
-    )
-
-
-def _blocks(sealed: SealedFile, prefix: str) -> Iterator[Stretch]:
-    for start in range(0, max(1, sealed.size), BLOCK_BYTES):
-        yield Stretch(prefix + sealed.path, start, min(BLOCK_BYTES, sealed.size - start))
-
-
-def _differing(
-    sealed: SealedFile, found: Sequence[str], owners: Mapping[tuple[str, ...], str]
-) -> Finding | None:
-    expected = sealed.digests.by_block
-    wrong = [n for n, digest in enumerate(found) if digest != expected[n]]
-    if not wrong:
-        return None
-    owner = owners.get(tuple(found))
-    if owner is not None:
-        what = f"it holds what was sealed as {owner}: the two files were swapped or copied"
-    else:
-        what = f"{_place(sealed, wrong)} not what was sealed: damaged, or of another save"
-    first = wrong[0]
-    return Finding(
-        "seal.digest",
-        sealed.path,
-        f"{sealed.path}: {what}",
-        expected=f"{_named(sealed, first)} with digest {expected[first]}",
-        found=found[first],
-        next_command="ckptctl explain seal.digest",
-    )
-
-
-def _place(sealed: SealedFile, wrong: Sequence[int]) -> str:
-    if len(sealed.digests.by_block) == 1:
-        return f"its {sealed.size:,} bytes are"
-    if len(wrong) == 1:
-        return f"{_named(sealed, wrong[0])} is"
-    n_blocks = len(sealed.digests.by_block)
-    return f"{len(wrong):,} of {n_blocks:,} blocks, the first being {_named(sealed, wrong[0])}, are"
-
-
-def _named(sealed: SealedFile, block: int) -> str:
-    start = block * BLOCK_BYTES
-    end = min(sealed.size, start + BLOCK_BYTES)
-    n_blocks = len(sealed.digests.by_block)
-    return f"block {block + 1} of {n_blocks} (bytes {start:,} to {end:,})"

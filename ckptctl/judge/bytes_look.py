@@ -1,8 +1,8 @@
 """What do the bytes of a whole step say?
 
 Brings the parts of a step together for one pass over their bytes, and what that
-says together with what `structure` said before. The seal's digests are compared
-in `looking`.
+says together with what `structure` said before. Where there is a seal, its digests
+are compared in the same pass.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.checks.byte_pass import Limits, read_runs
 from ckptctl.checks.content import Choose, ContentCheck, unverifiable
+from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.checks.words import counted, inside
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.safetensors import SUFFIX
@@ -48,13 +49,14 @@ def look_at_bytes(
     step: Step,
     parts: Sequence[PartLook],
     findings: Sequence[Finding],
-    sealed: Collection[str],
+    sealed: Comparison | None,
     asked: Asked | None = None,
 ) -> BytesLook:
     """Compare every byte of a step's records, after `structure` has found `findings`.
 
-    The files in `sealed` are proven by their seal. Storage errors pass through.
-    Cost: every byte of the records once.
+    `sealed` compares all files with the seal of the step, where there is one. Storage
+    errors pass through. Cost: every byte once, of the records, and of all files where
+    there is a seal.
     """
     asked = asked or Asked()
     checks = [
@@ -69,12 +71,16 @@ def look_at_bytes(
         for look in parts
         if look.metadata
     ]
-    n_read = read_runs(store, [run for check in checks for run in check.runs], asked.limits)
-    found = [finding for check in checks for finding in check.findings(sealed)]
+    of_records = [run for check in checks for run in check.runs]
+    n_read = read_runs(store, sealed.runs(of_records) if sealed else of_records, asked.limits)
+    as_sealed = sealed.proven if sealed else frozenset()
+    found = [*sealed.findings()] if sealed else []
+    found += [finding for check in checks for finding in check.findings(as_sealed)]
     for look in parts:
-        found += _of_safetensors(look.part, sealed)
+        found += _of_safetensors(look.part, as_sealed)
     proven = sum((check.proven for check in checks), NOTHING_PROVEN)
     whole = all(check.whole for check in checks) and asked.choose is None
+    whole = whole and (sealed is None or sealed.whole)
     if not whole:
         found.append(_partial(proven, step))
     return BytesLook((*_merged(findings, found, whole=whole), *found), proven, n_read, whole)

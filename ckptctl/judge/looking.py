@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.sealed import Compared, compare_bytes
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
@@ -28,6 +27,7 @@ from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
+    from ckptctl.checks.sealed_bytes import Comparison
     from ckptctl.judge.bytes_look import Asked
 
 MAX_QUICK_READS = 10_000
@@ -93,7 +93,7 @@ def look(
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
     there are any; at `structure` the reads that `n_reads` counts, and a second listing;
-    at `content` every byte besides, and once more where there is a seal.
+    at `content` every byte besides.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
@@ -143,14 +143,13 @@ def _look_at(
     if reached is Level.CONTENT:
         from ckptctl.judge.bytes_look import look_at_bytes
 
-        read = look_at_bytes(store, step, parts, findings, _sealed(notes), content)
+        sealed = _comparison(step, notes, content)
+        read = look_at_bytes(store, step, parts, findings, sealed, content)
         findings, proven, n_read = list(read.findings), read.proven, read.n_read
-        if read.whole:
-            compared = _compare(store, step, notes, content)
-            findings += compared.findings
-            n_read += compared.n_bytes
-        else:
+        if not read.whole:
             reached = Level.STRUCTURE
+        elif not any(file.path == SEAL for file in step.files):
+            findings.append(_no_seal(step))
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
     report = report_on(
@@ -167,26 +166,14 @@ def _look_at(
     return Looked(report, step, tuple(parts), reason, notes)
 
 
-def _sealed(notes: Notes) -> frozenset[str]:
-    """The files whose digests the seal holds, if it speaks of this save."""
-    return frozenset(file.path for file in notes.seal.files) if notes.seal else frozenset()
+def _comparison(step: Step, notes: Notes, content: Asked | None) -> Comparison | None:
+    """What holds every byte against the seal, where one speaks of this save and all is read."""
+    if notes.seal is None or (content is not None and content.choose is not None):
+        return None
+    from ckptctl.checks.sealed_bytes import Comparison
 
-
-def _compare(store: Store, step: Step, notes: Notes, content: Asked | None) -> Compared:
-    """Hold every byte against the seal, or say that there is none to hold it against."""
-    if notes.seal is not None:
-        told = {finding.where for finding in notes.findings if finding.verdict is not None}
-        return compare_bytes(
-            store,
-            step.name,
-            notes.seal,
-            step.files,
-            passed_over=told,
-            jobs=content.limits.jobs if content else None,
-        )
-    if any(file.path == SEAL for file in step.files):
-        return Compared()
-    return Compared((_no_seal(step),))
+    told = {finding.where for finding in notes.findings if finding.verdict is not None}
+    return Comparison(step.name, notes.seal, step.files, told)
 
 
 def _no_seal(step: Step) -> Finding:

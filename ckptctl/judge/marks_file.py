@@ -69,12 +69,12 @@ def _content(path: str) -> bytes:
         return b""
     except OSError as error:
         raise _unreadable(path, error.strerror or type(error).__name__) from error
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_FILE_BYTES:
+        os.close(fd)
+        what = f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
+        raise _unreadable(path, what if stat.S_ISREG(about.st_mode) else "it is no regular file")
     with os.fdopen(fd, "rb") as file:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):
-            raise _unreadable(path, "it is no regular file")
-        if about.st_size > MAX_FILE_BYTES:
-            raise _unreadable(path, f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}")
         return file.read()
 
 

@@ -9,17 +9,17 @@ a seal proves later is the question of `checks.sealed`.
 from __future__ import annotations
 
 import datetime
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl import __version__
-from ckptctl.checks.digest_reads import Stretch, read_digests
+from ckptctl.checks.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.shape import check_unchanged
 from ckptctl.errors import AccessDenied, AlreadyExists, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
-from ckptctl.formats.digests import Algorithm
+from ckptctl.formats.digests import Algorithm, Digests
 from ckptctl.formats.layouts import is_own
 from ckptctl.formats.seals import (
     MAX_SEAL_BYTES,
@@ -30,17 +30,15 @@ from ckptctl.formats.seals import (
     seal_bytes,
 )
 from ckptctl.judge.arguments import conditions
+from ckptctl.judge.bytes_look import Asked
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.results import Sealed
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level, WorldSize
 from ckptctl.storage.opening import join_url
 
-LEVEL = Level.STRUCTURE
+LEVEL = Level.CONTENT
 """How deep a step is looked at before it is sealed."""
-
-OnProgress = Callable[[int, int], None]
-"""Told how many bytes were digested, and of how many."""
 
 
 def seal(
@@ -71,7 +69,7 @@ def seal(
     Raises `UsageError` where there is a seal already, `StorageError` where the storage
     fails.
 
-    Cost: a look at level `structure`, every byte read once, one write.
+    Cost: a look at level `content`, every byte read once more, one write.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
@@ -85,14 +83,22 @@ def seal(
         timeout_s=timeout_s,
     ) as found:
         had_one = _check_place(found, replace=replace)
-        looked = look(found.store, found.named, asked, level=LEVEL, files=found.files)
+        first, second = _halves(on_progress)
+        looked = look(
+            found.store,
+            found.named,
+            asked,
+            level=LEVEL,
+            files=found.files,
+            content=Asked(Limits(jobs, on_progress=first)),
+        )
         refused = looked.report.verdict is not Verdict.COMPLETE and not (
             accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
         )
         if refused:
             return _refused(looked.report)
         algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
-        files = _digested(found, algorithm, jobs, on_progress)
+        files = _digested(found, algorithm, Limits(jobs, on_progress=second))
         changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
         if changed:
             return _refused(_with_findings(looked.report, changed))
@@ -124,41 +130,35 @@ def _sealed_already(found: OpenTarget) -> UsageError:
     )
 
 
-def _digested(
-    found: OpenTarget, algorithm: Algorithm, jobs: int | None, on_progress: OnProgress | None
-) -> tuple[SealedFile, ...]:
-    """Every file of the step with its digests, in order."""
-    files = [file for file in found.files if file.kind == "file" and not is_own(file.path)]
-    # The longest first: the threads end at about the same time.
-    by_size = sorted(files, key=lambda file: -file.size)
-    stretches = (Stretch(f"{found.name}/{file.path}", 0, file.size) for file in by_size)
-    tally = _Tally(sum(file.size for file in files), on_progress)
-    digests = {
-        stretch.path: digests
-        for stretch, digests in read_digests(
-            found.store, stretches, algorithm, jobs=jobs, on_bytes=tally.add
-        )
-    }
-    return tuple(
-        SealedFile(file.path, file.size, written_ms(file), digests[f"{found.name}/{file.path}"])
-        for file in sorted(files, key=lambda file: file.path)
+def _halves(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgress | None]:
+    """Progress of the first and of the second of two passes, as one."""
+    if on_progress is None:
+        return None, None
+    return (
+        lambda done, total: on_progress(done, 2 * total),
+        lambda done, total: on_progress(total + done, 2 * total),
     )
 
 
-class _Tally:
-    """Adds up the bytes that several threads report."""
+def _digested(found: OpenTarget, algorithm: Algorithm, limits: Limits) -> tuple[SealedFile, ...]:
+    """Every file of the step with its digests, in order."""
+    files = [file for file in found.files if file.kind == "file" and not is_own(file.path)]
+    runs = [
+        DigestRun(Stretch(f"{found.name}/{file.path}", 0, file.size), algorithm) for file in files
+    ]
+    n_bytes = read_runs(found.store, runs, limits)
+    if limits.on_progress is not None:
+        limits.on_progress(n_bytes, n_bytes)
+    return tuple(
+        SealedFile(file.path, file.size, written_ms(file), _read(run))
+        for file, run in zip(files, runs, strict=True)
+    )
 
-    def __init__(self, n_total: int, on_progress: OnProgress | None) -> None:
-        self._n_total = n_total
-        self._on_progress = on_progress
-        self._n_done = 0
-        self._lock = threading.Lock()
 
-    def add(self, n_bytes: int) -> None:
-        with self._lock:
-            self._n_done += n_bytes
-            if self._on_progress is not None:
-                self._on_progress(self._n_done, self._n_total)
+def _read(run: DigestRun) -> Digests:
+    digests = run.digests
+    assert digests is not None  # noqa: S101 - a pass that nobody stops reads all of it
+    return digests
 
 
 def _identity(looked: Looked, saved_world_size: int | None) -> Identity:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptctl.checks import sealed as checks
-from ckptctl.checks.digest_reads import Stretch, read_digests
-from ckptctl.checks.sealed import Seen, check_seal, compare_bytes, speaks_of_step, written_ms
-from ckptctl.errors import StorageError
+from ckptctl.checks.byte_pass import Limits, Piece, read_runs
+from ckptctl.checks.digest_runs import DigestRun, Stretch
+from ckptctl.checks.sealed import Seen, check_seal, speaks_of_step, written_ms
+from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.model import Step
-from ckptctl.storage.contract import ShortRead, Store
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
 
 KEY = b"k" * 32
@@ -42,12 +42,11 @@ def listed(root: Path, number: int | None = 5) -> Step:
 def sealed(root: Path, *, algorithm: Algorithm = Algorithm.XXH3, key: bytes | None = None) -> Seal:
     """The seal of the step as it lies there now."""
     step = listed(root)
-    stretches = [Stretch(file.path, 0, file.size) for file in step.files]
-    store = LocalStore(str(root / "step_5"))
-    digests = {s.path: d for s, d in read_digests(store, stretches, algorithm)}
+    runs = [DigestRun(Stretch(file.path, 0, file.size), algorithm) for file in step.files]
+    read_runs(LocalStore(str(root / "step_5")), runs, Limits())
     files = tuple(
-        SealedFile(file.path, file.size, written_ms(file), digests[file.path])
-        for file in step.files
+        SealedFile(file.path, file.size, written_ms(file), run.digests)
+        for file, run in zip(step.files, runs, strict=True)
     )
     about = Identity(5, "step_5", "dcp", "structure", ((".metadata", METADATA),))
     seal = Seal(algorithm, about, files, "2026-11-21T03:12:44Z", "ckptctl 0.1.0")
@@ -65,16 +64,20 @@ def codes(findings) -> list[str]:
     return [finding.code for finding in findings]
 
 
-def compared(root: Path, seal: Seal, **options: object):
-    store = LocalStore(str(root))
-    return compare_bytes(store, "step_5", seal, listed(root).files, **options)
+def compared(root: Path, seal: Seal, jobs: int | None = None) -> Comparison:
+    """The comparison after every byte was read."""
+    comparison = Comparison("step_5", seal, listed(root).files)
+    read_runs(LocalStore(str(root)), comparison.runs(), Limits(jobs))
+    assert comparison.whole
+    return comparison
 
 
 def test_a_step_that_is_as_it_was_sealed_has_no_finding(root):
     seal = sealed(root)
     assert codes(check_seal(seal, seen(root))) == []
     found = compared(root, seal)
-    assert (found.findings, found.n_bytes) == ((), 6040)
+    assert [*found.findings()] == []
+    assert found.proven == {".metadata", "__0_0.distcp", "__1_0.distcp", "empty.distcp"}
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 8])
@@ -85,7 +88,7 @@ def test_one_flipped_bit_is_found_and_its_file_is_named(root, algorithm, jobs):
     data = bytearray((root / "step_5" / "__1_0.distcp").read_bytes())
     data[1234] ^= 4
     (root / "step_5" / "__1_0.distcp").write_bytes(data)
-    (finding,) = compared(root, seal, jobs=jobs).findings
+    (finding,) = compared(root, seal, jobs).findings()
     assert (finding.code, finding.where) == ("seal.digest", "__1_0.distcp")
     assert finding.message == (
         "__1_0.distcp: its 3,000 bytes are not what was sealed: damaged, or of another save"
@@ -100,7 +103,7 @@ def test_damage_in_a_large_file_is_placed_in_its_block(root):
     with large.open("r+b") as file:
         file.seek(BLOCK_BYTES)
         file.write(b"\1")
-    (finding,) = compared(root, seal).findings
+    (finding,) = compared(root, seal).findings()
     assert finding.message == (
         "__0_0.distcp: block 2 of 3 (bytes 67,108,864 to 134,217,728) is not what was sealed: "
         "damaged, or of another save"
@@ -109,7 +112,7 @@ def test_damage_in_a_large_file_is_placed_in_its_block(root):
     with large.open("r+b") as file:
         file.seek(2 * BLOCK_BYTES + 999)
         file.write(b"\1")
-    (finding,) = compared(root, seal).findings
+    (finding,) = compared(root, seal).findings()
     assert "2 of 3 blocks, the first being block 2 of 3" in finding.message
 
 
@@ -119,7 +122,7 @@ def test_two_swapped_files_are_known_for_each_other(root):
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    findings = compared(root, seal).findings
+    findings = list(compared(root, seal).findings())
     assert codes(findings) == ["seal.digest", "seal.digest"]
     assert "it holds what was sealed as __1_0.distcp" in findings[0].message
 
@@ -131,7 +134,7 @@ def test_a_sealed_file_that_is_gone_or_shorter_is_incomplete(root):
     findings = list(check_seal(seal, seen(root)))
     assert codes(findings) == ["seal.gone", "seal.gone"]
     assert findings[0].message == "__0_0.distcp was sealed with 3,000 bytes; now it is 2,999 bytes"
-    assert compared(root, seal).findings == ()  # each is told once
+    assert [*compared(root, seal).findings()] == []  # each is told once
 
 
 def test_a_file_that_grew_or_became_something_else_is_corrupt(root):
@@ -224,51 +227,73 @@ def test_many_files_that_differ_are_told_together(tmp_path):
     seal = sealed(tmp_path)
     for file in step.iterdir():
         file.write_bytes(b"!!"[: file.stat().st_size])
-    findings = compared(tmp_path, seal).findings
+    findings = list(compared(tmp_path, seal).findings())
     assert len(findings) == 21
     assert "30 more places" in findings[-1].message
 
 
-class Breaking:
-    """A store whose reads break at the n-th span."""
+class Failing(LocalStore):
+    """A store whose n-th file cannot be opened."""
 
-    def __init__(self, store: Store, n: int, error: StorageError) -> None:
-        self._store, self._n, self._error = store, n, error
-        self.kind = store.kind
+    def __init__(self, root: Path, n: int) -> None:
+        super().__init__(str(root))
+        self._left = n
 
-    def read_spans(self, spans):
-        for number, result in enumerate(self._store.read_spans(spans)):
-            if number == self._n:
-                raise self._error
-            yield result
+    def open_file(self, path: str):
+        self._left -= 1
+        if self._left < 0:
+            raise ShortRead("gone")
+        return super().open_file(path)
 
 
-@pytest.mark.parametrize("n", range(4))
-def test_a_read_that_fails_is_an_error_and_never_a_finding(root, n):
-    broken = Breaking(LocalStore(str(root)), n, ShortRead("gone"))
+@pytest.mark.parametrize("n", range(3))
+def test_a_read_that_fails_is_an_error_and_proves_nothing(root, n):
+    comparison = Comparison("step_5", sealed(root), listed(root).files)
     with pytest.raises(ShortRead):
-        compare_bytes(broken, "step_5", sealed(root), listed(root).files, jobs=1)
+        read_runs(Failing(root, n), comparison.runs(), Limits(jobs=1))
+    assert not comparison.whole
+    assert [*comparison.findings()] == []
 
 
-def test_every_file_is_read_however_many_threads_there_are(root):
-    for number in range(40):
-        (root / "step_5" / f"__{number}_1.distcp").write_bytes(os.urandom(number * 1000))
-    told: list[int] = []
-    found = compared(root, sealed(root), jobs=7, on_bytes=told.append)
-    assert found.findings == ()
-    assert sum(told) == found.n_bytes == sum(file.size for file in listed(root).files)
+def test_a_pass_that_is_stopped_proves_what_it_read_and_damns_nothing(root):
+    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    read_runs(LocalStore(str(root)), comparison.runs(), Limits(until_s=0))
+    assert (comparison.whole, comparison.proven) == (False, {"empty.distcp"})
+    assert [*comparison.findings()] == []
 
 
-def test_what_is_taken_no_further_stops_the_threads(root):
-    store = LocalStore(str(root / "step_5"))
-    stretches = [Stretch(file.path, 0, file.size) for file in listed(root).files]
-    results = read_digests(store, stretches, Algorithm.XXH3, jobs=1)
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    for thread in threading.enumerate():
-        if thread.name == "ckptctl-digest":
-            thread.join(10)
-            assert not thread.is_alive()
+class Reading:
+    """A run that reads bytes for another reason, some of them twice."""
+
+    def __init__(self, path: str, start: int, length: int) -> None:
+        self.path, self.start, self.n_bytes = path, start, length
+        self.taken = b""
+
+    def pieces(self, limit: int):
+        yield Piece(self.start + self.n_bytes - 10, 10, ahead=True)
+        yield Piece(self.start, 100)
+        yield Piece(self.start + 100, self.n_bytes - 100)
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        self.taken += bytes(data)
+
+
+def test_bytes_that_are_read_for_another_reason_are_not_read_again(root):
+    records = Reading("step_5/__0_0.distcp", 0, 3000)
+    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    n_read = read_runs(LocalStore(str(root)), comparison.runs([records]), Limits())
+    data = (root / "step_5" / "__0_0.distcp").read_bytes()
+    assert records.taken == data[-10:] + data
+    assert (n_read, comparison.whole, [*comparison.findings()]) == (6040, True, [])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 2900), (100, 2900)])
+def test_a_run_that_is_no_block_is_read_besides(root, start, length):
+    records = Reading("step_5/__0_0.distcp", start, length)
+    comparison = Comparison("step_5", sealed(root), listed(root).files)
+    n_read = read_runs(LocalStore(str(root)), comparison.runs([records]), Limits())
+    assert (n_read, comparison.whole) == (6040 + length, True)
+    assert "__0_0.distcp" in comparison.proven
 
 
 def test_the_codes_that_prove_nothing_are_codes_of_seals():

@@ -1,0 +1,65 @@
+"""How are bytes digested on their way through a pass?
+
+A run of its own for bytes that nobody else reads, or around a run that reads them
+for another reason: then they are read once. How runs are read is the question of
+`byte_pass`, what the digests should be that of `sealed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptctl.checks.byte_pass import Piece, Run
+from ckptctl.formats.digests import Algorithm, Digester, Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`length` bytes of a file, from `start` on: what has one digest. `path` is in the store."""
+
+    path: str
+    start: int
+    length: int
+
+
+class DigestRun:
+    """Digests a stretch; see `byte_pass.Run`. `around` is the run that reads it anyway."""
+
+    def __init__(self, stretch: Stretch, algorithm: Algorithm, around: Run | None = None) -> None:
+        self.stretch = stretch
+        self._around = around
+        self._digester = Digester(algorithm, stretch.length)
+        self._n_taken = 0
+
+    @property
+    def path(self) -> str:
+        """See `byte_pass.Run`."""
+        return self.stretch.path
+
+    @property
+    def n_bytes(self) -> int:
+        """See `byte_pass.Run`."""
+        return self.stretch.length
+
+    @property
+    def digests(self) -> Digests | None:
+        """What the bytes came to; None where the pass ended before all of them were read."""
+        return self._digester.digests() if self._n_taken == self.stretch.length else None
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """See `byte_pass.Run`."""
+        if self._around is not None:
+            yield from self._around.pieces(limit)
+            return
+        start, end = self.stretch.start, self.stretch.start + self.stretch.length
+        for at in range(start, end, limit):
+            yield Piece(at, min(limit, end - at))
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        """See `byte_pass.Run`."""
+        if self._around is not None:
+            self._around.take(piece, data)
+        if not piece.ahead:
+            self._digester.update(data)
+            self._n_taken += len(data)
