@@ -18,6 +18,7 @@ import typer
 from ckptctl.cli.output import Color, Output
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
+from ckptctl.storage.watchdog import Watchdog
 
 Storage = dict[str, Any]
 """The keyword arguments of the library that say how to reach a storage."""
@@ -197,7 +198,8 @@ _TimeoutOpt = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        help="How long to wait for one answer of the storage.",
+        help="How long to wait for one answer of the storage; "
+        "a mount that hangs for four times as long ends the command with 75.",
     ),
 ]
 _JsonOpt = Annotated[
@@ -245,12 +247,17 @@ _COMMON = {
 }
 
 
+_PATIENCE = 4
+"""A mounted file system may be silent for so many times `--timeout`: then the process ends."""
+
+
 def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
     """The command with the options that every command has.
 
     What they say is handed to it as `out`, and as `storage` where it takes that.
     typer reads options from a signature, so the one that it sees is put together
-    here. `--debug` has no effect but in `main`, which prints tracebacks.
+    here. `--debug` has no effect but in `main`, which prints tracebacks. A storage
+    that hangs in the kernel ends the process with 75.
     """
     own = dict(inspect.signature(command, eval_str=True).parameters)
     del own["out"]
@@ -274,7 +281,10 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
             report_file=common["report"],
             repeated=repeated,
         )
-        return command(**given, out=out)
+        if not takes_storage:
+            return command(**given, out=out)
+        with Watchdog(_PATIENCE * common["timeout"], out.error):
+            return command(**given, out=out)
 
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()]
     parameters += [
