@@ -205,7 +205,9 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
 
 
 def _refused(report: Report) -> Sealed:
-    faults = report.with_severity(Severity.FAULT)
+    next_command = report.with_severity(Severity.FAULT)[0].next_command
+    if report.verdict is Verdict.UNVERIFIABLE:
+        next_command = f"ckptctl seal {report.url} --accept-unverifiable"
     return Sealed(
         url=report.url,
         number=report.number,
@@ -217,13 +219,13 @@ def _refused(report: Report) -> Sealed:
         report=report,
         message=f"not sealed: the step is {report.verdict.value}",
         exit_code=report.exit_code,
-        next_command=(faults[0].next_command if faults else None)
-        or f"ckptctl verify {report.url} --level {report.level.value}",
+        next_command=next_command or f"ckptctl verify {report.url} --level {report.level.value}",
     )
 
 
 def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Sealed:
     n_files = len(made.files)
+    proof = "proven whole" if report.usable else "as it is, which nothing proves whole,"
     return Sealed(
         url=report.url,
         number=report.number,
@@ -234,7 +236,7 @@ def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Seale
         n_bytes=made.n_bytes,
         report=report,
         message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
-        f"{made.n_bytes:,} bytes, proven whole at level {report.level.value}",
+        f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
         exit_code=0,
         next_command=f"ckptctl verify {report.url} --require-seal",
     )

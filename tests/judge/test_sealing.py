@@ -213,6 +213,23 @@ def test_a_format_that_nothing_can_prove_is_sealed_on_request(
     assert ("seal.digest", "model.pt") in faults(every_byte(flat))
 
 
+def test_records_without_checksums_are_proven_by_a_seal_alone(
+    checkpoints: Path, copy_of: Copy
+) -> None:
+    step = copy_of(checkpoints / "no_crc_2") / "step_100"
+    assert ckptctl.verify(str(step), level=Level.CONTENT).exit_code == 22
+    refused = ckptctl.seal(str(step))
+    assert (refused.exit_code, refused.path) == (22, None)
+    assert refused.next_command == f"ckptctl seal {step} --accept-unverifiable"
+    sealed = ckptctl.seal(str(step), accept_unverifiable=True)
+    assert "which nothing proves whole" in sealed.message
+    assert ckptctl.verify(str(step), level=Level.CONTENT).exit_code == 0
+    data = bytearray((step / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (step / "__1_0.distcp").write_bytes(data)
+    assert ("seal.digest", "__1_0.distcp") in faults(every_byte(step))
+
+
 @pytest.mark.parametrize("key", [b"", b"short"])
 def test_a_key_that_is_too_short_is_refused(root: Path, key: bytes) -> None:
     with pytest.raises(UsageError, match="16 or more"):

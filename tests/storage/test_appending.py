@@ -1,0 +1,69 @@
+"""A line that was added is there whole, whoever adds to the file besides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import clean_environment
+
+from ckptctl.errors import AccessDenied, PathNotFound, StorageUnavailable
+from ckptctl.storage import appending
+from ckptctl.storage.appending import append_line
+
+
+def test_lines_come_one_after_the_other_in_a_file_that_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for line in (b"one\n", b"two\n"):
+        append_line(str(path), line)
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_line_that_was_cut_short_is_closed_off(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntw")
+    append_line(str(path), b"three\n")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
+
+
+WRITER = """
+import sys
+from ckptctl.storage.appending import append_line
+path, name = sys.argv[1:]
+for n in range(50):
+    append_line(path, (f"{name}{n} " + name * 5000 + "\\n").encode())
+"""
+
+
+def test_processes_that_add_at_once_lose_nothing_and_mix_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, path, name], env=clean_environment())
+        for name in "abc"
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    expected = {f"{name}{n} {name * 5000}" for name in "abc" for n in range(50)}
+    lines = path.read_text().splitlines()
+    assert (len(lines), set(lines)) == (150, expected)
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_that_denies(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match="folder"):
+        append_line(str(tmp_path / "missing" / "lines"), b"x\n")
+    with pytest.raises(AccessDenied):
+        append_line(str(tmp_path), b"x\n")
+
+
+def test_a_disk_that_takes_half_a_line_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(fd: int, data: bytes) -> int:
+        return write(fd, data[: len(data) // 2])
+
+    write = os.write
+    monkeypatch.setattr(appending.os, "write", half)
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        append_line(str(tmp_path / "lines"), b"a whole line\n")
