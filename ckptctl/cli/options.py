@@ -29,6 +29,7 @@ class LevelChoice(str, Enum):
 
     LISTING = "listing"
     STRUCTURE = "structure"
+    CONTENT = "content"
 
 
 SEAL_KEY = "CKPTCTL_SEAL_KEY"
@@ -66,7 +67,7 @@ LevelOpt = Annotated[
     option(
         "--level",
         help="How deep to look: listing reads the metadata, structure also the frame of every "
-        "record. Default: as deep as is cheap on that storage.",
+        "record, content every byte. Default: as deep as is cheap on that storage.",
     ),
 ]
 VerifyLevelOpt = Annotated[
@@ -74,7 +75,7 @@ VerifyLevelOpt = Annotated[
     option(
         "--level",
         help="How deep to look: listing reads the metadata, structure also the frame of every "
-        "record.",
+        "record, content every byte.",
     ),
 ]
 RequireOpt = Annotated[
@@ -377,6 +378,23 @@ def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
                 next_command="ckptctl pick ROOT --skip 1400,1600",
             )
     return tuple(dict.fromkeys(map(int, words)))
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def parse_duration(text: str | None) -> float | None:
+    """The seconds in `--deadline`: `90`, `120s`, `5m`, `1.5h`."""
+    if text is None:
+        return None
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
+        return float(number) * _SECONDS[unit]
+    raise UsageError(
+        f"--deadline is a time like 90, 120s or 5m, not {text!r}",
+        next_command="ckptctl verify STEP --level content --deadline 120s",
+    )
 
 
 _SECRETS = ("key", "secret", "token", "password")

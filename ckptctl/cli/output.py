@@ -182,14 +182,14 @@ class Output:
             to=self.err,
         )
 
-    def progress(self, said: str, done: int = 0, total: int = 0) -> None:
-        """Say how far it is, if a person may be waiting."""
+    def progress(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+        """Say how far it is, if a person may be waiting; `unit` `B` counts in bytes."""
         if not self.talks or self.err.stream is None:
             return
         if self._progress is None:
             smart = self.err.width is not None and os.environ.get("TERM") != "dumb"
             self._progress = Progress(self.err.stream, terminal=smart)
-        self._progress.update(said, done, total)
+        self._progress.update(said, done, total, unit=unit)
 
     def flush(self) -> None:
         """Bring out what is still held back, so that a failure to do so is noticed."""

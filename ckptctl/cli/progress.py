@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from ckptctl.cli.words import duration
+from ckptctl.cli.words import duration, size
 
 _BAR_AFTER_S = 1.0
 _BAR_EVERY_S = 0.1
@@ -27,12 +27,15 @@ class Progress:
         self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
         self._shown = False
 
-    def update(self, said: str, done: int = 0, total: int = 0) -> None:
-        """Show `said`, with a bar where `total` is known; at most as often as is useful."""
+    def update(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+        """Show `said`, with a bar where `total` is known; at most as often as is useful.
+
+        With `unit` `B`, `done` and `total` are bytes, and are shown, with their rate.
+        """
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        text = said
+        text = f"{said}{self._bytes(done, total, now_s)}" if unit == "B" else said
         if total:
             text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
         if self._terminal:
@@ -51,6 +54,10 @@ class Progress:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
             self._shown = False
+
+    def _bytes(self, done: int, total: int, now_s: float) -> str:
+        rate = done / max(now_s - self._started_s, 1e-3)
+        return f" {size(done)} of {size(total)}, {size(int(rate))}/s"
 
     def _left(self, done: int, total: int, now_s: float) -> str:
         if not done:

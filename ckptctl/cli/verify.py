@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import ckptctl
 from ckptctl.cli.documents import verify_document
@@ -19,6 +22,8 @@ from ckptctl.cli.options import (
     Storage,
     VerifyLevelOpt,
     WorldSizeOpt,
+    option,
+    parse_duration,
     parse_kinds,
     seal_key,
 )
@@ -26,11 +31,15 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.model import Level
 
+if TYPE_CHECKING:
+    from ckptctl.cli.stopping import Ended
+
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
     "ckptctl verify s3://bucket/run-1234@latest --level structure",
+    "ckptctl verify /shared/ckpt/run-1234@latest --level content --deadline 5m",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77)
+EXIT_CODES = (0, 2, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 
 
 def verify(
@@ -44,6 +53,34 @@ def verify(
     require_seal: RequireSealOpt = False,
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
+    subset: Annotated[
+        str | None,
+        option(
+            "--subset",
+            metavar="PART",
+            help="Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
+            "words always mean the same records.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        option(
+            "--deadline",
+            metavar="TIME",
+            help="Level content: stop comparing after this time, 120s or 5m, and tell what is "
+            "proven until then.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        option(
+            "--jobs",
+            metavar="N",
+            min=1,
+            help="Level content: how many threads read a file system; by default as many as is "
+            "good for it.",
+        ),
+    ] = None,
     *,
     storage: Storage,
     out: Output,
@@ -51,20 +88,36 @@ def verify(
     """Can this step be trusted?
 
     Nothing is loaded, and no code of the step runs. With --quiet only the exit code answers.
+    Where --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure,
+    and the report says how much is proven.
     """
-    report = ckptctl.verify(
-        step,
-        level=Level(level.value),
-        require=parse_kinds(require),
-        world_size=world_size,
-        saved_world_size=saved_world_size,
-        pattern=pattern,
-        grace_s=grace,
-        require_seal=require_seal,
-        key=seal_key(key_file),
-        marks=marks,
-        **storage,
-    )
+    if level is LevelChoice.CONTENT:
+        from ckptctl.cli.stopping import ended_by_signals
+
+        context: AbstractContextManager[Ended | None] = ended_by_signals()
+    else:
+        context = nullcontext()
+    with context as stop:
+        report = ckptctl.verify(
+            step,
+            level=Level(level.value),
+            require=parse_kinds(require),
+            world_size=world_size,
+            saved_world_size=saved_world_size,
+            pattern=pattern,
+            grace_s=grace,
+            require_seal=require_seal,
+            key=seal_key(key_file),
+            marks=marks,
+            subset=subset,
+            deadline_s=parse_duration(deadline),
+            jobs=jobs,
+            stop=stop,
+            on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
+            **storage,
+        )
+    if stop is not None and stop.exit_code:
+        report = replace(report, exit_code=stop.exit_code)
     out.answer(
         lambda: verify_document(report, next_command(report)),
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),

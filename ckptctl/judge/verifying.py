@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ckptctl.errors import PathNotFound
+from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import StepName, compile_pattern, is_flat_file
-from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
@@ -17,6 +19,10 @@ from ckptctl.judge.targets import named_step, parse_target
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
+
+if TYPE_CHECKING:
+    from ckptctl.checks.byte_pass import OnProgress, Stop
+    from ckptctl.judge.bytes_look import Asked
 
 
 def verify(
@@ -31,6 +37,11 @@ def verify(
     require_seal: bool = False,
     key: bytes | None = None,
     marks: str | None = None,
+    subset: str | None = None,
+    deadline_s: float | None = None,
+    jobs: int | None = None,
+    stop: Stop | None = None,
+    on_progress: OnProgress | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -47,6 +58,12 @@ def verify(
     byte at `content`. `require_seal` asks for one that proves the step (22 without),
     `key` is the key that it must have been made with. `marks` is a file of marks to be
     read beside those in the step.
+
+    The rest is for level `content`. `subset` compares a part of the records: `3/7`, or
+    `10%` of the bytes. `deadline_s` seconds after the call no further byte is read;
+    `stop` ends the reading from another thread or a signal handler. What was compared
+    until then is in the report, whose level is then `structure`. `jobs` is how many
+    threads read a file system. `on_progress` is told bytes read and bytes to read.
 
     A storage that fails gives the verdict `unknown`. Raises `UsageError` and
     `PathNotFound` where there is no such step, `StorageError` where the root that
@@ -67,10 +84,43 @@ def verify(
             marks=marks,
         ),
         pattern=pattern,
+        content=_content(level, subset, deadline_s, jobs, stop, on_progress),
         storage_options=storage_options,
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ).report
+
+
+def _content(
+    level: Level | str,
+    subset: str | None,
+    deadline_s: float | None,
+    jobs: int | None,
+    stop: Stop | None,
+    on_progress: OnProgress | None,
+) -> Asked | None:
+    """How the bytes are to be read; raises `UsageError` where they are not to be."""
+    given = {"subset": subset, "deadline": deadline_s, "jobs": jobs}
+    for name, value in given.items():
+        if value is not None and known_level(level) is not Level.CONTENT:
+            raise UsageError(
+                f"--{name} is for level content; level {Level(level).value} reads no more than a "
+                "little of each record",
+                next_command=f"ckptctl verify STEP --level content --{name} {value}",
+            )
+    if known_level(level) is not Level.CONTENT:
+        return None
+    # Nobody who asks for less waits for these.
+    from ckptctl.checks.byte_pass import Limits, Stop
+    from ckptctl.judge.bytes_look import Asked
+    from ckptctl.judge.subsets import parse_subset
+
+    until_s = None
+    if deadline_s is not None:
+        until_s = time.monotonic() + not_negative("deadline", deadline_s)
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    return Asked(Limits(jobs, until_s, stop or Stop(), on_progress), parse_subset(subset))
 
 
 def look_at_target(
@@ -79,6 +129,7 @@ def look_at_target(
     level: Level | None,
     asked: Conditions,
     pattern: str | None = None,
+    content: Asked | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -92,7 +143,9 @@ def look_at_target(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as found:
-        return look(found.store, found.named, asked, level=level, files=found.files)
+        return look(
+            found.store, found.named, asked, level=level, files=found.files, content=content
+        )
 
 
 @dataclass(frozen=True, slots=True)

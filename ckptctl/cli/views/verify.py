@@ -75,6 +75,10 @@ def _facts(report: Report, now_s: float) -> list[str]:
         f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
         f"looked at: {read}; {_NOT_SEEN[report.level]}",
     ]
+    if report.bytes_in_records:
+        proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
+        records = count(report.records_proven, "record")
+        facts[-1] = f"looked at: {read}; {proven} in records, {records}, match their checksums"
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")

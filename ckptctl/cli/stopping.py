@@ -1,0 +1,45 @@
+"""How does a signal end a command that has something to tell already?
+
+While bytes are compared, the first Ctrl-C ends the comparing, and what was proven
+is told; the next one ends the process, as both do at any other time. What ends a
+process is the question of `main`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from ckptctl.checks.byte_pass import Stop
+
+
+class Ended(Stop):
+    """A pass that signals end; `exit_code` is 128 + the signal's number once one came."""
+
+    exit_code = 0
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[Ended]:
+    """Have SIGINT and SIGTERM end a pass first, and the process only when none is running."""
+    ended = Ended()
+    before: dict[signal.Signals, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if ended.listening and not ended.asked:
+            ended.exit_code = 128 + number
+            ended.ask()
+        else:
+            before[signal.Signals(number)](number, frame)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(each)):
+            before[each] = signal.signal(each, end)
+    try:
+        yield ended
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
