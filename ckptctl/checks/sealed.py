@@ -111,10 +111,11 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
 def _changed_metadata(seal: Seal, seen: Seen) -> list[str]:
     """The metadata files that are there, decode, and are not those that were sealed."""
     sealed = dict(seal.step.metadata)
+    if not sealed:
+        return sorted(seen.metadata)
+    # One that came beside those that were sealed is a file that the seal does not list.
     return sorted(
-        path
-        for path, digest in seen.metadata.items()
-        if sealed.get(path, "" if not sealed else digest) != digest
+        path for path, digest in seen.metadata.items() if sealed.get(path, digest) != digest
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace as replace_fields
 from typing import Annotated
 
 import ckptctl
@@ -80,6 +82,9 @@ def seal(
         grace_s=grace,
         **storage,
     )
+    if key_file is not None and sealed.path is not None:
+        with_key = f"{sealed.next_command} --key-file {shlex.quote(key_file)}"
+        sealed = replace_fields(sealed, next_command=with_key)
     out.answer(
         lambda: sealed_document(sealed),
         lambda: sealed_lines(sealed),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
-from ckptctl.judge.marks_file import read_marks_file
 from ckptctl.judge.reporting import Conditions
 from ckptctl.model import STATE_KINDS, Level
+
+if TYPE_CHECKING:
+    from ckptctl.judge.marks_file import MarksInFile
 
 
 def conditions(
@@ -41,8 +44,14 @@ def conditions(
         not_negative("grace", grace_s),
         require_seal,
         known_key(key),
-        None if marks is None else read_marks_file(marks),
+        _marks_in(marks) if marks is not None else None,
     )
+
+
+def _marks_in(path: str) -> MarksInFile:
+    from ckptctl.judge.marks_file import read_marks_file
+
+    return read_marks_file(path)
 
 
 MIN_KEY_BYTES = 16

@@ -7,8 +7,8 @@ up to a `Report`. Choosing between steps is `choosing`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
@@ -17,8 +17,6 @@ from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
-from ckptctl.formats.seals import SEAL
-from ckptctl.judge.notes import Notes, read_notes
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
 from ckptctl.judge.small_values import read_sidecars
@@ -28,7 +26,9 @@ from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
     from ckptctl.checks.sealed_bytes import Comparison
+    from ckptctl.formats.seals import Seal
     from ckptctl.judge.bytes_look import Asked
+    from ckptctl.judge.notes import Notes
 
 MAX_QUICK_READS = 10_000
 """Up to so many reads on a file system, `structure` is the default level."""
@@ -38,14 +38,15 @@ MAX_QUICK_READS = 10_000
 class Looked:
     """A report, with what it was made from for those who want to show more.
 
-    `level_reason` says why the look was not deeper where nobody asked for a level.
+    `level_reason` says why the look was not deeper where nobody asked for a level;
+    `notes` are there where ckptctl has noted anything.
     """
 
     report: Report
     step: Step
     parts: tuple[PartLook, ...] = ()
     level_reason: str | None = None
-    notes: Notes = field(default_factory=Notes)
+    notes: Notes | None = None
 
 
 def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
@@ -136,20 +137,20 @@ def _look_at(
             findings += [sidecar.finding] if sidecar.finding else []
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
     state = train_state(_sources(step, parts, contents))
-    at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
-    notes = read_notes(store, step, parts, conditions, at_fault)
-    findings += notes.findings
+    notes = _notes(store, step, parts, conditions, findings)
+    findings += notes.findings if notes else ()
+    seal = notes.seal if notes else None
     n_read, proven = 0, NOTHING_PROVEN
     if reached is Level.CONTENT:
         from ckptctl.judge.bytes_look import look_at_bytes
 
-        sealed = _comparison(step, notes, content)
+        sealed = None if seal is None else _comparison(step, seal, findings, content)
         read = look_at_bytes(store, step, parts, findings, sealed, content)
         findings, proven, n_read = list(read.findings), read.proven, read.n_read
         if not read.whole:
             reached = Level.STRUCTURE
-        elif not any(file.path == SEAL for file in step.files):
-            findings.append(_no_seal(step))
+        elif not sealed:
+            findings += _no_seal(step)
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
     report = report_on(
@@ -159,25 +160,49 @@ def _look_at(
         state,
         conditions,
         reached,
-        seal=notes.seal,
+        seal=seal,
         n_read=n_read,
         proven=proven,
     )
     return Looked(report, step, tuple(parts), reason, notes)
 
 
-def _comparison(step: Step, notes: Notes, content: Asked | None) -> Comparison | None:
-    """What holds every byte against the seal, where one speaks of this save and all is read."""
-    if notes.seal is None or (content is not None and content.choose is not None):
+def _notes(
+    store: Store,
+    step: Step,
+    parts: Sequence[PartLook],
+    conditions: Conditions,
+    findings: Sequence[Finding],
+) -> Notes | None:
+    """What ckptctl has noted about the step; None where there is nothing to be read."""
+    asked = conditions.require_seal or conditions.marks is not None
+    if not asked and not any(layouts.is_own(file.path) for file in step.files):
+        return None
+    from ckptctl.judge.notes import read_notes
+
+    at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
+    return read_notes(store, step, parts, conditions, at_fault)
+
+
+def _comparison(
+    step: Step, seal: Seal, findings: Sequence[Finding], content: Asked | None
+) -> Comparison | None:
+    """What holds every byte against the seal; None where not all is to be read."""
+    if content is not None and content.choose is not None:
         return None
     from ckptctl.checks.sealed_bytes import Comparison
 
-    told = {finding.where for finding in notes.findings if finding.verdict is not None}
-    return Comparison(step.name, notes.seal, step.files, told)
+    told = {finding.where for finding in findings if finding.code == "seal.digest"}
+    return Comparison(step.name, seal, step.files, told)
 
 
-def _no_seal(step: Step) -> Finding:
-    return Finding(
+def _no_seal(step: Step) -> Iterator[Finding]:
+    """Yield `seal.missing` where there is none at all: of a wrong one, others speak."""
+    from ckptctl.formats.seals import SEAL
+
+    if any(file.path == SEAL for file in step.files):
+        return
+    yield Finding(
         "seal.missing",
         SEAL,
         "there is no seal: a shard that is valid and belongs to another step would not be seen",

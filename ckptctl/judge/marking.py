@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import getpass
 import os
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +77,7 @@ def mark(
         looked = look(found.store, found.named, asked, level=Level.LISTING, files=found.files)
         report = looked.report
         _check_looked(report)
-        stand = looked.notes.marks
+        stand = looked.notes.marks if looked.notes else ()
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
         if spoken.lifts and not lifted:
             return _nothing_to_lift(report, spoken, stand)
@@ -191,7 +192,7 @@ def _nothing_to_lift(report: Report, word: Word, stand: tuple[Mark, ...]) -> Mar
 
 
 def _next_command(found: OpenTarget, word: Word, marks: str | None) -> str:
-    option = f" --marks {marks}" if marks is not None else ""
+    option = f" --marks {shlex.quote(marks)}" if marks is not None else ""
     if word in (Word.REJECTED, Word.SUPERSEDED, Word.ACCEPTED):
         return f"ckptctl pick {found.store.url}{option}"
     return f"ckptctl verify {found.url}{option}"

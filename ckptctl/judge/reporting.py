@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.state import check_required
@@ -28,10 +29,12 @@ from ckptctl.findings import (
     verdict_of,
 )
 from ckptctl.formats.layouts import is_own
-from ckptctl.formats.seals import Seal
-from ckptctl.judge.marks_file import MarksInFile
 from ckptctl.judge.part_checks import PartLook
 from ckptctl.model import FileInfo, Level, Step, TrainState, WorldSize
+
+if TYPE_CHECKING:
+    from ckptctl.formats.seals import Seal
+    from ckptctl.judge.marks_file import MarksInFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,20 @@ def test_the_key_comes_from_a_file_or_from_the_environment(
     assert ckptctl("verify", f"{sound_root}@30").returncode == 0
 
 
+def test_the_next_command_after_a_seal_has_its_key_file(ckptctl, sound_root, how_to_key):
+    options, _ = how_to_key["file"]
+    sealed = validated(ckptctl("seal", f"{sound_root}@30", "--json", *options).stdout)
+    assert ckptctl(*sealed["next_command"].split()[1:]).returncode == 0
+
+
+def test_nothing_is_written_through_a_link(ckptctl, sound_root, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (sound_root / "step_30" / ".ckptctl").symlink_to(tmp_path / "elsewhere")
+    for command in (("reject", "--reason", "x"), ("seal",)):
+        done = ckptctl(command[0], f"{sound_root}@30", *command[1:])
+        assert (done.returncode, list((tmp_path / "elsewhere").iterdir())) == (25, [])
+
+
 @pytest.mark.parametrize("content", [None, "", "\n", "short", "x" * 5000])
 def test_a_key_file_that_holds_no_key_is_an_error(ckptctl, sound_root, tmp_path, content):
     if content is not None:
