@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
-from ckptctl.formats.marks import Mark
 from ckptctl.model import Level, TrainState, WorldSize
+
+if TYPE_CHECKING:
+    from ckptctl.formats.marks import Mark
 
 
 @dataclass(frozen=True, slots=True)
