@@ -5,10 +5,10 @@ A `ChunkStorageMetadata` with its two sizes; see `hot_shapes` for how it is used
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ckptctl.formats.hot_parts import Dims, Parts, n_size_slots
+from ckptctl.formats.hot_parts import Dims, Parts, n_size_slots, n_size_slots_of
 from ckptctl.formats.hot_shapes import (
     NEW,
     SET,
@@ -25,13 +25,12 @@ from ckptctl.formats.metadata_grammar import CHUNK
 from ckptctl.formats.pickle_machine import Machine
 from ckptctl.formats.pickle_memo import Run
 
-_EXPECTS = {
+EXPECTS = {
     CHUNK: is_class(CHUNK),
     "offsets": is_text("offsets"),
     "Size": is_size,
     "sizes": is_text("sizes"),
 }
-
 
 _OWN_SLOTS = 2
 """The object and its state."""
@@ -63,34 +62,48 @@ def chunk_shape(parts: Parts) -> HotShape:
     def push(machine: Machine, window: Window, holes: Mapping[str, bytes]) -> int:
         return _push(parts, machine, window, holes["Size"])
 
-    return HotShape(_template, _EXPECTS, push)
+    return HotShape(chunk_template, EXPECTS, push)
 
 
-def _template(hole: Hole) -> str:
+def chunk_template(hole: Hole, group: str = "") -> str:
+    """The pattern of a chunk; with `?:` for a `group` its two sizes are no groups."""
     return (
-        f"{hole(CHUNK)}{NEW}{hole('offsets')}({size_of(hole)}){hole('sizes')}({size_of(hole)}){SET}"
+        f"{hole(CHUNK)}{NEW}{hole('offsets')}({group}{size_of(hole)})"
+        f"{hole('sizes')}({group}{size_of(hole)}){SET}"
     )
 
 
 def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes) -> int:
-    offset_parts, size_parts, _ = zip(*window.rows, strict=True)
+    offsets, sizes = chunk_columns(parts, window.rows)
+    if not offsets:
+        return 0
+    window = window.first(len(offsets))
+    find_rows = partial(window.without_rows().find_rows, partial(n_chunk_slots, size_reference))
+    n_slots = sum_of_chunk_slots(window.rows, size_reference)
+    run = ChunkRun(CHUNK, window.first_slot, n_slots, find_rows)
+    run.offsets, run.sizes = offsets, sizes
+    return len(offsets) if machine.push_run(run, window.end, n_containers=n_slots) else 0
+
+
+def chunk_columns(parts: Parts, rows: Sequence[Row]) -> tuple[list[Dims], list[Dims]]:
+    """Where the chunks of rows begin and their sizes, up to one that is unfit."""
+    offset_parts, size_parts, *_ = zip(*rows, strict=True)
     offsets: list[Dims] = []
     sizes: list[Dims] = []
     parts.sizes.extend(offsets, offset_parts)
     parts.sizes.extend(sizes, size_parts)
     n_rows = min(len(offsets), len(sizes))
-    if not n_rows:
-        return 0
-    window = window.first(n_rows)
-    n_slots = _OWN_SLOTS * n_rows
-    n_slots += n_size_slots(offset_parts[:n_rows], size_reference)
-    n_slots += n_size_slots(size_parts[:n_rows], size_reference)
-    find_rows = partial(window.without_rows().find_rows, partial(_n_slots, size_reference))
-    run = ChunkRun(CHUNK, window.end, window.first_slot, n_slots, find_rows)
-    run.offsets, run.sizes = offsets[:n_rows], sizes[:n_rows]
-    return n_rows if machine.push_run(run, n_containers=n_slots) else 0
+    return offsets[:n_rows], sizes[:n_rows]
 
 
-def _n_slots(size_reference: bytes, row: Row) -> int:
-    offset, size, _ = row
-    return _OWN_SLOTS + n_size_slots((offset, size), size_reference)
+def n_chunk_slots(size_reference: bytes, row: Row) -> int:
+    """How many slots of the memo a chunk fills."""
+    offset, size, *_ = row
+    return _OWN_SLOTS + n_size_slots(offset, size_reference) + n_size_slots(size, size_reference)
+
+
+def sum_of_chunk_slots(rows: Sequence[Row], size_reference: bytes) -> int:
+    """How many slots of the memo chunks fill together."""
+    offsets, sizes, *_ = zip(*rows, strict=True)
+    n_slots = _OWN_SLOTS * len(rows)
+    return n_slots + sum(n_size_slots_of(parts, size_reference) for parts in (offsets, sizes))

@@ -37,6 +37,8 @@ MAX_KNOWN = 65_536
 _BINGET, _LONG1, _MARK, _SHORT_BINUNICODE = 0x68, 0x8A, 0x28, 0x8C
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
+_DIMENSIONLESS = len(b")\x85\x94R\x94")
+
 Dims = tuple[int, ...]
 Meaning = TypeVar("Meaning")
 
@@ -82,15 +84,15 @@ class Parts:
     def _text(self, part: bytes) -> str:
         if is_new_text(part):
             return _new_text(part)
-        text = self._referred(part)
+        text = self.referred(part)
         if not isinstance(text, str):
             raise Unfit
         return text
 
     def _size(self, part: bytes) -> Dims:
         if not is_new_size(part):
-            return _checked(self._referred(part))
-        return _dims(part, 2 if part[0] == _BINGET else 5)
+            return _checked(self.referred(part))
+        return dims_of(part, 2 if part[0] == _BINGET else 5)
 
     def _optional_size(self, part: bytes) -> Dims | None:
         """None for a part that is empty, because there is no size."""
@@ -99,7 +101,8 @@ class Parts:
     def _optional_int(self, part: bytes) -> int | None:
         return None if part == b"N" else self.ints[part]
 
-    def _referred(self, reference: bytes) -> object:
+    def referred(self, reference: bytes) -> object:
+        """What the memo holds for the argument of BINGET or LONG_BINGET."""
         slot = slot_of(reference)
         if slot >= self._machine.memo.n_slots:
             raise Unfit
@@ -121,18 +124,24 @@ def is_new_size(part: bytes) -> bool:
     return len(part) > 5
 
 
-def n_size_slots(parts: Sequence[bytes], size_reference: bytes) -> int:
-    """How many slots of the memo sizes fill: three each, or two without a dimension.
+def n_size_slots(part: bytes, size_reference: bytes) -> int:
+    """How many slots of the memo a size fills: three, or two without a dimension.
 
     One that is referred to, or missing, fills none. `size_reference` is what refers
-    to `torch.Size` in them, empty where none of them is made here.
+    to `torch.Size` in it.
     """
-    if not size_reference:
+    if not is_new_size(part):
         return 0
+    return 2 if len(part) == len(size_reference) + _DIMENSIONLESS else 3
+
+
+def n_size_slots_of(parts: Sequence[bytes], size_reference: bytes) -> int:
+    """The sum of `n_size_slots` over a column."""
     lengths = list(map(len, parts))
     n_new = len(lengths) - lengths.count(0) - lengths.count(2) - lengths.count(5)
-    n_dimensionless = lengths.count(len(size_reference) + len(b")\x85\x94R\x94"))
-    return 3 * n_new - n_dimensionless
+    if not n_new:
+        return 0
+    return 3 * n_new - lengths.count(len(size_reference) + _DIMENSIONLESS)
 
 
 def _slot_read(part: bytes) -> int:
@@ -166,7 +175,8 @@ def _int(part: bytes) -> int:
     return int.from_bytes(part[2 if part[0] == _LONG1 else 1 :], "little")
 
 
-def _dims(part: bytes, position: int) -> Dims:
+def dims_of(part: bytes, position: int = 0) -> Dims:
+    """The integers of a tuple that is written from `position` on."""
     dims: list[int] = []
     if part[position] == _MARK:
         position += 1

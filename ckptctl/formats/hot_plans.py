@@ -102,13 +102,12 @@ def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes)
     window = window.first(n_rows).without_rows()
     run = Run(
         WRITE_ITEM,
-        window.end,
         window.first_slot,
         sum(n_slots[:n_rows]),
         partial(window.find_rows, partial(_n_slots, size_reference)),
     )
     n_containers = run.n_slots - sum(map(is_new_text, fqns))
-    return n_rows if machine.push_run(run, n_containers) else 0
+    return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
 def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
@@ -124,7 +123,8 @@ def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
 def _n_slots(size_reference: bytes, row: Row) -> int:
     fqn, offset, _, box_offsets, box_sizes, _, dtype, _, _, _, size, _ = row
     n_slots = _KEY_SLOTS + is_new_text(fqn)
-    n_slots += n_size_slots((offset, box_offsets, box_sizes, size), size_reference)
+    for part in (offset, box_offsets, box_sizes, size):
+        n_slots += n_size_slots(part, size_reference)
     for has_object in (size, box_sizes, dtype):
         n_slots += _OBJECT_SLOTS if has_object else 0
     return n_slots

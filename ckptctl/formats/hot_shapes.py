@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from ckptctl.formats.hot_parts import DIMS, REFERENCE, slot_of
 from ckptctl.formats.inert import Function
@@ -83,7 +83,7 @@ def size_of(hole: Hole) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Objects of one shape, one right behind the other, from `start` to `end`.
+    """Objects of one shape, one behind the other, from `start` to `end`.
 
     `rows` has one row for each, of the parts that differ; `first_slot` is the memo
     slot that the first object fills.
@@ -100,8 +100,7 @@ class Window:
         """Its first `n_rows` objects, at least one."""
         if n_rows == len(self.rows):
             return self
-        matches = self.pattern.finditer(self.data, self.start, self.end)
-        end = next(islice(matches, n_rows - 1, None)).end()
+        end = next(islice(self.matches(), n_rows - 1, None)).end()
         return replace(self, rows=self.rows[:n_rows], end=end)
 
     def without_rows(self) -> Window:
@@ -112,13 +111,28 @@ class Window:
         """The same with its rows."""
         return replace(self, rows=self.pattern.findall(self.data, self.start, self.end))
 
+    def matches(self) -> Iterator[re.Match[bytes]]:
+        """Where each object is, and its parts."""
+        return self.pattern.finditer(self.data, self.start, self.end)
+
     def find_rows(self, n_slots: Callable[[Row], int]) -> Rows:
-        """Where each object begins; `n_slots` says how many slots of the memo one fills."""
-        starts, first_slots = array("q", [self.start]), array("q", [self.first_slot])
-        for match in self.pattern.finditer(self.data, self.start, self.end):
-            starts.append(match.end())
-            first_slots.append(first_slots[-1] + n_slots(match.groups(b"")))
-        return Rows(starts, first_slots)
+        """Where each object is; `n_slots` says how many slots of the memo one fills."""
+        matches = list(self.matches())
+        filled = (n_slots(match.groups(b"")) for match in matches)
+        return Rows(
+            array("q", [match.start() for match in matches]),
+            array("q", [match.end() for match in matches]),
+            array("q", accumulate(filled, initial=self.first_slot)),
+        )
+
+
+def literal(references: Mapping[str, bytes]) -> Hole:
+    """Holes that match what was learned; one that is not known yet matches nothing."""
+
+    def hole(name: str) -> str:
+        return re.escape(references[name]).decode("latin-1") if references[name] else "(?!)"
+
+    return hole
 
 
 class HotShape:
@@ -126,7 +140,8 @@ class HotShape:
 
     `template` is the pattern of one object, its groups the parts that differ;
     `expects` says for each hole in it what the reference must stand for. `push`
-    makes a `Run` of a window, pushes it, and says how many rows are in it.
+    makes a `Run` of a window, pushes it, and says how many rows are in it. `begins`
+    are the opcodes that an object of the shape can begin with.
     """
 
     def __init__(
@@ -134,7 +149,9 @@ class HotShape:
         template: Callable[[Hole], str],
         expects: Mapping[str, Test],
         push: Callable[[Machine, Window, Mapping[str, bytes]], int],
+        begins: tuple[bytes, ...] = (b"h", b"j"),
     ) -> None:
+        self._begins = begins
         self._template = template
         self._expects = expects
         self._push = push
@@ -145,7 +162,7 @@ class HotShape:
 
     def take(self, machine: Machine) -> None:
         """Take as many objects of the shape as follow, or none."""
-        while machine.data[machine.pos : machine.pos + 1] in (b"h", b"j"):
+        while machine.data[machine.pos : machine.pos + 1] in self._begins:
             window = self._window(machine)
             if window is None and self._learn(machine):
                 window = self._window(machine)
@@ -180,7 +197,7 @@ class HotShape:
         An object may lack some of them: no offset, for a bytes entry. Those that
         are known from before are kept.
         """
-        match = self._generic.match(machine.data, machine.pos, machine.pos + MIN_WINDOW)
+        match = self._generic.match(machine.data, machine.pos, machine.pos + MAX_WINDOW)
         if match is None or match[match.re.groups] is not None:
             return False
         references = tuple(
@@ -192,11 +209,8 @@ class HotShape:
         if references not in self._learned:
             if len(self._learned) == MAX_LEARNED or not self._is_meant(references, machine):
                 return False
-            literal = {
-                name: re.escape(reference).decode("latin-1") if reference else _NOTHING
-                for name, reference in zip(self._expects, references, strict=True)
-            }
-            self._learned[references] = _compiled(self._template(literal.__getitem__))
+            holes = literal(dict(zip(self._expects, references, strict=True)))
+            self._learned[references] = _compiled(self._template(holes))
         self._references = references
         return True
 
@@ -207,9 +221,6 @@ class HotShape:
             or (slot_of(reference) < n_slots and test(machine.recall(slot_of(reference))))
             for reference, test in zip(references, self._expects.values(), strict=True)
         )
-
-
-_NOTHING = "(?!)"
 
 
 def _compiled(template: str) -> re.Pattern[bytes]:

@@ -22,6 +22,7 @@ from ckptctl.formats.hot_parts import (
     Unfit,
     is_new_text,
     n_size_slots,
+    n_size_slots_of,
     slot_of,
 )
 from ckptctl.formats.hot_shapes import (
@@ -89,7 +90,7 @@ class MemoTexts:
         for row, (fqn, _, offset, file, *_) in enumerate(window.rows):
             try:
                 slot += _OWN_SLOTS + self._add(row, slot + 2, fqn, known)
-                slot += n_size_slots((offset,), size_reference)
+                slot += n_size_slots(offset, size_reference)
                 slot += self._add(row, slot, file, known)
             except Unfit:
                 return
@@ -143,11 +144,10 @@ def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes)
         return 0
     window = window.first(n_rows)
     n_texts = sum(map(is_new_text, fqn_parts[:n_rows])) + sum(map(is_new_text, file_parts[:n_rows]))
-    n_containers = _OWN_SLOTS * n_rows + n_size_slots(offset_parts[:n_rows], size_reference)
+    n_containers = _OWN_SLOTS * n_rows + n_size_slots_of(offset_parts[:n_rows], size_reference)
     place = window.without_rows()
     run = StorageRun(
         INDEX,
-        window.end,
         window.first_slot,
         n_containers + n_texts,
         partial(place.find_rows, partial(_n_slots, size_reference)),
@@ -159,13 +159,13 @@ def _push(parts: Parts, machine: Machine, window: Window, size_reference: bytes)
     run.lengths = array("q", map(parts.ints.__getitem__, length_parts[:n_rows]))
     run.texts = names.texts
     run.find_texts = partial(_texts_again, place, size_reference, parts.texts)
-    return n_rows if machine.push_run(run, n_containers) else 0
+    return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
 def _n_slots(size_reference: bytes, row: Row) -> int:
     fqn, _, offset, file, *_ = row
     n_texts = is_new_text(fqn) + is_new_text(file)
-    return _OWN_SLOTS + n_texts + n_size_slots((offset,), size_reference)
+    return _OWN_SLOTS + n_texts + n_size_slots(offset, size_reference)
 
 
 def _texts_again(window: Window, size_reference: bytes, known: Known[str]) -> MemoTexts:

@@ -22,6 +22,7 @@ from ckptctl.formats.hot_chunks import ChunkRun, chunk_shape
 from ckptctl.formats.hot_parts import Parts
 from ckptctl.formats.hot_plans import plan_shape
 from ckptctl.formats.hot_storage import StorageRun, storage_shape
+from ckptctl.formats.hot_tensors import tensor_shape
 from ckptctl.formats.inert import Inert, Malformed, shown
 from ckptctl.formats.metadata_grammar import (
     BYTES,
@@ -50,6 +51,7 @@ def hot_shapes(machine: Machine) -> Mapping[str, Shape]:
     """The shapes of metadata, by the object after which each is tried."""
     parts = Parts(machine)
     return {
+        TENSOR: tensor_shape(parts),
         CHUNK: chunk_shape(parts),
         STORAGE_INFO: storage_shape(parts),
         WRITE_ITEM: plan_shape(parts),

@@ -135,14 +135,19 @@ class Machine:
             self.damaged("more containers than a pickle of this size can need")
         self.stack.append(value)
 
-    def push_run(self, run: Run, n_containers: int) -> bool:
-        """Put all values of a run on the stack; False where there may not be so many."""
+    def push_run(
+        self, run: Run, end: int, n_containers: int, values: Sequence[object] | None = None
+    ) -> bool:
+        """Go on at byte `end` with the values of a run on the stack: `values`, or the run itself.
+
+        False where there may not be `n_containers` more.
+        """
         if n_containers > self.n_left:
             return False
         self.n_left -= n_containers
         self.memo.skip(run)
-        self.stack.append(run)
-        self.pos = run.end
+        self.stack += [run] if values is None else values
+        self.pos = end
         return True
 
     def pop(self) -> object:
@@ -184,7 +189,7 @@ class Machine:
     def values_of(self, run: Run) -> list[object]:
         """The values of a run, one by one."""
         values: list[object] = []
-        for row in range(len(run.rows.starts) - 1):
+        for row in range(len(run.rows.starts)):
             values += self._replay(run, row).values
         return values
 
@@ -193,7 +198,7 @@ class Machine:
         if row not in run.replayed:
             memo = Memo(self.memo, run.rows.first_slots[row])
             inner = Machine(self.data, self.grammar, self.opcodes, memo)
-            inner.pos, inner.end = run.rows.starts[row : row + 2]
+            inner.pos, inner.end = run.rows.starts[row], run.rows.ends[row]
             inner.step_to_stop()
             run.replayed[row] = Replayed(inner.stack, memo.values)
         return run.replayed[row]
@@ -209,13 +214,13 @@ class Machine:
         if slot >= self.memo.n_slots:
             self.damaged(f"memo slot {slot:,} is read, {self.memo.n_slots:,} are filled")
         value = self.memo.get(slot)
-        if not isinstance(value, Run):
-            return value
-        known = value.known_at(slot)
-        if known is not None:
-            return known
-        row = value.row_of(slot)
-        return self._replay(value, row).slots[slot - value.rows.first_slots[row]]
+        while isinstance(value, Run):
+            run = value
+            value = run.known_at(slot)
+            if value is None:
+                row = run.row_of(slot)
+                return self._replay(run, row).slots[slot - run.rows.first_slots[row]]
+        return value
 
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""

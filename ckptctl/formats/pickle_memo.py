@@ -17,9 +17,13 @@ from ckptctl.formats.inert import Inert
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where each row of a run begins: in the bytes, and in the memo; and where the last ends."""
+    """Where each row of a run is: in the bytes, and in the memo.
+
+    Row n fills the slots from `first_slots[n]` up to `first_slots[n + 1]`.
+    """
 
     starts: array[int]
+    ends: array[int]
     first_slots: array[int]
 
 
@@ -34,18 +38,17 @@ class Replayed:
 class Run(Inert):
     """Values that a hot shape took in one go; on the stack it stands for all of them.
 
-    It ends at byte `end`, and fills `n_slots` slots of the memo from `first_slot` on.
-    `kind` is the kind of the first value; `in_pairs` says that the values are keys
-    and what they lead to, by turns. `find_rows` says where each row is; it is asked
-    once somebody needs a value by itself.
+    It fills `n_slots` slots of the memo from `first_slot` on. `kind` is the kind of
+    the first value; `in_pairs` says that the values are keys and what they lead to,
+    by turns. `find_rows` says where each row is; it is asked once somebody needs a
+    value by itself.
     """
 
-    __slots__ = ("_rows", "end", "find_rows", "first_slot", "in_pairs", "n_slots", "replayed")
+    __slots__ = ("_rows", "find_rows", "first_slot", "in_pairs", "n_slots", "replayed")
 
     def __init__(
         self,
         kind: str,
-        end: int,
         first_slot: int,
         n_slots: int,
         find_rows: Callable[[], Rows],
@@ -53,7 +56,6 @@ class Run(Inert):
         in_pairs: bool = False,
     ) -> None:
         super().__init__(kind)
-        self.end = end
         self.first_slot = first_slot
         self.n_slots = n_slots
         self.find_rows = find_rows
@@ -73,7 +75,7 @@ class Run(Inert):
         return bisect_right(self.rows.first_slots, slot) - 1
 
     def known_at(self, slot: int) -> object:  # noqa: ARG002
-        """What one of its slots holds, or None where only a replay can tell."""
+        """What one of its slots holds, a run in it that knows, or None: only a replay can tell."""
         return None
 
 
