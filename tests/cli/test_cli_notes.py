@@ -171,3 +171,15 @@ def test_words_of_a_mark_are_printed_safely(ckptctl, sound_root):
         done = ckptctl(*command)
         assert "\x1b" not in done.stdout + done.stderr
         assert "\nnext: rm" not in done.stdout + done.stderr
+
+
+def test_a_train_state_of_another_step_is_told_at_level_content(ckptctl, sound_root):
+    ckptctl("seal", f"{sound_root}@30")
+    other = (sound_root / "step_20" / "train_state.pt").read_bytes()
+    (sound_root / "step_30" / "train_state.pt").write_bytes(other)
+    assert ckptctl("verify", f"{sound_root}@30").returncode == 0
+    done = ckptctl("verify", f"{sound_root}@30", "--level", "content", "--json")
+    (fault,) = (f for f in validated(done.stdout)["report"]["findings"] if f["severity"] == "fault")
+    assert (done.returncode, fault["code"], fault["where"]) == (21, "seal.digest", "train_state.pt")
+    part = ckptctl("verify", f"{sound_root}@30", "--level", "content", "--subset", "1/2", "--json")
+    assert validated(part.stdout)["report"]["level"] == "structure"
