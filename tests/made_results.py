@@ -76,7 +76,6 @@ def scan(*reports: Report, chosen: int | None = None, **changes: object) -> Scan
         chosen=None if chosen is None else f"{ROOT}/step_{chosen}",
         findings=(),
         n_steps=len(reports),
-        looked_elsewhere=(),
         exit_code=0 if chosen is not None else 11,
         next_command=None if chosen is None else f"ckptctl pick {ROOT}",
     )

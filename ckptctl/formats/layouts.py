@@ -39,8 +39,8 @@ _STEP_NAMES = (
     ("accelerate", rf"checkpoint_{_N}"),
     ("deepspeed", rf"global_step{_N}"),
     ("verl", rf"global_step_{_N}"),
-    ("composer", rf"ep[0-9]+-ba{_N}"),
-    ("torchtune", rf"epoch_{_N}"),
+    ("composer", rf"ep[0-9]+-ba{_N}(?:-rank[0-9]+)?"),
+    ("torchtune", rf"(?:dist_)?epoch_{_N}"),
     ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
 )
 _BARE_NUMBER = _N
@@ -133,6 +133,22 @@ def is_flat_file(file: FileInfo) -> bool:
     return file.kind == "file" and file.path.endswith(_FLAT_SUFFIXES)
 
 
+_SAYS_CHECKPOINT = (
+    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer)"
+    r"(?:[-_.0-9].*)?\.(?:pt|pth)"
+)
+_TRACKER = "latest_train_state.pt"
+
+
+def looks_like_checkpoint(file: FileInfo) -> bool:
+    """Whether a file directly under the root says that it is a checkpoint, but not of which step.
+
+    `last.ckpt`, `ckpt.pt`, `model_final.pth`: a root with one of them is no fresh run.
+    """
+    said = re.fullmatch(_SAYS_CHECKPOINT, file.path) and file.path != _TRACKER
+    return file.kind == "file" and bool(said)
+
+
 # Pointer files. A pointer is a hint, never the truth.
 
 _POINTERS: Mapping[str, str] = {
@@ -152,7 +168,7 @@ MAX_POINTER_BYTES = 4096
 
 def is_pointer(file: FileInfo) -> bool:
     """Whether a file directly under the root is a pointer that can be read as text or link."""
-    if file.kind == "dir":
+    if file.kind == "dir" or is_flat_file(file):
         return False
     return file.path in _POINTERS or bool(re.fullmatch(_RANK_POINTER, file.path))
 
@@ -215,8 +231,9 @@ def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ..
     """The folders of tensors among a step's files, by path; none for a step without any.
 
     A folder with DCP metadata or shard files is a DCP part, at most `max_depth`
-    folders down. Only where there is none, the signs of other formats are looked
-    for. Cost: one pass over the files.
+    folders down; beside such folders, the shards of DCP's Hugging Face writer and a
+    model in safetensors are parts too. Only where there is no DCP part, the signs of
+    other formats are looked for. Cost: one pass over the files.
     """
     folders: dict[str, list[FileInfo]] = {}
     for file in files:
@@ -224,12 +241,28 @@ def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ..
         if is_own(file.path) or folder.count("/") >= max_depth:
             continue
         folders.setdefault(folder, []).append(_renamed(file, name))
-    dcp = [
+    formats = {folder: _dcp_format(inside) for folder, inside in folders.items()}
+    if not any(formats.values()):
+        return _other_parts(folders)
+    return tuple(
         Part(folder, found, tuple(inside))
         for folder, inside in sorted(folders.items())
-        if (found := _dcp_format(inside)) is not None
-    ]
-    return tuple(dcp) if dcp else _other_parts(folders)
+        if (found := formats[folder] or _safetensors_beside(folder, inside)) is not None
+    )
+
+
+def _safetensors_beside(folder: str, files: Iterable[FileInfo]) -> PartFormat | None:
+    """A folder of safetensors that a resume reads: exports for others are not parts."""
+    is_model = folder in _MODEL_FOLDERS
+    found = any(
+        hugging_face_rank(file.path) is not None
+        or (is_model and file.path.endswith(".safetensors"))
+        for file in files
+    )
+    return PartFormat.SAFETENSORS if found else None
+
+
+_MODEL_FOLDERS = ("model", "weights")
 
 
 def _renamed(file: FileInfo, name: str) -> FileInfo:
@@ -250,6 +283,7 @@ def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
 
 # By the full path below the step; the first row that matches any file decides.
 _OTHER_FORMATS = (
+    (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
     (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
@@ -263,7 +297,8 @@ _OTHER_FORMATS = (
     ),
 )
 _FLAT_FILE = (
-    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|state|checkpoint)[^/]*"
+    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|(?:train(?:ing|er)?_)?state"
+    r"|checkpoint)[^/]*"
     r"\.(?:pt|pth|bin|ckpt)"
 )
 _ANY_FLAT = r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)"
@@ -308,7 +343,7 @@ _SIGNATURES = (
     ("lightning", "torchtitan dcp", r"meta\.pt"),
     ("megatron-bridge", "megatron", r"run_config\.yaml"),
     ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
-    ("accelerate", "accelerate transformers dcp", r"random_states_[0-9]+\.pkl"),
+    ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
     ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
     ("nanotron", "dcp", r"checkpoint_metadata\.json"),

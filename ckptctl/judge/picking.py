@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from ckptctl.errors import StorageUnavailable, UsageError
-from ckptctl.findings import EXIT_FRESH, Finding, Report
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
@@ -23,14 +23,14 @@ from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.roots import (
     RootListing,
+    check_empty,
     check_pointers,
     duplicates,
     list_root,
-    steps_elsewhere,
 )
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.opening import open_store
 
 _RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -167,6 +167,9 @@ def _pick(
         return _found(roots, choice, choice.chosen, findings, looker)
     if len(choice.no_steps) == len(candidates):
         check_trustworthy(stores, listings, pattern)
+        gone = [finding for finding in findings if finding.code == "pointer.differs"]
+        if gone:
+            return _gone(roots, findings, gone[0])
         return _fresh(roots, listings, findings, allow_fresh=allow_fresh)
     return _none(roots, choice, findings, policy, n_steps=len(candidates))
 
@@ -209,24 +212,12 @@ def check_trustworthy(
 ) -> None:
     """Raise where "no steps" would be the wrong answer to give: a wrong path, a lost mount.
 
-    `UsageError` where a root is a step itself, or where its folders hold steps.
+    `UsageError` where a root is a step itself, or holds what it does not know as steps.
     `StorageUnavailable` for a restarted job whose root shows no trace of an earlier
     life: its storage is probably not there.
     """
     for store, listing in zip(stores, listings, strict=True):
-        if listing.is_step:
-            raise UsageError(
-                f"{store.url} is a step itself, not a root that holds steps",
-                next_command=f"ckptctl verify {store.url}",
-            )
-        elsewhere = steps_elsewhere(store, listing, pattern)
-        if elsewhere:
-            inner = join_url(store.url, elsewhere[0])
-            raise UsageError(
-                f"{store.url} holds no steps itself, but {_listed(elsewhere)} in it "
-                f"do{'es' if len(elsewhere) == 1 else ''}",
-                next_command=f"ckptctl scan {inner}",
-            )
+        check_empty(store, listing, pattern)
     counter = next((name for name in _RESTART_COUNTERS if _is_positive(os.environ.get(name))), None)
     if counter is not None and not any(listing.known for listing in listings):
         raise StorageUnavailable(
@@ -264,6 +255,22 @@ def _fresh(
         message=f"{_listed(roots)} {holds} no step at all{absent}: this is a fresh run",
         exit_code=0 if allow_fresh else EXIT_FRESH,
         next_command=None if allow_fresh else f"ckptctl pick {' '.join(roots)} --allow-fresh",
+    )
+
+
+def _gone(roots: tuple[str, ...], findings: Sequence[Finding], pointer: Finding) -> Pick:
+    return Pick(
+        answer=Answer.NONE_USABLE,
+        roots=roots,
+        chosen=None,
+        passed_over=(),
+        findings=tuple(findings),
+        level=None,
+        level_reason=None,
+        message=f"no step is left in {_listed(roots)}, but {pointer.where} names "
+        f"{pointer.found}: what was saved here is gone; do not start fresh before you know why",
+        exit_code=EXIT_NONE_USABLE,
+        next_command=f"ckptctl scan {roots[0]}",
     )
 
 

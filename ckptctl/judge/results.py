@@ -25,8 +25,6 @@ class Scan:
     `chosen` is the address of the step that `pick` would take, None where it
     would take none. `findings` speak of the root, not of a step. `n_steps` counts
     the steps under the root, also those that `last` left out of `reports`.
-    `looked_elsewhere` names folders under the root that hold steps themselves,
-    where the root holds none.
     """
 
     root: str
@@ -34,7 +32,6 @@ class Scan:
     chosen: str | None
     findings: tuple[Finding, ...]
     n_steps: int
-    looked_elsewhere: tuple[str, ...]
     exit_code: int
     next_command: str | None
 

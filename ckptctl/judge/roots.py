@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import PathNotFound, StorageError, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import (
     MAX_POINTER_BYTES,
@@ -20,12 +20,15 @@ from ckptctl.formats.layouts import (
     StepName,
     is_flat_file,
     is_pointer,
+    looks_like_checkpoint,
     pointed_step,
+    rank_local_rank,
     shard_rank,
     step_name,
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.opening import base_name, join_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,16 @@ class RootListing:
 
     `steps` are newest first; where two folders stand for one number, the one that
     is named like the others comes first. `pointers` are the pointer files,
-    `folders` the names of the other folders. `exists` is false where the root
-    itself is not there, `known` is true where ckptctl has written before, and
-    `is_step` where the folder is a step itself.
+    `folders` the names of the other folders, `unnumbered` those of files that are
+    checkpoints of nobody knows which step. `exists` is false where the root itself is
+    not there, `known` is true where ckptctl has written before, and `is_step` where
+    the folder is a step itself.
     """
 
     steps: tuple[StepName, ...]
     pointers: tuple[FileInfo, ...] = ()
     folders: tuple[str, ...] = ()
+    unnumbered: tuple[str, ...] = ()
     exists: bool = True
     known: bool = False
     is_step: bool = False
@@ -69,11 +74,12 @@ def read_listing(
     steps: list[StepName] = []
     pointers: list[FileInfo] = []
     folders: list[str] = []
+    unnumbered: list[str] = []
     known = False
     is_step = False
     for entry in entries:
         known = known or entry.path == OWN_FOLDER
-        is_step = is_step or entry.path == METADATA or shard_rank(entry.path) is not None
+        is_step = is_step or _is_of_a_step(entry.path)
         if is_pointer(entry):
             pointers.append(entry)
             continue
@@ -82,32 +88,74 @@ def read_listing(
             steps.append(named)
         elif entry.kind == "dir" and not entry.path.startswith("."):
             folders.append(entry.path)
+        elif looks_like_checkpoint(entry):
+            unnumbered.append(entry.path)
     return RootListing(
-        _newest_first(steps), tuple(pointers), tuple(folders), known=known, is_step=is_step
+        _newest_first(steps),
+        tuple(pointers),
+        tuple(folders),
+        tuple(unnumbered),
+        known=known,
+        is_step=is_step,
     )
 
 
-MAX_FOLDERS_TRIED = 16
+def _is_of_a_step(name: str) -> bool:
+    """Whether a file of this name lies in steps, and never directly under a root."""
+    ranks = (shard_rank(name), rank_local_rank(name))
+    return name == METADATA or any(rank is not None for rank in ranks)
 
 
-def steps_elsewhere(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
-) -> tuple[str, ...]:
-    """The folders of a root without steps that hold steps themselves: a path given too high up.
+MAX_FOLDERS_TRIED = 64
 
-    Cost: one listing for each folder, at most `MAX_FOLDERS_TRIED`. What cannot be
-    listed does not count.
+
+def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None) -> None:
+    """Raise `UsageError` where a root without steps is a wrong path, or has steps we do not know.
+
+    It may be a step itself, a folder above the root, or hold checkpoints whose names
+    give no step number: in none of these cases is this a fresh run. Cost: one listing
+    for each folder, at most `MAX_FOLDERS_TRIED`. What cannot be listed does not count.
     """
-    found = []
+    own = step_name(base_name(store.url))
+    holds_something = bool(listing.folders or listing.unnumbered or listing.pointers)
+    if listing.is_step or (own is not None and not own.bare and holds_something):
+        raise UsageError(
+            f"{store.url} is a step itself, not a root that holds steps",
+            next_command=f"ckptctl verify {store.url}",
+        )
+    inside = dict(_listed_folders(store, listing, pattern))
+    roots = [name for name, one in inside.items() if any(not step.bare for step in one.steps)]
+    if roots:
+        raise UsageError(
+            f"{store.url} holds no steps itself, but {_some(roots)} in it "
+            f"do{'es' if len(roots) == 1 else ''}",
+            next_command=f"ckptctl scan {join_url(store.url, roots[0])}",
+        )
+    unnumbered = [*listing.unnumbered, *(name for name, one in inside.items() if one.is_step)]
+    if unnumbered:
+        raise UsageError(
+            f"{store.url} is not empty: {_some(unnumbered)} look{'s' * (len(unnumbered) == 1)} "
+            "like a checkpoint, but no name in it gives a step number; say with --pattern where "
+            "the number is, or name the step itself",
+            next_command=f"ckptctl verify {join_url(store.url, unnumbered[0])}",
+        )
+
+
+def _listed_folders(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None
+) -> Iterator[tuple[str, RootListing]]:
     for folder in listing.folders[:MAX_FOLDERS_TRIED]:
         try:
             entries = store.list_dir(folder)
         except StorageError:
             continue
         names = [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
-        if any(not step.bare for step in read_listing(names, pattern).steps):
-            found.append(folder)
-    return tuple(found)
+        yield folder, read_listing(names, pattern)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:

@@ -19,11 +19,11 @@ from ckptctl.judge.picking import Looker, candidates_of
 from ckptctl.judge.results import Scan
 from ckptctl.judge.roots import (
     RootListing,
+    check_empty,
     check_pointers,
     duplicates,
     list_root,
     read_listing,
-    steps_elsewhere,
 )
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Kind, Store
@@ -58,7 +58,8 @@ def scan(
     each report, and whether it is the chosen one, as soon as it is known, newest
     first. The other arguments are those of `pick`.
 
-    Raises `StorageError` when the root cannot be listed, `UsageError` for arguments.
+    Raises `StorageError` when the root cannot be listed, `UsageError` for arguments and
+    where the root holds no step that it knows, but something that is one.
 
     Cost: on an object store one request per 1,000 objects and one for each
     metadata; on a file system one listing for each step, and the reads of `pick`.
@@ -141,26 +142,21 @@ def _answer(
         *check_pointers(store, listing, chosen.number if chosen else None, pattern),
     ]
     empty = len(choice.no_steps) == n_steps
-    elsewhere = steps_elsewhere(store, listing, pattern) if empty else ()
+    gone = empty and any(finding.code == "pointer.differs" for finding in findings)
+    if empty:
+        check_empty(store, listing, pattern)
     return Scan(
         root=store.url,
         reports=reports,
         chosen=chosen.url if chosen else None,
         findings=tuple(findings),
         n_steps=n_steps - len(choice.no_steps),
-        looked_elsewhere=elsewhere,
-        exit_code=0 if chosen else EXIT_FRESH if empty else choice.exit_code,
-        next_command=_next_command(store, listing, chosen, elsewhere),
+        exit_code=0 if chosen else choice.exit_code if gone or not empty else EXIT_FRESH,
+        next_command=_next_command(store, listing, chosen),
     )
 
 
-def _next_command(
-    store: Store, listing: RootListing, chosen: Report | None, elsewhere: Sequence[str]
-) -> str | None:
-    if elsewhere:
-        return f"ckptctl scan {store.url.rstrip('/')}/{elsewhere[0]}"
-    if listing.is_step:
-        return f"ckptctl verify {store.url}"
+def _next_command(store: Store, listing: RootListing, chosen: Report | None) -> str | None:
     if chosen is not None:
         return f"ckptctl verify {chosen.url} --level structure"
     return f"ckptctl verify {store.url}@latest" if listing.steps else None

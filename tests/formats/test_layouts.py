@@ -28,7 +28,9 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("epoch=3-step=1200-v1.ckpt", 1200, "lightning"),
         ("run--val_loss=1.25-step=1200-last", 1200, "nemo"),
         ("ep0-ba1200", 1200, "composer"),
+        ("ep0-ba1200-rank0.pt", 1200, "composer"),
         ("epoch_3", 3, "torchtune"),
+        ("dist_epoch_3", 3, "torchtune"),
         ("step_1200.pt", 1200, "dcp"),
         ("step_007", 7, "dcp"),
         ("step_0", 0, "dcp"),
@@ -151,6 +153,8 @@ def test_a_step_saved_without_collectives_is_rank_local():
         ("model.weight/.zarray", PartFormat.ZARR),
         ("_CHECKPOINT_METADATA", PartFormat.ORBAX),
         (".snapshot_metadata", PartFormat.TORCHSNAPSHOT),
+        ("metadata.pkl", PartFormat.UNKNOWN),
+        ("training_state.pt", PartFormat.FLAT),
         ("model.pt", PartFormat.FLAT),
         ("weights.ckpt", PartFormat.FLAT),
         ("shard-00001-model-00001-of-00001.safetensors", PartFormat.SAFETENSORS),
@@ -164,6 +168,29 @@ def test_another_format_is_known_by_its_files(path, expected):
 def test_sidecars_beside_shards_do_not_make_a_step_flat():
     parts = layouts.parts_of(files(".metadata", "__0_0.distcp", "optimizer.pt"))
     assert [part.format for part in parts] == [PartFormat.DCP]
+
+
+def test_a_model_in_safetensors_beside_an_optimizer_in_dcp_is_a_part():
+    parts = layouts.parts_of(
+        files(
+            "optim/.metadata",
+            "optim/__0_0.distcp",
+            "model/shard-00001-model-00001-of-00001.safetensors",
+            "model/consolidated/model-00001-of-00001.safetensors",
+            "hf/model.safetensors",
+        )
+    )
+    assert [(part.path, part.format) for part in parts] == [
+        ("model", PartFormat.SAFETENSORS),
+        ("optim", PartFormat.DCP),
+    ]
+
+
+def test_a_pointer_in_the_form_of_a_checkpoint_is_one_only_as_a_link():
+    assert layouts.is_pointer(FileInfo("last.ckpt", 0, kind="link", link="step_3"))
+    assert not layouts.is_pointer(FileInfo("last.ckpt", 10))
+    assert not layouts.is_pointer(FileInfo("latest-rank0.pt", 10))
+    assert layouts.is_pointer(FileInfo("latest-rank0.symlink", 10))
 
 
 def test_what_ckptctl_writes_is_no_part():

@@ -1,0 +1,79 @@
+"""What a root without known steps is: empty, a wrong path, or not as empty as it looks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import UsageError
+
+
+@pytest.fixture
+def step(framework_roots: Path) -> Path:
+    """A whole step, of a framework that writes one folder of DCP."""
+    return framework_roots / "torchtitan" / "sync" / "checkpoint" / "step-20"
+
+
+@pytest.mark.parametrize(
+    "name", ["last.ckpt", "hpc_ckpt_3.ckpt", "ckpt.pt", "model_final.pth", "optimizer.pt"]
+)
+def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(UsageError, match="gives a step number") as caught:
+        ckptctl.pick(str(tmp_path))
+    assert caught.value.next_command == f"ckptctl verify {tmp_path / name}"
+    with pytest.raises(UsageError, match="gives a step number"):
+        ckptctl.scan(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "release", "save-100-final", "best"])
+def test_a_checkpoint_folder_that_names_no_step_is_no_fresh_run(
+    tmp_path: Path, step: Path, name: str
+) -> None:
+    shutil.copytree(step, tmp_path / name)
+    with pytest.raises(UsageError, match=f"{name} looks like a checkpoint"):
+        ckptctl.pick(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["train.log", "config.yaml", "tokenizer.bin", "dataset.pt"])
+def test_other_files_do_not_keep_a_run_from_being_fresh(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x")
+    assert ckptctl.pick(str(tmp_path)).exit_code == 10
+    assert ckptctl.scan(str(tmp_path)).exit_code == 10
+
+
+def test_a_step_that_is_given_as_a_root_is_a_usage_error(tmp_path: Path) -> None:
+    for name in ("actor/model_world_size_2_rank_0.pt", "data.pt"):
+        file = tmp_path / "global_step_20" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"PK")
+    with pytest.raises(UsageError, match="is a step itself"):
+        ckptctl.pick(str(tmp_path / "global_step_20"))
+
+
+def test_a_folder_above_the_root_is_a_usage_error(step: Path) -> None:
+    above = step.parent.parent
+    with pytest.raises(UsageError, match="holds no steps itself, but checkpoint in it does"):
+        ckptctl.scan(str(above))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("latest_checkpointed_iteration.txt", "20\n"), ("latest", "global_step20"), ("LATEST", "20")],
+)
+def test_a_pointer_without_any_step_says_that_steps_are_gone(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    found = ckptctl.pick(str(tmp_path), allow_fresh=True)
+    assert (found.exit_code, found.answer.value) == (11, "none-usable")
+    assert f"{name} names step 20" in found.message
+    assert ckptctl.scan(str(tmp_path)).exit_code == 11
+
+
+def test_a_link_to_a_step_that_is_gone_says_so_too(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("step_30")
+    assert ckptctl.pick(str(tmp_path)).exit_code == 11
