@@ -58,8 +58,17 @@ def hot_shapes(machine: Machine) -> Mapping[str, Shape]:
     }
 
 
+SMALL = 1 << 17
+"""Smaller metadata (bytes) is read before its shapes would be compiled, which takes 15 ms."""
+
+
+def shapes_that_pay(machine: Machine) -> Mapping[str, Shape]:
+    """The shapes of metadata, none for small metadata."""
+    return hot_shapes(machine) if machine.end >= SMALL else {}
+
+
 def decode_metadata(
-    data: bytes, *, rank: int | None = None, shapes: Shapes | None = hot_shapes
+    data: bytes, *, rank: int | None = None, shapes: Shapes | None = shapes_that_pay
 ) -> Metadata:
     """The metadata in `data`; `rank` is that of a rank-local file.
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch_metadata import Layout, Shard, dumped
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.metadata import decode_metadata, hot_shapes
+from ckptctl.formats.metadata import SMALL, decode_metadata, hot_shapes, shapes_that_pay
 from ckptctl.formats.metadata_grammar import GRAMMAR
 from ckptctl.formats.pickle_machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles import read_pickle
@@ -235,3 +235,9 @@ def test_protocols_without_memoize_are_read_all_the_same() -> None:
     layout = many(4, 3, protocol=2)
     assert n_interpreted(dumped(layout)) > n_objects(layout)
     assert_shapes_change_nothing(dumped(layout))
+
+
+def test_small_metadata_is_read_without_shapes_and_large_metadata_with_them():
+    small, large = (Machine(bytes(n), GRAMMAR, {}) for n in (SMALL - 1, SMALL))
+    assert shapes_that_pay(small) == {}
+    assert shapes_that_pay(large).keys() == hot_shapes(large).keys()
