@@ -15,7 +15,6 @@ from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.identity import check_identity
 from ckptctl.checks.presence import check_presence
 from ckptctl.checks.ranges import Ranges
-from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.state import check_optimizer_steps
@@ -61,6 +60,8 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
     """
     at = PartFolder(store, folder_of(step, part), part, step.url)
     if part.format is PartFormat.SAFETENSORS:
+        from ckptctl.checks.safetensors import check_safetensors
+
         return PartLook(part, findings=tuple(check_safetensors(store, at.folder, part)))
     if part.format not in SHARDED:
         return PartLook(part)

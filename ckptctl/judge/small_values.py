@@ -7,7 +7,6 @@ are only opened when they are small and known to hold train state.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,6 +99,8 @@ def content_of(data: bytes, path: str) -> object | None:
 
 
 def _json(data: bytes) -> object:
+    import json
+
     try:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
