@@ -17,6 +17,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.state_keys import (
     Kind,
     entry_kinds,
+    is_wrapper,
     kind_of_entry,
     kind_of_file,
     optimizer_is_hollow,
@@ -61,13 +62,21 @@ def train_state(sources: Sources) -> TrainState:
     found: dict[str, _Found] = defaultdict(lambda: _Found([], set()))
     for part, metadata in sources.metadata:
         _from_entries(found, part, metadata, sources.numbers)
+    read: dict[tuple[str, ...], Mapping[str, int | None]] = {}
     for file in sources.sidecars:
         kind = kind_of_file(sources.layout, file.path)
         if file.path in sources.contents:
-            _from_content(found, file.path, sources.contents[file.path], kind)
+            held = _held_by(sources.contents[file.path], kind)
+            if kind is not None and kind.rank is not None:
+                read.setdefault(kind.names, held)
         elif kind is not None and file.size > 0:
-            for name in kind.names:
-                _note(found[name], file.path, kind.rank)
+            # Of files that exist once per rank one is read, and speaks for the others.
+            known = read.get(kind.names, ()) if kind.rank is not None else ()
+            held = dict.fromkeys(known or kind.names)
+        else:
+            continue
+        for name, value in held.items():
+            _note(found[name], file.path, kind.rank if kind else None, value)
     return TrainState(**{kind: _state_part(found.get(kind)) for kind in STATE_KINDS})
 
 
@@ -82,10 +91,13 @@ def _state_part(found: _Found | None) -> StatePart:
     )
 
 
-def _note(found: _Found, where: str, rank: str | None) -> None:
+def _note(found: _Found, where: str, rank: str | None, value: int | None = None) -> None:
     found.where.append(where)
     if rank is not None:
         found.ranks.add(rank)
+    if value is not None:
+        # Trainers count within an epoch or a phase too: the run's own count is the furthest.
+        found.value = max(value, found.value or 0)
 
 
 def _from_entries(
@@ -101,9 +113,8 @@ def _from_entries(
         name = kind.names[0]
         if name not in STATE_KINDS or (name == "optimizer" and hollow):
             continue
-        _note(found[name], f"{part}/{fqn}" if part else fqn, kind.rank)
-        if name in ("step", "tokens") and (part, fqn) in numbers:
-            found[name].value = numbers[part, fqn]
+        where = f"{part}/{fqn}" if part else fqn
+        _note(found[name], where, kind.rank, numbers.get((part, fqn)))
 
 
 def _path(metadata: Metadata, fqn: str) -> Sequence[str | int]:
@@ -111,25 +122,23 @@ def _path(metadata: Metadata, fqn: str) -> Sequence[str | int]:
     return entry.path or (fqn,)
 
 
-def _from_content(
-    found: dict[str, _Found], path: str, content: object, by_name: Kind | None
-) -> None:
-    rank = by_name.rank if by_name else None
+def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
+    """The kinds that a decoded file holds, with the value of a step or token count."""
+    names = by_name.names if by_name else ()
     if not isinstance(content, Mapping):
-        for name in by_name.names if by_name else ():
-            _note(found[name], path, rank)
-        return
-    if by_name and len(by_name.names) == 1:
-        _note(found[by_name.names[0]], path, rank)
+        return dict.fromkeys(names)
+    held: dict[str, int | None] = dict.fromkeys(names if len(names) == 1 else ())
     for key, value in content.items():
-        name = kind_of_entry((str(key),)).names[0]
-        if name not in STATE_KINDS or _is_empty(value):
+        if is_wrapper(str(key)) and isinstance(value, Mapping):
+            held |= _held_by(value, None)
             continue
-        if name == "tokens" and value == 0:
-            continue  # a counter that was never switched on
-        _note(found[name], path, rank)
-        if name in ("step", "tokens") and isinstance(value, int):
-            found[name].value = value
+        name = kind_of_entry((str(key),)).names[0]
+        if name not in STATE_KINDS or _is_empty(value) or (name == "tokens" and value == 0):
+            continue  # a count of 0 tokens was never switched on
+        held.setdefault(name, None)
+        if name in ("step", "tokens") and type(value) is int:
+            held[name] = max(value, held[name] or 0)
+    return held
 
 
 def _is_empty(value: object) -> bool:

@@ -53,12 +53,13 @@ def saved_world_size(
         sum(len(found) for found in stages),
         max((max(found, default=-1) + 1 for found in others), default=0),
     )
-    # A rank with nothing to write leaves no safetensors file, and nothing counts them.
-    unclear = any(
-        part.format is PartFormat.SAFETENSORS
-        or len(ranks[part.path]) <= max(ranks[part.path], default=-1)
+    # A rank with nothing to write leaves no safetensors file: such a part says the size
+    # only where no other does, and not for sure.
+    telling = [part for part in sharded if part.format is not PartFormat.SAFETENSORS]
+    unclear = not telling or any(
+        len(ranks[part.path]) <= max(ranks[part.path], default=-1)
         or any(_is_left_over(file, named.get(part.path)) for file in part.files)
-        for part in sharded
+        for part in telling
     )
     by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
     if by_state > by_files:

@@ -345,12 +345,13 @@ _SIGNATURES = (
     ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
     ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
+    ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
     ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
     ("nanotron", "dcp", r"checkpoint_metadata\.json"),
 )
 
 # Names that others use too: without the signature they are plain DCP.
-_NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate"})
+_NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate", "automodel"})
 
 _WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "olmo-core": (".metadata.json", "train/rank0.pt"),

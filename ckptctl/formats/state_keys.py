@@ -20,7 +20,19 @@ from ckptctl.model import Metadata, TensorEntry
 Path = Sequence[str | int]
 
 # Words in front of everything else that say nothing about the kind.
-_WRAPPERS = frozenset({"app", "app_state", "state", "train_state", "trainer", "checkpoint", "ckpt"})
+_WRAPPERS = frozenset(
+    {
+        "app",
+        "app_state",
+        "state",
+        "train_state",
+        "trainer",
+        "checkpoint",
+        "ckpt",
+        "progress",
+        "metas",
+    }
+)
 
 _OPTIMIZER_HEAD = (
     r"(?:raw_)?(?:optim|optimizer|optimizers|opt|optimizer_states?|optim_state)(?:_[0-9]+)?"
@@ -78,6 +90,7 @@ _STEP_LEAVES = frozenset(
         "iter",
         "iter_num",
         "step_count",
+        "steps_run",
         "last_train_step",
         "batch",
         "training_step",
@@ -196,18 +209,27 @@ def _rank_in(words: Sequence[str]) -> str | None:
 def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
     """The kind of every entry of a metadata, by FQN. Cost: one look at each name.
 
-    The folder of the part counts too: `optimizer_0/` holds the optimizer.
+    The folder of the part counts too: `optimizer_0/` holds the optimizer, and with it
+    sometimes the scheduler.
     """
     folder = part_path.rsplit("/", maxsplit=1)[-1]
-    telling = re.fullmatch(_OPTIMIZER_HEAD, folder) or re.fullmatch(_MODEL_HEAD, folder)
-    front = (folder,) if telling else ()
+    is_optimizer = re.fullmatch(_OPTIMIZER_HEAD, folder) is not None
+    front = (folder,) if is_optimizer or re.fullmatch(_MODEL_HEAD, folder) else ()
     kinds = {
         fqn: kind_of_entry((*front, *(entry.path or (fqn,))), entry)
         for fqn, entry in metadata.tensors.items()
     }
     for fqn, bytes_entry in metadata.bytes_entries.items():
-        kinds[fqn] = kind_of_entry((*front, *(bytes_entry.path or (fqn,))))
+        path = bytes_entry.path or (fqn,)
+        own = kind_of_entry(path) if is_optimizer else None
+        is_guest = own is not None and own.names == ("scheduler",)
+        kinds[fqn] = own if own and is_guest else kind_of_entry((*front, *path))
     return kinds
+
+
+def is_wrapper(key: str) -> bool:
+    """Whether a key says nothing about what is below it: one has to look there."""
+    return key.lower() in _WRAPPERS
 
 
 def optimizer_is_hollow(paths: Iterable[Path]) -> bool:
@@ -239,32 +261,51 @@ def optimizer_of(path: Path) -> str:
 # Files beside the shards: what they hold, by their names. A file of several
 # kinds is believed until someone has looked inside.
 
+_FILE = r"\.(?:pt|pth|pkl|bin)"
 _SIDECARS = (
     ("kempnerforge", r"train_state\.pt", "step tokens rng scheduler dataloader"),
     ("megatron-bridge", r"train_state\.pt", "step tokens"),
     ("lightning", r"meta\.pt", "step scheduler"),
     ("megatron", r"common\.pt", "step scheduler tokens"),
     ("megatron-bridge", r"common\.pt", "step scheduler tokens"),
+    ("nemo", r"weights/common\.pt", "step scheduler tokens"),
     ("olmo-core", r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader"),
     ("bytecheckpoint", r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler"),
     ("bytecheckpoint", r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader"),
     ("nanotron", r"checkpoint_metadata\.json", "step tokens"),
+    ("nanotron", r"random/(?P<rank>[^/]+)\.pt", "rng"),
+    ("nanotron", r"optimizer/[^/]+\.pt", "optimizer"),
+    ("automodel", r"step_scheduler\.pt", "step"),
+    ("verl", r"data\.pt", "dataloader"),
+    ("", r"(?:.*/)?model_world_size_[0-9]+_rank_[0-9]+\.pt", "model"),
+    ("", r"(?:.*/)?optim_world_size_[0-9]+_rank_[0-9]+\.pt", "optimizer"),
+    ("", r"(?:.*/)?extra_state_world_size_[0-9]+_rank_(?P<rank>[0-9]+)\.pt", "rng scheduler"),
+    ("", r"(?:.*/)?mp_rank_[0-9]+_model_states\.pt", "model"),
+    ("", r"(?:.*/)?(?:bf16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt", "optimizer"),
+    ("", r"(?:.*/)?mp_rank_[0-9_]+/model_optim_rng\.pt", "model optimizer rng scheduler step"),
+    ("", r"(?:.*/)?mp_rank_[0-9_]+/distrib_optim\.pt", "optimizer"),
+    ("", r"training_state\.pt", "optimizer scheduler step"),
     ("", r"trainer_state\.json", "step"),
-    ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)\.(?:pt|pth|pkl)", "rng"),
-    ("", r"(?:.*/)?rng(?:_states?)?\.(?:pt|pth|pkl)", "rng"),
+    ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)" + _FILE, "rng"),
+    ("", r"(?:.*/)?rng/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+)" + _FILE, "rng"),
+    ("", r"(?:.*/)?rng(?:_states?)?" + _FILE, "rng"),
     ("", r"random/.*", "rng"),
-    ("", r"(?:.*/)?(?:lr_)?scheduler(?:_[0-9]+)?\.(?:pt|pth|bin)", "scheduler"),
+    ("", r"(?:.*/)?(?:lr_)?scheduler(?:_[0-9]+)?" + _FILE, "scheduler"),
     ("", r"lr_scheduler/.*", "scheduler"),
     (
         "",
-        r"(?:.*/)?(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?\.(?:pt|pkl|bin)",
+        r"(?:.*/)?(?:(?:train_)?data_?loader/)(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+)" + _FILE,
         "dataloader",
     ),
-    ("", r"(?:.*/)?(?:sampler|dl_state_dict)[^/]*\.(?:pt|bin|pkl)", "dataloader"),
-    ("verl", r"data\.pt", "dataloader"),
+    (
+        "",
+        r"(?:.*/)?(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?" + _FILE,
+        "dataloader",
+    ),
+    ("", r"(?:.*/)?(?:sampler|dl_state_dict)[^/]*" + _FILE, "dataloader"),
     ("", r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
-    ("", r"(?:.*/)?optimizer(?:_[0-9]+)?\.(?:pt|pth|bin)", "optimizer"),
-    ("", r"(?:.*/)?(?:pytorch_model|model|consolidated)[^/]*\.(?:pt|pth|bin)", "model"),
+    ("", r"(?:.*/)?optimizer(?:_[0-9]+)?" + _FILE, "optimizer"),
+    ("", r"(?:.*/)?(?:pytorch_model|model|consolidated)[^/]*" + _FILE, "model"),
     ("", r"(?:.*/)?[^/]*model[^/]*\.safetensors", "model"),
 )
 

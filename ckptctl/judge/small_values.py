@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.records import View, parse_directory, read_member, wrong_crcs
+from ckptctl.formats.records import RecordDirectory, View, parse_directory, read_member, wrong_crcs
 from ckptctl.formats.state_keys import Kind, kind_of_file
 from ckptctl.formats.values import TensorStub, decode_value
 from ckptctl.model import ByteRange, FileInfo, Metadata
@@ -95,7 +95,24 @@ def content_of(data: bytes, path: str) -> object | None:
     if damaged:
         raise RecordUnreadable(f"{damaged[0]} in it does not match its checksum")
     pickle = read_member(directory, "data.pkl", view)
-    return None if pickle is None else decode_value(pickle)
+    value = None if pickle is None else decode_value(pickle)
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_stub(one, directory, view) for key, one in value.items()}
+
+
+def _without_stub(value: object, directory: RecordDirectory, view: View) -> object:
+    """The number in a tensor of one element; any other value as it is."""
+    if not isinstance(value, TensorStub):
+        return value
+    number = _number_of(value, directory, view)
+    return value if number is None else number
+
+
+def _number_of(stub: TensorStub, directory: RecordDirectory, view: View) -> int | float | None:
+    data = read_member(directory, f"data/{stub.storage_key}", view)
+    order = read_member(directory, "byteorder", view) or b"little"
+    return None if data is None else scalar(stub, data, order.decode("ascii", "replace"))
 
 
 def _json(data: bytes) -> object:
@@ -164,9 +181,7 @@ def number_in(record: bytes) -> int | float | None:
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         return None
     if isinstance(value, TensorStub):
-        data = read_member(directory, f"data/{value.storage_key}", view)
-        order = read_member(directory, "byteorder", view) or b"little"
-        return None if data is None else scalar(value, data, order.decode("ascii", "replace"))
+        return _number_of(value, directory, view)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 

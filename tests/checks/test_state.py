@@ -58,6 +58,33 @@ def test_a_file_is_believed_by_its_name_until_someone_has_looked_inside():
     assert looked.step.value == 7
 
 
+def test_the_file_of_one_rank_speaks_for_those_of_the_others():
+    files = [FileInfo(f"extra_state/extra_state_rank_{rank}.pt", 100) for rank in range(4)]
+    content = {files[0].path: {"global_step": 7, "train_dataloader": {"a": 1}}}
+    found = state("model.w", layout="bytecheckpoint", files=files, contents=content)
+    assert found.held == ("model", "dataloader", "step")
+    assert (found.dataloader.n_ranks, found.step.value) == (4, 7)
+
+
+def test_a_count_within_an_epoch_is_not_that_of_the_run():
+    names = ["train_state.step", "epoch.step"]
+    numbers = {("", names[0]): 8, ("", names[1]): 0}
+    assert state("model.w", *names, numbers=numbers).step.value == 8
+
+
+def test_counts_below_a_key_that_says_nothing_are_found():
+    file = FileInfo("checkpoint_metadata.json", 100)
+    content = {file.path: {"tp": 1, "metas": {"last_train_step": 20, "consumed_tokens_total": 99}}}
+    found = state(layout="nanotron", files=[file], contents=content)
+    assert (found.step.value, found.tokens.value) == (20, 99)
+
+
+def test_a_scheduler_in_the_folder_of_the_optimizer_is_one():
+    names = ("optim.state.w.exp_avg", "sched.last_epoch_group")
+    found = train_state(Sources("automodel", [("optim", metadata(*names))], (), {}, {}))
+    assert found.held == ("optimizer", "scheduler")
+
+
 def test_an_empty_file_holds_nothing():
     assert state(layout="kempnerforge", files=[FileInfo("train_state.pt", 0)]).held == ()
 

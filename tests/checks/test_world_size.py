@@ -113,3 +113,9 @@ def test_the_shards_of_the_hugging_face_writer_give_a_lower_bound():
     assert saved_world_size([made], {}, NO_STATE) == WorldSize(2, "shard-files", at_least=True)
     (finding,) = check_saved_world_size([made], 3, "x")
     assert "rank 2" in finding.message
+
+
+def test_a_model_in_safetensors_does_not_make_a_clear_optimizer_unclear():
+    shard = "shard-00001-model-00001-of-00001.safetensors"
+    made = [part("model", shard, kind=PartFormat.SAFETENSORS), part("optim", *shards(0, 1))]
+    assert saved_world_size(made, {}, NO_STATE) == WorldSize(2, "shard-files")

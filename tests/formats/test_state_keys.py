@@ -105,6 +105,18 @@ def test_the_step_of_an_optimizer_is_not_the_step_of_the_run():
         ("accelerate", "random_states_0.pkl", ("rng",), "0"),
         ("accelerate", "sampler.bin", ("dataloader",), None),
         ("dcp", "train_dataloader_dprank003.pt", ("dataloader",), "003"),
+        ("automodel", "rng/rng_dp_rank_3.pt", ("rng",), "3"),
+        ("automodel", "dataloader/dataloader_dp_rank_3.pt", ("dataloader",), "3"),
+        ("automodel", "step_scheduler.pt", ("step",), None),
+        ("dcp", "trainer/dataloader/rank_3.pt", ("dataloader",), "3"),
+        ("nanotron", "random/tp-0-of-1_dp-1-of-2.pt", ("rng",), "tp-0-of-1_dp-1-of-2"),
+        ("nemo", "weights/common.pt", ("step", "scheduler", "tokens"), None),
+        ("verl", "actor/model_world_size_8_rank_3.pt", ("model",), None),
+        ("verl", "actor/optim_world_size_8_rank_3.pt", ("optimizer",), None),
+        ("verl", "critic/extra_state_world_size_8_rank_3.pt", ("rng", "scheduler"), "3"),
+        ("deepspeed", "mp_rank_00_model_states.pt", ("model",), None),
+        ("deepspeed", "zero_pp_rank_3_mp_rank_00_optim_states.pt", ("optimizer",), None),
+        ("specforge", "training_state.pt", ("optimizer", "scheduler", "step"), None),
     ],
 )
 def test_a_file_beside_the_shards_is_known_by_its_name(layout, path, names, rank):
