@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
-    "ckptctl verify s3://bucket/run-1234@latest --level structure",
     "ckptctl verify /shared/ckpt/run-1234@latest --level content --deadline 5m",
 )
 EXIT_CODES = (0, 2, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
