@@ -145,14 +145,18 @@ def refusal(report: Report, policy: Policy) -> str | None:
 
 def _lacking(report: Report, older: Sequence[Candidate], look: Look, policy: Policy) -> str | None:
     missing = [kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held]
-    if not missing or policy.weights_ok:
+    if policy.weights_ok or not (missing or _may_lack_more(report)):
         return None
-    what = ", ".join(missing)
+    # A step that lacks nothing for certain is worth one more look, not ten.
+    older = older if missing else older[:1]
     # At the same level: what is read and what is believed by name do not compare.
     for earlier in _predecessors(older, look, report.level, ask_all="optimizer" in missing):
         if earlier.verdict is Verdict.UNKNOWN:
+            if not missing:
+                return None
+            what = ", ".join(missing)
             return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
-        lost = ", ".join(kind for kind in missing if kind in earlier.state.held)
+        lost = ", ".join(_lost(report, earlier, missing))
         if lost:
             return (
                 f"lacks {lost}, which step {earlier.number} holds: "
@@ -162,6 +166,31 @@ def _lacking(report: Report, older: Sequence[Candidate], look: Look, policy: Pol
 
 
 _KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+
+
+def _may_lack_more(report: Report) -> bool:
+    """A step of parts, or with state of some ranks only: its predecessor tells what belongs there.
+
+    A save that is killed between two parts, or between the files of two ranks, leaves
+    what it has written whole.
+    """
+    n_ranks = [report.state.part(kind).n_ranks for kind in _KINDS_PER_RANK]
+    n_writers = report.world_size.size if report.world_size else 0
+    return any(report.parts) or any(n is not None and n < n_writers for n in n_ranks)
+
+
+_KINDS_PER_RANK = ("rng", "dataloader")
+
+
+def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[str]:
+    yield from (kind for kind in missing if kind in earlier.state.held)
+    yield from (f"the part {part}" for part in earlier.parts if part not in report.parts)
+    if report.world_size != earlier.world_size:
+        return
+    for kind in _KINDS_PER_RANK:
+        now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
+        if now is not None and before is not None and now < before:
+            yield f"the {kind} of {before - now} of {before} ranks"
 
 
 def _predecessors(

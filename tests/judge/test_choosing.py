@@ -8,7 +8,7 @@ from ckptctl.checks.state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
 from ckptctl.formats.layouts import StepName
 from ckptctl.judge.choosing import Candidate, Policy, choose, in_order, suspect_storage
-from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState
+from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 
 ALL = STATE_KINDS
 
@@ -190,6 +190,41 @@ def test_a_second_weights_only_step_does_not_excuse_the_first():
     weights = ("model",)
     choice = steps(report(4, held=weights), report(3, held=weights), report(2)).choose()
     assert choice.chosen.number == 2
+
+
+def test_a_part_that_the_predecessor_holds_is_lacking():
+    both = ("actor/dist_ckpt", "critic/dist_ckpt")
+    newest, older = replace(report(3), parts=both[:1]), replace(report(2), parts=both)
+    choice = steps(newest, older).choose()
+    assert choice.chosen.number == 2
+    assert "lacks the part critic/dist_ckpt, which step 2 holds" in choice.passed_over[0].reason
+    assert steps(newest, older).choose(Policy(weights_ok=True)).chosen.number == 3
+
+
+def with_ranks(number: int, n_ranks: int, n_writers: int = 4) -> Report:
+    made = report(number)
+    rng = StatePart(True, ("random_states_0.pkl",), n_ranks)
+    size = WorldSize(n_writers, "shard-files")
+    return replace(made, state=replace(made.state, rng=rng), world_size=size)
+
+
+def test_state_of_fewer_ranks_than_the_predecessor_holds_is_lacking():
+    choice = steps(with_ranks(3, 1), with_ranks(2, 4)).choose()
+    assert choice.chosen.number == 2
+    assert "lacks the rng of 3 of 4 ranks" in choice.passed_over[0].reason
+
+
+def test_state_of_fewer_ranks_after_a_change_of_the_world_size_is_not():
+    assert steps(with_ranks(3, 1, 2), with_ranks(2, 4, 4)).choose().chosen.number == 3
+
+
+def test_state_that_never_was_there_for_every_rank_is_not():
+    assert steps(with_ranks(3, 2), with_ranks(2, 2)).choose().chosen.number == 3
+
+
+def test_a_whole_step_of_parts_is_taken_though_its_predecessor_does_not_answer():
+    newest = replace(report(3), parts=("model", "optim"))
+    assert steps(newest, report(2, "step.unknown")).choose().chosen.number == 3
 
 
 def test_a_damaged_predecessor_is_not_asked_what_it_holds():
