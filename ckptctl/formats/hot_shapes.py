@@ -22,7 +22,7 @@ each time; only numbers and names differ. So:
   of the run are interpreted after all.
 
 Here is what all shapes share. What a part means is in `hot_parts`; the shapes
-are `hot_chunks` and `hot_storage`.
+are `hot_tensors`, `hot_chunks`, `hot_storage` and `hot_plans`.
 
 Source: CPython 3.14 `Modules/_pickle.c`, `save_reduce` and `store_tuple_elements`.
 """

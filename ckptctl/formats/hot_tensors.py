@@ -142,7 +142,10 @@ class _Reader:
         run.entries, run.first_slots = entries, first_slots
         n_texts = sum(is_new_text(row[0]) for row in window.rows[: len(entries)])
         values = [value for entry in entries for value in (entry.name, entry.tensor)]
-        return len(entries) if machine.push_run(run, end, n_slots - n_texts, values) else 0
+        if not machine.push_run(run, end, n_slots - n_texts, values):
+            return 0
+        machine.taken.update(id(entry.tensor.state) for entry in entries)
+        return len(entries)
 
     def _entry(
         self,

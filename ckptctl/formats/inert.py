@@ -7,6 +7,7 @@ which names there are. How a pickle is read is `pickles`' question.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -16,28 +17,50 @@ class Malformed(Exception):
     """Values that do not fit what they are used for; becomes `MetadataUnreadable`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A global that the pickle may call: `call` is our own stand-in for it."""
+class Callee(ABC):
+    """What a pickle may call: what comes of it is our own affair."""
 
-    name: str
-    call: Callable[[tuple[object, ...]], object]
+    __slots__ = ()
+
+    @abstractmethod
+    def call(self, args: tuple[object, ...]) -> object:
+        """What stands for the result."""
+
+
+class Function(Callee):
+    """A global that the pickle may call, and our own stand-in for it."""
+
+    __slots__ = ("_stand_in", "name")
+
+    def __init__(self, name: str, stand_in: Callable[[tuple[object, ...]], object]) -> None:
+        self.name = name
+        self._stand_in = stand_in
+
+    def call(self, args: tuple[object, ...]) -> object:
+        """What the stand-in makes of the arguments."""
+        return self._stand_in(args)
 
 
 class Inert:
-    """An object of a class that the grammar knows: which class, and its state."""
+    """An object of a class that the grammar knows: which class, and its state.
+
+    `owns_state` says that a dict it is given may not be changed any more, nor given
+    to another: Python copies it, and copies without end could be asked for.
+    """
 
     __slots__ = ("kind", "state")
+
+    owns_state = True
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.state: object = None
 
     def build(self, state: object) -> None:
-        """Take the state that the pickle gives to the object: a copy, as Python does."""
+        """Take the state that the pickle gives to the object."""
         if self.state is not None:
             raise Malformed(f"a {self.kind} is given its state twice")
-        self.state = state.copy() if isinstance(state, dict) else state
+        self.state = state
 
 
 class Ordered(dict[object, object]):

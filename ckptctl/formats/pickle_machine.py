@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.inert import Function, Grammar, Malformed, shown
+from ckptctl.formats.inert import Callee, Function, Grammar, Inert, Malformed, Ordered, shown
 from ckptctl.formats.pickle_memo import Memo, Replayed, Run
 
 MAX_MARKS = 1_000
@@ -24,6 +24,8 @@ FREE_CONTAINERS = 100_000
 BYTES_PER_CONTAINER = 4
 """A container costs some 60 bytes of memory. One for every four bytes of pickle is
 twice as dense as torch writes, and bounds memory at some 25 times the pickle."""
+
+CHARS_PER_CONTAINER = 64
 
 INT64 = 1 << 63
 _PROTO, _STOP = 0x80, 0x2E
@@ -58,6 +60,7 @@ class Machine:
         "pos",
         "shapes",
         "stack",
+        "taken",
         "tuple_keys",
     )
 
@@ -74,6 +77,7 @@ class Machine:
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
         self.n_left = FREE_CONTAINERS + len(data) // BYTES_PER_CONTAINER
+        self.taken: set[int] = set()
         self.tuple_keys = 0
         self.cheap_keys = str | bytes | None | grammar.hashable
 
@@ -198,6 +202,7 @@ class Machine:
         if row not in run.replayed:
             memo = Memo(self.memo, run.rows.first_slots[row])
             inner = Machine(self.data, self.grammar, self.opcodes, memo)
+            inner.taken = self.taken
             inner.pos, inner.end = run.rows.starts[row], run.rows.ends[row]
             inner.step_to_stop()
             run.replayed[row] = Replayed(inner.stack, memo.values)
@@ -226,6 +231,8 @@ class Machine:
         """Put keys and values, one after the other, into the dict `target`."""
         if not isinstance(target, dict):
             self.damaged("items are set on what is no dict")
+        if id(target) in self.taken:
+            self.damaged("the state of an object is changed after it was given")
         for key, value in self._pairs(items):
             if not isinstance(key, Run):
                 key = self.checked_key(key)
@@ -251,6 +258,21 @@ class Machine:
             pairs.append((pair[0], pair[1]))
             position += 2
         return iter(pairs)
+
+    def build(self, target: object, state: object) -> None:
+        """Give its state to an object."""
+        if isinstance(target, Function):
+            self.unsafe(f"sets attributes on {target.name}")
+        if not isinstance(target, Inert | Ordered):
+            self.damaged(f"a {type(target).__name__} is given a state")
+        if isinstance(target, Inert) and target.owns_state and isinstance(state, dict):
+            if id(state) in self.taken:
+                self.damaged("two objects are given one state")
+            self.taken.add(id(state))
+        try:
+            target.build(state)
+        except Malformed as wrong:
+            self.damaged(str(wrong))
 
     def append_items(self, target: object, items: list[object]) -> None:
         """Put `items` at the end of the list `target`."""
@@ -283,19 +305,24 @@ class Machine:
         if known is None:
             if self.grammar.other is None:
                 self.unsafe(f"asks for {shown(module + '.' + name)}")
-            known = self.grammar.other(module, name)
+            self.push_container(self.grammar.other(module, name))
+            return
         self.push(known)
 
     def call(self, function: object, args: object) -> None:
-        """Push what the stand-in of a global makes of the arguments."""
-        if not isinstance(function, Function):
+        """Push what stands for the result of a call."""
+        if not isinstance(function, Callee):
             self.unsafe(f"calls {_described(function)}")
         if not isinstance(args, tuple):
-            self.damaged(f"{function.name} is called without a tuple of arguments")
+            self.damaged("a call has no tuple of arguments")
         try:
-            self.push_container(function.call(args))
+            result = function.call(args)
         except Malformed as wrong:
             self.damaged(str(wrong))
+        if isinstance(result, str | bytes):
+            # A few bytes of pickle can ask for the same long string again and again.
+            self.n_left -= len(result) // CHARS_PER_CONTAINER
+        self.push_container(result)
 
 
 def _described(value: object) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from ckptctl.formats.inert import Function, Inert, Malformed, Ordered
+from ckptctl.formats.inert import Inert, Malformed
 from ckptctl.formats.pickle_machine import MAX_MARKS, Machine, Opcodes
 
 _Opcode = Callable[[Machine], None]
@@ -320,14 +320,7 @@ def _newobj_ex(m: Machine) -> None:
 def _build(m: Machine) -> None:
     state = m.pop()
     target = m.top()
-    if isinstance(target, Function):
-        m.unsafe(f"sets attributes on {target.name}")
-    if not isinstance(target, Inert | Ordered):
-        m.damaged(f"a {type(target).__name__} is given a state")
-    try:
-        target.build(state)
-    except Malformed as wrong:
-        m.damaged(str(wrong))
+    m.build(target, state)
     if isinstance(target, Inert) and target.kind in m.shapes:
         m.shapes[target.kind].take(m)
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.inert import Function, Grammar, Inert, Malformed, shown
+from ckptctl.formats.inert import Callee, Function, Grammar, Inert, Malformed, shown
 from ckptctl.formats.pickles import read_pickle
 from ckptctl.formats.torch_names import COMMON, DTYPES, Dtype, checked_dims
 from ckptctl.model import DTYPE_SIZES
@@ -42,7 +42,7 @@ class TensorStub:
     n_elements_in_storage: int
 
 
-class Opaque(Inert):
+class Opaque(Inert, Callee):
     """Something that is no plain value: only its `name`, and the state it was given.
 
     Two of one name are not equal: what they were is not known.
@@ -50,10 +50,16 @@ class Opaque(Inert):
 
     __slots__ = ()
 
+    owns_state = False
+
     @property
     def name(self) -> str:
         """What the pickle calls it: `argparse.Namespace`, `numpy.dtype`, `persistent id`."""
         return self.kind
+
+    def call(self, args: tuple[object, ...]) -> Opaque:  # noqa: ARG002
+        """What comes of calling it: of the same name, and as unknown."""
+        return Opaque(self.kind)
 
     def build(self, state: object) -> None:
         """Keep the state that was given last."""
@@ -70,20 +76,7 @@ def decode_value(data: bytes) -> object:
     printed and walked. Raises `MetadataUnreadable` for anything else, and
     `MetadataUnsafe` for opcodes that no writer of checkpoints uses.
     """
-    names = {
-        **COMMON,
-        **_TENSORS,
-        ("_codecs", "encode"): _latin1_within(len(data)),
-        ("__builtin__", "bytes"): Function("bytes", _no_bytes),
-    }
-    grammar = Grammar(
-        names,
-        other=_unknown,
-        persistent=_storage_or_opaque,
-        hashable=float | Opaque,
-        max_int_bytes=64,
-    )
-    value = read_pickle(data, grammar)
+    value = read_pickle(data, _TOLERANT)
     _check_extent(value, len(data))
     return value
 
@@ -94,7 +87,7 @@ def decode_tensor_pickle(data: bytes) -> TensorStub:
     Raises `MetadataUnsafe` for any name beyond those that rebuild a tensor,
     `MetadataUnreadable` for damage and for a pickle of something else.
     """
-    value = read_pickle(data, Grammar(_TENSOR_NAMES, persistent=_storage))
+    value = read_pickle(data, _STRICT)
     if not isinstance(value, TensorStub):
         raise MetadataUnreadable(f"the pickle holds a {type(value).__name__}, not a tensor")
     return value
@@ -192,32 +185,22 @@ _TENSORS: Mapping[tuple[str, str], object] = {
 }
 
 _ORDERED = ("collections", "OrderedDict")
-_TENSOR_NAMES = {**DTYPES, **_TENSORS, _ORDERED: COMMON[_ORDERED]}
+_STRICT = Grammar({**DTYPES, **_TENSORS, _ORDERED: COMMON[_ORDERED]}, persistent=_storage)
 
 
-def _unknown(module: str, name: str) -> object:
-    full = f"{module}.{name}" if len(module) + len(name) < 200 else "a very long name"
-    return Function(full, lambda _: Opaque(full))
+def _unknown(module: str, name: str) -> Opaque:
+    return Opaque(f"{module}.{name}" if len(module) + len(name) < 200 else "a very long name")
 
 
-def _latin1_within(n_bytes: int) -> Function:
+def _latin1(args: tuple[object, ...]) -> bytes:
     # Protocol 2 writes bytes as `_codecs.encode(text, "latin1")`.
-    left = n_bytes
-
-    def encode(args: tuple[object, ...]) -> bytes:
-        nonlocal left
-        match args:
-            case (str(text), "latin1" | "latin-1"):
-                left -= len(text)
-                if left < 0:
-                    raise Malformed("one string is turned into bytes again and again")
-                try:
-                    return text.encode("latin-1")
-                except UnicodeEncodeError:
-                    pass
-        raise Malformed("bytes are not made of a latin-1 string")
-
-    return Function("_codecs.encode", encode)
+    match args:
+        case (str(text), "latin1" | "latin-1"):
+            try:
+                return text.encode("latin-1")
+            except UnicodeEncodeError:
+                pass
+    raise Malformed("bytes are not made of a latin-1 string")
 
 
 def _no_bytes(args: tuple[object, ...]) -> bytes:
@@ -225,6 +208,20 @@ def _no_bytes(args: tuple[object, ...]) -> bytes:
     if args:
         raise Malformed("bytes are made of arguments")
     return b""
+
+
+_TOLERANT = Grammar(
+    {
+        **COMMON,
+        **_TENSORS,
+        ("_codecs", "encode"): Function("_codecs.encode", _latin1),
+        ("__builtin__", "bytes"): Function("bytes", _no_bytes),
+    },
+    other=_unknown,
+    persistent=_storage_or_opaque,
+    hashable=float | Opaque,
+    max_int_bytes=64,
+)
 
 
 def _check_extent(value: object, n_bytes: int) -> None:

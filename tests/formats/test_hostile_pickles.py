@@ -23,6 +23,7 @@ from made_pickles import (
     called,
     dcp_class,
     dict_of,
+    list_of,
     made,
     metadata,
     named,
@@ -205,6 +206,21 @@ BOMBS: Mapping[str, bytes] = {
     "more-elements-than-there-are": weight(shape=size(2**40, 2**40)),
     "a-path-of-one-long-part-often": pickled(
         named("pathlib", "PosixPath") + b"(" + text("x" * MIB) + b"2" * 1_000 + b"tR"
+    ),
+    "one-path-made-often": metadata(
+        planner=list_of(
+            text("x" * 60_000),
+            b"\x85\x94",
+            named("pathlib", "PosixPath") + b"\x94",
+            b"h\x01h\x00R" * 50_000,
+        )
+    ),
+    "one-state-for-many": metadata(
+        planner=list_of(
+            dict_of(*(part for i in range(1_000) for part in (text(str(i)), b"N"))) + b"\x94",
+            dcp_class("StorageMeta") + b"\x94",
+            b"h\x01)\x81h\x00b" * 50_000,
+        )
     ),
     "one-string-encoded-often": pickled(
         text("x" * MIB)

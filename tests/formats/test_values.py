@@ -90,6 +90,11 @@ def test_what_is_unknown_is_equal_to_nothing_else() -> None:
     assert len(decode_value(pickled(dict_of(thing, b"N", thing, b"N")))) == 2
 
 
+def test_a_class_that_is_named_and_not_called_is_opaque_too() -> None:
+    value = decode_value(pickle.dumps([argparse.Namespace, OSError]))
+    assert repr(value) == "[Opaque('argparse.Namespace'), Opaque('builtins.OSError')]"
+
+
 def test_an_unknown_persistent_id_is_opaque() -> None:
     value = decode_value(pickled(text("s3://bucket/key") + b"Q"))
     assert isinstance(value, Opaque)
