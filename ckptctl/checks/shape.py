@@ -69,8 +69,9 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     for marker in layouts.unfinished_markers(step.files):
         yield _unfinished(marker, f"{marker} is still there: the save did not end")
     yield from _check_stages(step)
-    yield from _check_last(step)
-    yield from _check_empty(step)
+    last = layouts.written_last(step.layout, step.parts, step.files)
+    yield from _check_last(step, last)
+    yield from _check_empty(step, last)
     if not step.parts:
         yield _no_tensors(step)
     for part in step.parts:
@@ -102,8 +103,11 @@ def _check_stages(step: Step) -> Iterator[Finding]:
         )
 
 
-def _check_last(step: Step) -> Iterator[Finding]:
-    for name in layouts.missing_last(step.layout, step.parts, step.files):
+def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
+    there = {file.path for file in step.files}
+    for name in last:
+        if name in there:
+            continue
         yield Finding(
             "file.missing",
             name,
@@ -114,13 +118,14 @@ def _check_last(step: Step) -> Iterator[Finding]:
         )
 
 
-def _check_empty(step: Step) -> Iterator[Finding]:
+def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
     for file in sidecars_of(step):
-        if file.size == 0 and file.kind == "file" and kind_of_file(step.layout, file.path):
+        needed = file.path in last or kind_of_file(step.layout, file.path) is not None
+        if needed and file.size == 0 and file.kind == "file":
             yield Finding(
                 "file.unreadable",
                 file.path,
-                f"{file.path} should hold train state and is empty",
+                f"{file.path} is empty, and a resume reads it",
                 expected="more than 0 bytes",
                 found="0 bytes",
                 next_command=f"ckptctl show {step.url}",

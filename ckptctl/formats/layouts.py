@@ -341,7 +341,7 @@ _SIGNATURES = (
     # layout, layouts by name that it may refine, a file that only it writes
     ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
     ("lightning", "torchtitan dcp", r"meta\.pt"),
-    ("megatron-bridge", "megatron", r"run_config\.yaml"),
+    ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
     ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
     ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
@@ -357,7 +357,10 @@ _WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "olmo-core": (".metadata.json", "train/rank0.pt"),
     "lightning": ("meta.pt",),
     "transformers": ("trainer_state.json",),
+    "megatron-bridge": ("train_state.pt", "run_config.yaml"),
 }
+# Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.
+_MEGATRON = ("megatron", "megatron-bridge")
 
 
 def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
@@ -369,15 +372,17 @@ def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
     return "dcp" if named.layout in _NEEDS_SIGNATURE else named.layout
 
 
-def missing_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
-    """The files that the framework writes after the shards, and that are not there.
+def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
+    """The files that the framework writes after the shards, and needs to load the step.
 
-    OLMo-core also saves weights alone, as bare DCP: then nothing is missing.
+    OLMo-core also saves weights alone, as bare DCP: then there are none.
     """
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
-    paths = {file.path for file in files}
-    return tuple(name for name in _WRITTEN_LAST.get(layout, ()) if name not in paths)
+    last = _WRITTEN_LAST.get(layout, ())
+    if layout in _MEGATRON and any(file.path == "common.pt" for file in files):
+        return (*last, "metadata.json")
+    return last
 
 
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:

@@ -187,6 +187,12 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
     yield from (f"the part {part}" for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return
+    # Safetensors have no metadata that would miss the shard of a rank.
+    there = {part: set(ranks) for part, ranks in report.ranks}
+    for part, ranks in earlier.ranks:
+        gone = set(ranks) - there.get(part, set(ranks))
+        if gone:
+            yield f"the shards of {len(gone)} of {len(ranks)} ranks in {part or 'the step'}"
     for kind in _KINDS_PER_RANK:
         now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
         if now is not None and before is not None and now < before:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.records import RecordDirectory, View, parse_directory, read_member, wrong_crcs
+from ckptctl.formats.records import (
+    RecordDirectory,
+    View,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
 from ckptctl.formats.state_keys import Kind, kind_of_file
 from ckptctl.formats.values import TensorStub, decode_value
 from ckptctl.model import ByteRange, FileInfo, Metadata
@@ -22,6 +29,8 @@ from ckptctl.storage.contract import Span, Store
 
 MAX_SIDECAR_BYTES = 16 * 2**20
 MAX_SIDECARS = 32
+MAX_ENDS = 4096
+_TAIL = 98  # `tail_needed` wants as much
 MAX_SCALAR_BYTES = 64 * 2**10
 MAX_NUMBERS = 16
 
@@ -55,28 +64,51 @@ def read_sidecars(
     """Read the files that hold train state, as far as they are small; yield each.
 
     Of files that exist once per rank only the first is read: the others differ in
-    values, not in kinds. Cost: at most `MAX_SIDECARS` reads.
+    values, not in kinds. Of these, and of large files, both ends are looked at, which
+    shows one that was cut short. Cost: at most `MAX_SIDECARS` reads, and two small ones
+    for each of the other files, of which `MAX_ENDS` are looked at.
     """
-    wanted = list(_worth_reading(layout, sidecars))[:MAX_SIDECARS]
+    held = [f for f in sidecars if f.kind == "file" and f.size and kind_of_file(layout, f.path)]
+    wanted = list(_worth_reading(layout, held))[:MAX_SIDECARS]
     spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         try:
             yield Sidecar(file.path, content_of(data, file.path))
         except CkptctlError as error:
             yield Sidecar(file.path, finding=_damaged(file.path, error.message, url))
+    read = set(wanted)
+    others = [file for file in held if file not in read and not file.path.endswith(".json")]
+    for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
+        yield Sidecar(path, finding=_damaged(path, why, url))
 
 
 def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileInfo]:
     families: set[tuple[str, ...]] = set()
     for file in sidecars:
         kind = kind_of_file(layout, file.path)
-        if kind is None or file.kind != "file" or not 0 < file.size <= MAX_SIDECAR_BYTES:
+        if kind is None or file.size > MAX_SIDECAR_BYTES:
             continue
         if kind.rank is not None:
             if kind.names in families:
                 continue
             families.add(kind.names)
         yield file
+
+
+def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:
+    """The files that begin as `torch.save` writes them and do not end so, and why."""
+    spans = []
+    for file in files:
+        path, n_tail = f"{folder}/{file.path}", min(file.size, _TAIL)
+        spans += [Span(path, 0, min(file.size, 2)), Span(path, file.size - n_tail, n_tail)]
+    ends = iter(store.read_spans(spans))
+    for file, (_, head), (_, tail) in zip(files, ends, ends, strict=True):
+        if head != b"PK":
+            continue
+        try:
+            tail_needed(tail, file.size)
+        except RecordUnreadable as error:
+            yield file.path, error.message
 
 
 def content_of(data: bytes, path: str) -> object | None:

@@ -214,6 +214,14 @@ def test_state_of_fewer_ranks_than_the_predecessor_holds_is_lacking():
     assert "lacks the rng of 3 of 4 ranks" in choice.passed_over[0].reason
 
 
+def test_the_shards_of_fewer_ranks_than_the_predecessor_has_are_lacking():
+    newest = replace(report(3), parts=("model", "optim"), ranks=(("model", (0,)),))
+    older = replace(report(2), parts=("model", "optim"), ranks=(("model", (0, 1)),))
+    choice = steps(newest, older).choose()
+    assert choice.chosen.number == 2
+    assert "lacks the shards of 1 of 2 ranks in model" in choice.passed_over[0].reason
+
+
 def test_state_of_fewer_ranks_after_a_change_of_the_world_size_is_not():
     assert steps(with_ranks(3, 1, 2), with_ranks(2, 4, 4)).choose().chosen.number == 3
 

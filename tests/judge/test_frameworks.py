@@ -105,6 +105,7 @@ def test_a_pointer_that_names_another_step_is_a_remark(framework_roots: Path, co
         ("olmo-core", "step30/.metadata.json"),
         ("lightning", "epoch=0-step=30.ckpt/meta.pt"),
         ("transformers", "checkpoint-30/trainer_state.json"),
+        ("megatron-core", "iter_0000030/metadata.json"),
     ],
 )
 def test_a_step_without_the_file_that_is_written_last_is_incomplete(
@@ -146,6 +147,26 @@ def test_a_train_state_that_was_cut_short_is_damage(
     report = ckptctl.verify(f"{root}@30", grace_s=0)
     assert [f.code for f in report.with_severity(Severity.FAULT)] == ["file.unreadable"]
     assert report.exit_code == 21
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("olmo-core", "step30/train/rank1.pt"),
+        ("transformers", "checkpoint-30/rng_state_1.pth"),
+    ],
+)
+def test_the_train_state_of_a_later_rank_that_was_cut_short_is_damage_too(
+    framework_roots: Path, copy_of, name: str, file: str
+) -> None:
+    root = copy_of(framework_roots / name / ROOTS[name])
+    path = root / file
+    path.write_bytes(path.read_bytes()[:-100])
+    report = ckptctl.verify(f"{root}@30", grace_s=0)
+    assert [(f.code, f.where) for f in report.with_severity(Severity.FAULT)] == [
+        ("file.unreadable", file.split("/", 1)[1])
+    ]
+    assert ckptctl.pick(str(root), grace_s=0).step == 20
 
 
 def test_a_step_that_lacks_its_train_state_file_is_passed_over(
