@@ -7,6 +7,7 @@ that shards belong together is a seal.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from ckptctl.findings import Finding
@@ -33,5 +34,5 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
         f"step {step.number}: a folder that was renamed, or metadata of another step",
         expected=f"step {step.number}",
         found=f"step {numbers[-1]}",
-        next_command=f"ckptctl show {step.url}",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
     )

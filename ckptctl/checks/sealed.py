@@ -8,6 +8,7 @@ compared in `sealed_bytes`; how a seal is read is the question of `formats.seals
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -156,7 +157,7 @@ def _foreign_seal(seal: Seal, step: Step) -> Finding:
         f"about step {step.number}",
         expected=f"a seal of step {step.number}",
         found=f"a seal of step {seal.step.number}",
-        next_command=f"ckptctl seal {step.url} --replace",
+        next_command=f"ckptctl seal {shlex.quote(step.url)} --replace",
     )
 
 

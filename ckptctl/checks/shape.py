@@ -8,6 +8,8 @@ shard files is `presence`'s question.
 
 from __future__ import annotations
 
+import shlex
+
 from collections.abc import Iterator, Sequence
 
 from ckptctl.findings import Finding
@@ -99,7 +101,7 @@ def _check_stages(step: Step) -> Iterator[Finding]:
             f"pipeline stage {stage} is missing; the step holds {held}",
             expected=f"a folder {stage} with metadata and shards",
             found="nothing",
-            next_command=f"ckptctl show {step.url}",
+            next_command=f"ckptctl show {shlex.quote(step.url)}",
         )
 
 
@@ -128,7 +130,7 @@ def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
                 f"{file.path} is empty, and a resume reads it",
                 expected="more than 0 bytes",
                 found="0 bytes",
-                next_command=f"ckptctl show {step.url}",
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
             )
 
 
@@ -180,7 +182,7 @@ def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
         f"{name}{more} changed while the step was looked at: someone writes or deletes here",
         expected=_described(before.get(name)),
         found=_described(after.get(name)),
-        next_command=f"ckptctl verify {step.url}",
+        next_command=f"ckptctl verify {shlex.quote(step.url)}",
     )
 
 

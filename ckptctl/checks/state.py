@@ -9,6 +9,7 @@ that a save over an older step leaves in the values.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
         message,
         expected=_listed(list(require)) if required else _listed(STATE_KINDS),
         found=_listed(state.held) or "nothing",
-        next_command=f"ckptctl show {url}",
+        next_command=f"ckptctl show {shlex.quote(url)}",
     )
 
 
@@ -207,5 +208,5 @@ def check_optimizer_steps(
             f"when the others were: the step was saved over an older one, and not to its end",
             expected=f"step {usual:g} in every shard file",
             found=", ".join(f"{name}: {step:g}" for name, step in list(odd.items())[:_EXAMPLES]),
-            next_command=f"ckptctl show {url}",
+            next_command=f"ckptctl show {shlex.quote(url)}",
         )

@@ -8,6 +8,7 @@ the caller states how many ranks wrote it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
@@ -98,7 +99,7 @@ def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Find
         f"{expected} ranks wrote the step, but in {what} there is {found}",
         expected=f"shard files of {expected} ranks",
         found=found,
-        next_command=f"ckptctl verify {url}",
+        next_command=f"ckptctl verify {shlex.quote(url)}",
     )
 
 
@@ -135,7 +136,7 @@ def check_world_size(
             f"on {wanted} ranks as they are: the data would repeat or skip",
             expected=f"one copy for each of {wanted} ranks",
             found=counts,
-            next_command=f"ckptctl show {url}",
+            next_command=f"ckptctl show {shlex.quote(url)}",
         )
     written = _count(saved)
     yield Finding(
@@ -158,7 +159,7 @@ def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Findin
         f"cannot be loaded on {wanted} ranks: {why}",
         expected=f"{wanted} ranks",
         found=_count(saved),
-        next_command=f"ckptctl show {url}",
+        next_command=f"ckptctl show {shlex.quote(url)}",
     )
 
 

@@ -171,7 +171,7 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
         raise AccessDenied(
             f"{error.message}; no mark was written. Where the root is read-only, "
             "--marks FILE keeps marks elsewhere",
-            next_command=f"ckptctl scan {found.store.url} --marks marks.jsonl",
+            next_command=f"ckptctl scan {shlex.quote(found.store.url)} --marks marks.jsonl",
         ) from error
     return join_url(found.url, own_file)
 
@@ -194,5 +194,5 @@ def _nothing_to_lift(report: Report, word: Word, stand: tuple[Mark, ...]) -> Mar
 def _next_command(found: OpenTarget, word: Word, marks: str | None) -> str:
     option = f" --marks {shlex.quote(marks)}" if marks is not None else ""
     if word in (Word.REJECTED, Word.SUPERSEDED, Word.ACCEPTED):
-        return f"ckptctl pick {found.store.url}{option}"
-    return f"ckptctl verify {found.url}{option}"
+        return f"ckptctl pick {shlex.quote(found.store.url)}{option}"
+    return f"ckptctl verify {shlex.quote(found.url)}{option}"

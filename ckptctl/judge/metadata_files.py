@@ -6,6 +6,7 @@ Whether the shards behind them are whole is asked elsewhere.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ def _unreadable(at: PartFolder, where: str, why: str) -> Finding:
         f"{where} does not decode: {why}",
         expected="metadata as torch's DCP writes it",
         found=why,
-        next_command=f"ckptctl pick {_root_of(at.url)}",
+        next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
     )
 
 
@@ -161,7 +162,7 @@ def _missing_ranks(at: PartFolder, ranks: list[int]) -> Iterator[Finding]:
             f"{len(missing)} of {ranks[-1] + 1} ranks left no metadata of their own ({shown})",
             expected=f"metadata of {ranks[-1] + 1} ranks",
             found=f"metadata of {len(ranks)} ranks",
-            next_command=f"ckptctl pick {_root_of(at.url)}",
+            next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
         )
 
 
@@ -176,7 +177,7 @@ def _missing(at: PartFolder, *, tmp: bool) -> Finding:
         f"there is no {where}, only {found}: the save did not come to its end",
         expected=where,
         found=found,
-        next_command=f"ckptctl pick {_root_of(at.url)}",
+        next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
     )
 
 

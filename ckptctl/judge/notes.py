@@ -7,6 +7,7 @@ judged without it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -144,5 +145,7 @@ def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Findin
         f"a seal that proves the step was asked for; {what}",
         expected="a seal of this save",
         found=seal.kind if seal else "no seal",
-        next_command=f"ckptctl seal {step.url}" if not reasons else f"ckptctl explain {reasons[0]}",
+        next_command=f"ckptctl seal {shlex.quote(step.url)}"
+        if not reasons
+        else f"ckptctl explain {reasons[0]}",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -223,7 +224,7 @@ def check_trustworthy(
         raise StorageUnavailable(
             f"{stores[0].url} holds no steps, but {counter} is {os.environ[counter]}: a restarted "
             "job whose earlier life left nothing here; its storage is probably not mounted",
-            next_command=f"ckptctl scan {stores[0].url}",
+            next_command=f"ckptctl scan {shlex.quote(stores[0].url)}",
         )
 
 
@@ -254,7 +255,7 @@ def _fresh(
         level_reason=None,
         message=f"{_listed(roots)} {holds} no step at all{absent}: this is a fresh run",
         exit_code=0 if allow_fresh else EXIT_FRESH,
-        next_command=None if allow_fresh else f"ckptctl pick {' '.join(roots)} --allow-fresh",
+        next_command=None if allow_fresh else f"ckptctl pick {shlex.join(roots)} --allow-fresh",
     )
 
 
@@ -270,7 +271,7 @@ def _gone(roots: tuple[str, ...], findings: Sequence[Finding], pointer: Finding)
         message=f"no step is left in {_listed(roots)}, but {pointer.where} names "
         f"{pointer.found}: what was saved here is gone; do not start fresh before you know why",
         exit_code=EXIT_NONE_USABLE,
-        next_command=f"ckptctl scan {roots[0]}",
+        next_command=f"ckptctl scan {shlex.quote(roots[0])}",
     )
 
 
@@ -283,7 +284,7 @@ def _none(
     n_steps: int,
 ) -> Pick:
     root = roots[0]
-    next_command = f"ckptctl scan {root}"
+    next_command = f"ckptctl scan {shlex.quote(root)}"
     answer = Answer.NONE_USABLE
     if choice.stopped == "unknown":
         last = choice.passed_over[-1]
@@ -292,7 +293,7 @@ def _none(
             f"step {last.report.number} could not be looked at, so no older one is taken: "
             f"{last.reason}"
         )
-        next_command = f"ckptctl pick {' '.join(roots)} --skip {last.report.number}"
+        next_command = f"ckptctl pick {shlex.join(roots)} --skip {last.report.number}"
     elif choice.stopped == "suspect":
         message = (
             f"{len(choice.damaged)} damaged steps, more than --max-fallback {policy.max_fallback} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Itera
         "a save may still be running",
         expected=f"no write for {grace_s:.0f} s",
         found=f"a write {age_s:.0f} s ago",
-        next_command=f"ckptctl verify {step.url}",
+        next_command=f"ckptctl verify {shlex.quote(step.url)}",
     )
 
 

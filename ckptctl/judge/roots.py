@@ -7,6 +7,7 @@ what is in them is `looking`'s question.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | N
     if listing.is_step or (own is not None and not own.bare and holds_something):
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps",
-            next_command=f"ckptctl verify {store.url}",
+            next_command=f"ckptctl verify {shlex.quote(store.url)}",
         )
     inside = dict(_listed_folders(store, listing, pattern))
     roots = [name for name, one in inside.items() if any(not step.bare for step in one.steps)]
@@ -129,7 +130,7 @@ def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | N
         raise UsageError(
             f"{store.url} holds no steps itself, but {_some(roots)} in it "
             f"do{'es' if len(roots) == 1 else ''}",
-            next_command=f"ckptctl scan {join_url(store.url, roots[0])}",
+            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
         )
     unnumbered = [*listing.unnumbered, *(name for name, one in inside.items() if one.is_step)]
     if unnumbered:
@@ -137,7 +138,7 @@ def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | N
             f"{store.url} is not empty: {_some(unnumbered)} look{'s' * (len(unnumbered) == 1)} "
             "like a checkpoint, but no name in it gives a step number; say with --pattern where "
             "the number is, or name the step itself",
-            next_command=f"ckptctl verify {join_url(store.url, unnumbered[0])}",
+            next_command=f"ckptctl verify {shlex.quote(join_url(store.url, unnumbered[0]))}",
         )
 
 

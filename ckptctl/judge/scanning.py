@@ -8,6 +8,7 @@ files of all steps; on a file system each step is listed when its turn comes.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -158,5 +159,5 @@ def _answer(
 
 def _next_command(store: Store, listing: RootListing, chosen: Report | None) -> str | None:
     if chosen is not None:
-        return f"ckptctl verify {chosen.url} --level structure"
-    return f"ckptctl verify {store.url}@latest" if listing.steps else None
+        return f"ckptctl verify {shlex.quote(chosen.url)} --level structure"
+    return f"ckptctl verify {shlex.quote(store.url)}@latest" if listing.steps else None

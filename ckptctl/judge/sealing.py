@@ -9,6 +9,7 @@ a seal proves later is the question of `checks.sealed`.
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -126,7 +127,7 @@ def _check_place(found: OpenTarget, *, replace: bool) -> bool:
 def _sealed_already(found: OpenTarget) -> UsageError:
     return UsageError(
         f"{found.url} is sealed already; --replace makes the seal anew from what lies there now",
-        next_command=f"ckptctl verify {found.url} --require-seal",
+        next_command=f"ckptctl verify {shlex.quote(found.url)} --require-seal",
     )
 
 
@@ -200,14 +201,14 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; the seal was not written, and the step is as it was",
-            next_command=f"ckptctl verify {found.url}",
+            next_command=f"ckptctl verify {shlex.quote(found.url)}",
         ) from error
 
 
 def _refused(report: Report) -> Sealed:
     next_command = report.with_severity(Severity.FAULT)[0].next_command
     if report.verdict is Verdict.UNVERIFIABLE:
-        next_command = f"ckptctl seal {report.url} --accept-unverifiable"
+        next_command = f"ckptctl seal {shlex.quote(report.url)} --accept-unverifiable"
     return Sealed(
         url=report.url,
         number=report.number,
@@ -219,7 +220,8 @@ def _refused(report: Report) -> Sealed:
         report=report,
         message=f"not sealed: the step is {report.verdict.value}",
         exit_code=report.exit_code,
-        next_command=next_command or f"ckptctl verify {report.url} --level {report.level.value}",
+        next_command=next_command
+        or f"ckptctl verify {shlex.quote(report.url)} --level {report.level.value}",
     )
 
 
@@ -238,5 +240,5 @@ def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Seale
         message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
         f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
         exit_code=0,
-        next_command=f"ckptctl verify {report.url} --require-seal",
+        next_command=f"ckptctl verify {shlex.quote(report.url)} --require-seal",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -65,7 +66,7 @@ def _contents(looked: Looked) -> Contents:
         save_id=next((one.save_id for one in metadata if one.save_id), None),
         torch_version=_torch_version(metadata[0]) if metadata else "unknown",
         findings=report.findings,
-        next_command=f"ckptctl verify {report.url} --level structure",
+        next_command=f"ckptctl verify {shlex.quote(report.url)} --level structure",
     )
 
 

@@ -7,6 +7,8 @@ are only opened when they are small and known to hold train state.
 
 from __future__ import annotations
 
+import shlex
+
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +166,7 @@ def _damaged(path: str, why: str, url: str) -> Finding:
         f"{path} holds train state and is damaged: {why}",
         expected="a file as its framework writes it",
         found=why,
-        next_command=f"ckptctl show {url}",
+        next_command=f"ckptctl show {shlex.quote(url)}",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 
 from ckptctl.errors import UsageError
@@ -75,9 +76,11 @@ def named_step(
     if wanted:
         return wanted[0]
     if not steps:
-        raise UsageError(f"{store.url} holds no steps", next_command=f"ckptctl scan {store.url}")
+        raise UsageError(
+            f"{store.url} holds no steps", next_command=f"ckptctl scan {shlex.quote(store.url)}"
+        )
     raise UsageError(
         f"{store.url} holds no step {target.which}; its newest is {steps[0].number}, "
         f"its oldest {steps[-1].number}",
-        next_command=f"ckptctl scan {store.url}",
+        next_command=look,
     )

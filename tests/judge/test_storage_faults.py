@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,3 +171,11 @@ def test_many_reads_keep_pick_at_the_listing(root: Path, monkeypatch: pytest.Mon
     assert chosen.level is Level.LISTING
     assert chosen.level_reason is not None
     assert "reads" in chosen.level_reason
+
+
+def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path: Path) -> None:
+    root = tmp_path / "a run; with $(spaces)"
+    (root / "step_1").mkdir(parents=True)
+    found = ckptctl.pick(str(root))
+    assert found.next_command is not None
+    assert shlex.split(found.next_command)[2] == str(root)
