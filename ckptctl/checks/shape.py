@@ -9,7 +9,6 @@ shard files is `presence`'s question.
 from __future__ import annotations
 
 import shlex
-
 from collections.abc import Iterator, Sequence
 
 from ckptctl.findings import Finding

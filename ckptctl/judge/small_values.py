@@ -7,9 +7,8 @@ are only opened when they are small and known to hold train state.
 
 from __future__ import annotations
 
-import shlex
-
 import math
+import shlex
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

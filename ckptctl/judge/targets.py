@@ -2,7 +2,7 @@
 
 `PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
 `pick` takes). Only the part behind the last `@` is looked at, and only if it is
-one of these: a path may hold an `@` itself.
+one of these and no folder of that name is there: a path may hold an `@` itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_target(target: str) -> Target:
     if not target.strip():
         raise UsageError("the step is empty; name it as PATH, ROOT@1200, ROOT@latest or ROOT@auto")
     match = _SELECTED.fullmatch(target)
-    if match:
+    if match and not _is_there(target):
         which = match["which"]
         return Target(match["root"], int(which) if which.isdigit() else which, None)
     path = _plain(target)
@@ -51,11 +51,37 @@ def parse_target(target: str) -> Target:
     return Target(parent_url(path), None, name)
 
 
+def selects_step(target: str) -> bool:
+    """Whether an argument has the form `ROOT@1200`, `ROOT@latest` or `ROOT@auto`, and is no path."""
+    return _SELECTED.fullmatch(target) is not None and not _is_there(target)
+
+
+def _is_there(target: str) -> bool:
+    # A folder of this machine that has such a name is the one that is meant.
+    return is_local(target) and os.path.lexists(_local_path(target))
+
+
+def _local_path(target: str) -> str:
+    return os.path.expanduser(target.removeprefix("file://"))
+
+
+def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
+    """Raise `UsageError` where a folder without a step number holds whole steps: it is a root."""
+    for part in parts_of(tuple(files)):
+        first = step_name(part.path.split("/", 1)[0])
+        if part.format in SHARDED and first is not None and not first.bare:
+            raise UsageError(
+                f"{url} is no step but a root that holds steps, {first.name} for one; "
+                f"name one of them, or take the newest as {url}@latest",
+                next_command=f"ckptctl scan {quoted(url)}",
+            )
+
+
 def _plain(target: str) -> str:
     # `verify .` and `verify ROOT/latest` mean the folder that is really there.
     if not is_local(target):
         return target
-    path = os.path.expanduser(target.removeprefix("file://"))
+    path = _local_path(target)
     if os.path.islink(path.rstrip("/")):
         return os.path.realpath(path)
     return os.path.abspath(path) if os.path.basename(path.rstrip("/")) in (".", "..", "") else path
@@ -75,10 +101,9 @@ def named_step(
     wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
     if wanted:
         return wanted[0]
+    look = f"ckptctl scan {shlex.quote(store.url)}"
     if not steps:
-        raise UsageError(
-            f"{store.url} holds no steps", next_command=f"ckptctl scan {shlex.quote(store.url)}"
-        )
+        raise UsageError(f"{store.url} holds no steps", next_command=look)
     raise UsageError(
         f"{store.url} holds no step {target.which}; its newest is {steps[0].number}, "
         f"its oldest {steps[-1].number}",
