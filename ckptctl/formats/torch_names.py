@@ -7,7 +7,7 @@ a function that makes one; none of them is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptctl.formats.inert import Function, Malformed, Ordered
@@ -67,14 +67,17 @@ def _ordered(args: tuple[object, ...]) -> Ordered:
     return Ordered()
 
 
-def _path(args: tuple[object, ...]) -> str:
-    # Python 3.13 and later give the whole path, earlier ones its parts.
-    parts: list[str] = [part for part in args if isinstance(part, str)]
-    if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > MAX_PATH_CHARS:
-        raise Malformed("a path is not made of a few short strings")
-    if parts and parts[0].endswith(("/", "\\")):
-        return parts[0] + "/".join(parts[1:])
-    return "/".join(parts) or "."
+def _path_joined_by(separator: str) -> Callable[[tuple[object, ...]], str]:
+    def path(args: tuple[object, ...]) -> str:
+        # Python 3.13 and later give the whole path, earlier ones its parts.
+        parts = [part for part in args if isinstance(part, str)]
+        if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > MAX_PATH_CHARS:
+            raise Malformed("a path is not made of a few short strings")
+        if parts and parts[0].endswith(separator):
+            return parts[0] + separator.join(parts[1:])
+        return separator.join(parts) or "."
+
+    return path
 
 
 SIZE = Function("torch.Size", size_of)
@@ -84,15 +87,15 @@ COMMON: Mapping[tuple[str, str], object] = {
     ("torch", "Size"): SIZE,
     ("collections", "OrderedDict"): Function("collections.OrderedDict", _ordered),
     **{
-        (module, name): Function(f"{module}.{name}", _path)
+        (module, name): Function(f"{module}.{name}", _path_joined_by(separator))
         for module in ("pathlib", "pathlib._local")
-        for name in (
-            "Path",
-            "PosixPath",
-            "WindowsPath",
-            "PurePath",
-            "PurePosixPath",
-            "PureWindowsPath",
+        for name, separator in (
+            ("Path", "/"),
+            ("PurePath", "/"),
+            ("PosixPath", "/"),
+            ("PurePosixPath", "/"),
+            ("WindowsPath", "\\"),
+            ("PureWindowsPath", "\\"),
         )
     },
 }

@@ -249,7 +249,7 @@ def test_byte_ranges_of_other_writers_are_read(module: str) -> None:
         (called(named("pathlib", "PosixPath"), text("/"), text("a"), text("b")), "/a/b"),
         (called(named("pathlib", "PurePosixPath"), text("a"), text("b")), "a/b"),
         (called(named("pathlib._local", "PosixPath"), text("/a/b")), "/a/b"),
-        (called(named("pathlib", "WindowsPath"), text("C:\\"), text("a"), text("b")), "C:\\a/b"),
+        (called(named("pathlib", "WindowsPath"), text("C:\\"), text("a"), text("b")), "C:\\a\\b"),
         (called(named("pathlib", "PosixPath")), "."),
     ],
 )
