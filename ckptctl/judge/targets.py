@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckptctl.checks.shape import SHARDED
 from ckptctl.errors import UsageError
-from ckptctl.formats.layouts import StepName, step_name
+from ckptctl.formats.layouts import StepName, parts_of, step_name
 from ckptctl.judge.roots import list_root
+from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, is_local, parent_url
 
@@ -51,11 +54,6 @@ def parse_target(target: str) -> Target:
     return Target(parent_url(path), None, name)
 
 
-def selects_step(target: str) -> bool:
-    """Whether an argument has the form `ROOT@1200`, `ROOT@latest` or `ROOT@auto`, and is no path."""
-    return _SELECTED.fullmatch(target) is not None and not _is_there(target)
-
-
 def _is_there(target: str) -> bool:
     # A folder of this machine that has such a name is the one that is meant.
     return is_local(target) and os.path.lexists(_local_path(target))
@@ -73,7 +71,7 @@ def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
             raise UsageError(
                 f"{url} is no step but a root that holds steps, {first.name} for one; "
                 f"name one of them, or take the newest as {url}@latest",
-                next_command=f"ckptctl scan {quoted(url)}",
+                next_command=f"ckptctl scan {shlex.quote(url)}",
             )
 
 
