@@ -8,23 +8,22 @@ exit codes: there is none at all (10), none is usable (11), we could not look
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
-from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.empty_roots import check_empty, check_restart
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.roots import (
     RootListing,
-    check_empty,
     check_pointers,
     duplicates,
     list_root,
@@ -32,8 +31,6 @@ from ckptctl.judge.roots import (
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
-
-_RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def pick(
@@ -167,7 +164,9 @@ def _pick(
     if choice.chosen is not None:
         return _found(roots, choice, choice.chosen, findings, looker)
     if len(choice.no_steps) == len(candidates):
-        check_trustworthy(stores, listings, pattern)
+        for store, listing in zip(stores, listings, strict=True):
+            check_empty(store, listing, pattern)
+        check_restart(stores[0].url, listings)
         gone = [finding for finding in findings if finding.code == "pointer.differs"]
         if gone:
             return _gone(roots, findings, gone[0])
@@ -204,32 +203,6 @@ def _found(
         exit_code=0,
         next_command=None,
     )
-
-
-def check_trustworthy(
-    stores: Sequence[Store],
-    listings: Sequence[RootListing],
-    pattern: re.Pattern[str] | None = None,
-) -> None:
-    """Raise where "no steps" would be the wrong answer to give: a wrong path, a lost mount.
-
-    `UsageError` where a root is a step itself, or holds what it does not know as steps.
-    `StorageUnavailable` for a restarted job whose root shows no trace of an earlier
-    life: its storage is probably not there.
-    """
-    for store, listing in zip(stores, listings, strict=True):
-        check_empty(store, listing, pattern)
-    counter = next((name for name in _RESTART_COUNTERS if _is_positive(os.environ.get(name))), None)
-    if counter is not None and not any(listing.known for listing in listings):
-        raise StorageUnavailable(
-            f"{stores[0].url} holds no steps, but {counter} is {os.environ[counter]}: a restarted "
-            "job whose earlier life left nothing here; its storage is probably not mounted",
-            next_command=f"ckptctl scan {shlex.quote(stores[0].url)}",
-        )
-
-
-def _is_positive(value: str | None) -> bool:
-    return value is not None and value.isdecimal() and int(value) > 0
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,12 +7,11 @@ what is in them is `looking`'s question.
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ckptctl.errors import PathNotFound, StorageError, UsageError
+from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import (
     MAX_POINTER_BYTES,
@@ -29,7 +28,6 @@ from ckptctl.formats.layouts import (
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, Store
-from ckptctl.storage.opening import base_name, join_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,58 +103,6 @@ def _is_of_a_step(name: str) -> bool:
     """Whether a file of this name lies in steps, and never directly under a root."""
     ranks = (shard_rank(name), rank_local_rank(name))
     return name == METADATA or any(rank is not None for rank in ranks)
-
-
-MAX_FOLDERS_TRIED = 64
-
-
-def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None) -> None:
-    """Raise `UsageError` where a root without steps is a wrong path, or has steps we do not know.
-
-    It may be a step itself, a folder above the root, or hold checkpoints whose names
-    give no step number: in none of these cases is this a fresh run. Cost: one listing
-    for each folder, at most `MAX_FOLDERS_TRIED`. What cannot be listed does not count.
-    """
-    own = step_name(base_name(store.url))
-    holds_something = bool(listing.folders or listing.unnumbered or listing.pointers)
-    if listing.is_step or (own is not None and not own.bare and holds_something):
-        raise UsageError(
-            f"{store.url} is a step itself, not a root that holds steps",
-            next_command=f"ckptctl verify {shlex.quote(store.url)}",
-        )
-    inside = dict(_listed_folders(store, listing, pattern))
-    roots = [name for name, one in inside.items() if any(not step.bare for step in one.steps)]
-    if roots:
-        raise UsageError(
-            f"{store.url} holds no steps itself, but {_some(roots)} in it "
-            f"do{'es' if len(roots) == 1 else ''}",
-            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
-        )
-    unnumbered = [*listing.unnumbered, *(name for name, one in inside.items() if one.is_step)]
-    if unnumbered:
-        raise UsageError(
-            f"{store.url} is not empty: {_some(unnumbered)} look{'s' * (len(unnumbered) == 1)} "
-            "like a checkpoint, but no name in it gives a step number; say with --pattern where "
-            "the number is, or name the step itself",
-            next_command=f"ckptctl verify {shlex.quote(join_url(store.url, unnumbered[0]))}",
-        )
-
-
-def _listed_folders(
-    store: Store, listing: RootListing, pattern: re.Pattern[str] | None
-) -> Iterator[tuple[str, RootListing]]:
-    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
-        try:
-            entries = store.list_dir(folder)
-        except StorageError:
-            continue
-        names = [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
-        yield folder, read_listing(names, pattern)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:

@@ -16,11 +16,11 @@ from ckptctl.findings import EXIT_FRESH, Report
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.empty_roots import check_empty
 from ckptctl.judge.picking import Looker, candidates_of
 from ckptctl.judge.results import Scan
 from ckptctl.judge.roots import (
     RootListing,
-    check_empty,
     check_pointers,
     duplicates,
     list_root,

@@ -15,7 +15,7 @@ from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
-from ckptctl.judge.targets import named_step, parse_target
+from ckptctl.judge.targets import check_is_step, named_step, parse_target
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
@@ -213,4 +213,6 @@ def open_target(
         except PathNotFound as error:
             message = f"{found.url} does not exist"
             raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
+        if isinstance(found.named, str):
+            check_is_step(found.url, files)
         yield replace(found, files=files)

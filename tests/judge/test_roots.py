@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import UsageError
+from ckptctl.errors import StorageUnavailable, UsageError
 
 
 @pytest.fixture
@@ -77,3 +77,40 @@ def test_a_pointer_without_any_step_says_that_steps_are_gone(
 def test_a_link_to_a_step_that_is_gone_says_so_too(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step_30")
     assert ckptctl.pick(str(tmp_path)).exit_code == 11
+
+
+@pytest.mark.parametrize("which", ["latest", "auto", "20"])
+def test_a_step_of_a_root_is_no_root(step: Path, which: str) -> None:
+    root = step.parent
+    for function in (ckptctl.pick, ckptctl.scan):
+        with pytest.raises(UsageError, match="a root is wanted") as caught:
+            function(f"{root}@{which}")
+        assert caught.value.next_command == f"ckptctl scan {root}"
+
+
+def test_a_folder_whose_name_looks_like_a_selected_step_is_itself(
+    tmp_path: Path, step: Path
+) -> None:
+    root = tmp_path / "run@1200"
+    shutil.copytree(step, root / "step-20")
+    assert ckptctl.pick(str(root)).step == 20
+    assert ckptctl.verify(f"{root}@20").number == 20
+    (tmp_path / "empty@1200").mkdir()
+    assert ckptctl.pick(str(tmp_path / "other")).exit_code == 10
+
+
+def test_a_file_that_is_given_as_a_root_is_a_usage_error(step: Path) -> None:
+    with pytest.raises(UsageError, match="is a file"):
+        ckptctl.pick(str(step / ".metadata"))
+
+
+def test_a_root_that_is_a_link_to_nowhere_is_not_fresh(tmp_path: Path) -> None:
+    (tmp_path / "root").symlink_to(tmp_path / "gone")
+    with pytest.raises(StorageUnavailable, match="is a link to"):
+        ckptctl.pick(str(tmp_path / "root"))
+
+
+def test_a_root_that_is_given_as_a_step_is_a_usage_error(step: Path) -> None:
+    for function in (ckptctl.verify, ckptctl.show):
+        with pytest.raises(UsageError, match="is no step but a root that holds steps"):
+            function(str(step.parent))
