@@ -19,7 +19,7 @@ from ckptctl.formats.hot_shapes import (
     is_class,
     is_size,
     is_text,
-    size_of,
+    size_pattern,
 )
 from ckptctl.formats.metadata_grammar import CHUNK
 from ckptctl.formats.pickle_machine import Machine
@@ -68,8 +68,8 @@ def chunk_shape(parts: Parts) -> HotShape:
 def chunk_template(hole: Hole, group: str = "") -> str:
     """The pattern of a chunk; with `?:` for a `group` its two sizes are no groups."""
     return (
-        f"{hole(CHUNK)}{NEW}{hole('offsets')}({group}{size_of(hole)})"
-        f"{hole('sizes')}({group}{size_of(hole)}){SET}"
+        f"{hole(CHUNK)}{NEW}{hole('offsets')}({group}{size_pattern(hole)})"
+        f"{hole('sizes')}({group}{size_pattern(hole)}){SET}"
     )
 
 

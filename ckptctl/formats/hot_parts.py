@@ -63,6 +63,7 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
 
     def extend(self, column: list[Meaning], parts: Sequence[bytes]) -> None:
         """Add to `column` what the parts behind it mean, up to one that is unfit."""
+        # What was appended before the exception stays in the list.
         try:
             column.extend(map(self.__getitem__, islice(parts, len(column), None)))
         except Unfit:

@@ -13,6 +13,8 @@ from functools import partial
 from itertools import accumulate, takewhile
 from operator import lt
 
+from ckptctl.formats.hot_chunks import EXPECTS as CHUNK_EXPECTS
+from ckptctl.formats.hot_chunks import chunk_template
 from ckptctl.formats.hot_parts import INT, REFERENCE, TEXT, Parts, is_new_text, n_size_slots
 from ckptctl.formats.hot_shapes import (
     NEW,
@@ -22,11 +24,10 @@ from ckptctl.formats.hot_shapes import (
     Row,
     Window,
     is_class,
-    is_size,
     is_text,
-    size_of,
+    size_pattern,
 )
-from ckptctl.formats.metadata_grammar import CHUNK, INDEX, PROPERTIES, WRITE_DATA, WRITE_ITEM
+from ckptctl.formats.metadata_grammar import INDEX, PROPERTIES, WRITE_DATA, WRITE_ITEM
 from ckptctl.formats.pickle_machine import Machine
 from ckptctl.formats.pickle_memo import Run
 
@@ -37,15 +38,12 @@ _EXPECTS = {
     "fqn": is_text("fqn"),
     "hint": is_text("index"),
     "offset": is_text("offset"),
-    "Size": is_size,
     "type": is_text("type"),
     "bytes_io_data": is_text("bytes_io_data"),
     "tensor_data": is_text("tensor_data"),
     WRITE_DATA: is_class(WRITE_DATA),
     "chunk": is_text("chunk"),
-    CHUNK: is_class(CHUNK),
-    "offsets": is_text("offsets"),
-    "sizes": is_text("sizes"),
+    **CHUNK_EXPECTS,
     "properties": is_text("properties"),
     PROPERTIES: is_class(PROPERTIES),
     "size": is_text("size"),
@@ -71,20 +69,17 @@ def plan_shape(parts: Parts) -> HotShape:
 def _template(hole: Hole) -> str:
     key = (
         f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('hint')}(?:{INT}|N)"
-        f"(?:{hole('offset')}({size_of(hole)}))?{SET}"
+        f"(?:{hole('offset')}({size_pattern(hole)}))?{SET}"
     )
     # EMPTY_TUPLE NEWOBJ MEMOIZE MARK, the five or six properties, TUPLE MEMOIZE BUILD.
     made_here = (
         rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
         rf"({REFERENCE})[\x88\x89]N?t\x94b"
     )
-    chunk_made_here = (
-        f"{hole(CHUNK)}{NEW}{hole('offsets')}({size_of(hole)}){hole('sizes')}({size_of(hole)}){SET}"
-    )
     data = (
-        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk_made_here}|({REFERENCE}))"
+        f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk_template(hole)}|({REFERENCE}))"
         f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
-        f"{hole('size')}({size_of(hole)}){SET}"
+        f"{hole('size')}({size_pattern(hole)}){SET}"
     )
     return (
         f"{hole(WRITE_ITEM)}{NEW}{hole('index')}{key}{hole('type')}({REFERENCE})"

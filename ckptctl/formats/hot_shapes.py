@@ -76,7 +76,7 @@ def is_size(value: object) -> bool:
     return value is SIZE
 
 
-def size_of(hole: Hole) -> str:
+def size_pattern(hole: Hole) -> str:
     """The pattern of a `torch.Size`: made here, or referred to."""
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
 

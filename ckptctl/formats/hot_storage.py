@@ -35,7 +35,7 @@ from ckptctl.formats.hot_shapes import (
     is_class,
     is_size,
     is_text,
-    size_of,
+    size_pattern,
 )
 from ckptctl.formats.metadata_grammar import INDEX, STORAGE_INFO
 from ckptctl.formats.pickle_machine import Machine
@@ -125,7 +125,7 @@ def storage_shape(parts: Parts) -> HotShape:
 def _template(hole: Hole) -> str:
     return (
         f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({INT}|N)"
-        f"(?:{hole('offset')}({size_of(hole)}))?{SET}"
+        f"(?:{hole('offset')}({size_pattern(hole)}))?{SET}"
         f"{hole(STORAGE_INFO)}{NEW}{hole('relative_path')}({TEXT})"
         f"{hole('start')}({INT}){hole('length')}({INT}){SET}"
     )

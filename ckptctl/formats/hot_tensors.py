@@ -46,7 +46,7 @@ from ckptctl.formats.hot_shapes import (
     is_class,
     is_text,
     literal,
-    size_of,
+    size_pattern,
 )
 from ckptctl.formats.inert import Inert
 from ckptctl.formats.metadata_grammar import CHUNK, PROPERTIES, TENSOR
@@ -76,7 +76,7 @@ def _template(hole: Hole) -> str:
     )
     head = (
         f"({TEXT}){hole(TENSOR)}{NEW}{hole('properties')}(?:{made_here}|({REFERENCE}))"
-        f"{hole('size')}({size_of(hole)}){hole('chunks')}"
+        f"{hole('size')}({size_pattern(hole)}){hole('chunks')}"
     )
     # EMPTY_LIST MEMOIZE, then batches of chunks with APPENDS, or one chunk with APPEND.
     chunk = chunk_template(hole, "?:")
