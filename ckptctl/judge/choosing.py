@@ -42,22 +42,25 @@ class Policy:
 class Choice:
     """What choosing came to: the chosen report or none, and everything passed over on the way.
 
-    `stopped` says why the search ended before the steps did: `unknown` for a step
-    that could not be looked at, `suspect` for too many damaged ones. `no_steps`
-    are folders with a number for a name that turned out to be something else.
+    `damaged` are the numbers of those that are damaged. `stopped` says why the search
+    ended before the steps did: `unknown` for a step that could not be looked at,
+    `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
+    that turned out to be something else.
     """
 
     chosen: Report | None = None
     no_steps: list[Candidate] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
+    damaged: list[int | None] = field(default_factory=list)
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
 
-    @property
-    def damaged(self) -> tuple[PassedOver, ...]:
-        """The steps passed over that are damaged, one for each step number."""
-        by_number = {over.report.number: over for over in self.passed_over if over.report.damaged}
-        return tuple(by_number.values())
+    def pass_over(self, report: Report, reason: str) -> None:
+        """Note a step that is not taken."""
+        self.passed_over.append(PassedOver(report, reason))
+        # Copies of one step come one after the other.
+        if report.damaged and self.damaged[-1:] != [report.number]:
+            self.damaged.append(report.number)
 
 
 Look = Callable[[Candidate, Level], Report]
@@ -84,14 +87,18 @@ def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choic
     newest is whole and lacks nothing; at its predecessor too, if it lacks state.
     """
     choice = Choice()
-    for number, copies in groupby(candidates, key=lambda c: c.named.number):
-        older = [c for c in candidates if c.named.number < number]
-        if _take_one_of(list(copies), older, look, policy, choice):
+    n_seen = 0
+    for number, group in groupby(candidates, key=lambda c: c.named.number):
+        copies = list(group)
+        n_seen += len(copies)
+        older = candidates[n_seen : n_seen + MAX_PREDECESSORS]
+        if _take_one_of(copies, older, look, policy, choice):
             return choice
+        tried = [over.report for over in choice.passed_over[-len(copies) :]]
         unknown = [
-            over.report
-            for over in choice.passed_over
-            if over.report.number == number and over.report.verdict is Verdict.UNKNOWN
+            report
+            for report in tried
+            if report.number == number and report.verdict is Verdict.UNKNOWN
         ]
         if unknown:
             choice.stopped = "unknown"
@@ -121,7 +128,7 @@ def _take_one_of(
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
-        choice.passed_over.append(PassedOver(report, reason))
+        choice.pass_over(report, reason)
     return False
 
 
@@ -204,7 +211,7 @@ def _predecessors(
 ) -> Iterator[Report]:
     # A damaged predecessor says nothing; the one before it is asked instead.
     says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
-    for candidate in older[:MAX_PREDECESSORS]:
+    for candidate in older:
         report = look(candidate, level)
         if report.verdict in says_nothing:
             continue
@@ -218,7 +225,7 @@ def suspect_storage(choice: Choice) -> Iterator[Finding]:
     damaged = choice.damaged
     if len(damaged) < 2:
         return
-    numbers = ", ".join(str(over.report.number) for over in damaged)
+    numbers = ", ".join(str(number) for number in damaged)
     yield Finding(
         "root.suspect",
         "",
