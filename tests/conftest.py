@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,11 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["services.plugin"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a shell: the programs that tests interrupt would
+    # inherit deaf ears, and be waited for in vain.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
