@@ -209,7 +209,7 @@ class TensorEntry:
     torch's name without `torch.` (`bfloat16`). `path` is the key path before
     flattening, where the metadata gives it, else `(fqn,)`. `strides` is only
     there from torch 2.15 on. `memory_format` is torch's encoding: 0 contiguous,
-    1 channels last, 2 channels last 3d, 3 preserve.
+    1 channels last, 2 preserve.
     """
 
     fqn: str
