@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from ckptctl.checks.words import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA, step_name
 from ckptctl.model import Metadata, Part, Step
@@ -26,7 +27,7 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
     ]
     if not numbers or numbers[-1] == step.number:
         return
-    where = f"{part.path}/{METADATA}" if part.path else METADATA
+    where = inside(part.path, METADATA)
     yield Finding(
         "metadata.foreign",
         where,

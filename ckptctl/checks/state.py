@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptctl.checks.words import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.state_keys import (
     Kind,
@@ -114,7 +115,7 @@ def _from_entries(
         name = kind.names[0]
         if name not in STATE_KINDS or (name == "optimizer" and hollow):
             continue
-        where = f"{part}/{fqn}" if part else fqn
+        where = inside(part, fqn)
         _note(found[name], where, kind.rank, numbers.get((part, fqn)))
 
 

@@ -10,12 +10,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptctl.checks.words import inside
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.model import FileInfo, Metadata, Part
 from ckptctl.storage.contract import ShortRead, Store
+from ckptctl.storage.opening import parent_url
 
 MAX_METADATA_BYTES = 2**30
 """Larger metadata is refused. 512,000 chunks take 70 MB: this is enough for 7 million."""
@@ -41,7 +43,7 @@ class PartFolder:
 
     def in_step(self, name: str) -> str:
         """The path of one of the part's files in the step: what findings name."""
-        return f"{self.part.path}/{name}" if self.part.path else name
+        return inside(self.part.path, name)
 
 
 def read_metadata(at: PartFolder) -> Iterator[Metadata | Finding]:
@@ -110,7 +112,7 @@ def _unreadable(at: PartFolder, where: str, why: str) -> Finding:
         f"{where} does not decode: {why}",
         expected="metadata as torch's DCP writes it",
         found=why,
-        next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
+        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
     )
 
 
@@ -162,7 +164,7 @@ def _missing_ranks(at: PartFolder, ranks: list[int]) -> Iterator[Finding]:
             f"{len(missing)} of {ranks[-1] + 1} ranks left no metadata of their own ({shown})",
             expected=f"metadata of {ranks[-1] + 1} ranks",
             found=f"metadata of {len(ranks)} ranks",
-            next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
+            next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
         )
 
 
@@ -177,9 +179,5 @@ def _missing(at: PartFolder, *, tmp: bool) -> Finding:
         f"there is no {where}, only {found}: the save did not come to its end",
         expected=where,
         found=found,
-        next_command=f"ckptctl pick {shlex.quote(_root_of(at.url))}",
+        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
     )
-
-
-def _root_of(url: str) -> str:
-    return url.rstrip("/").rsplit("/", 1)[0] or "/"

@@ -19,6 +19,7 @@ from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.state import check_optimizer_steps
 from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
+from ckptctl.checks.words import inside
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.state_keys import entry_kinds, is_optimizer_step, optimizer_of
 from ckptctl.judge.metadata_files import PartFolder, read_metadata
@@ -151,6 +152,6 @@ def _steps_by_optimizer(
         )
         if number is not None:
             file = value.byte_range.file
-            where = f"{part.path}/{file}" if part.path else file
+            where = inside(part.path, file)
             steps[optimizer_of(paths[value.fqn])].append((where, number))
     return steps

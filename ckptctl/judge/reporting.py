@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.state import check_required
+from ckptctl.checks.words import inside
 from ckptctl.checks.world_size import (
     check_saved_world_size,
     check_world_size,
@@ -116,7 +117,7 @@ def _is_known(parts: Sequence[PartLook]) -> bool:
 def metadata_path(part: str, rank: int | None) -> str:
     """The path of a metadata file in its step: the global one of a part, or a rank's own."""
     name = ".metadata" if rank is None else f"__{rank}.metadata"
-    return f"{part}/{name}" if part else name
+    return inside(part, name)
 
 
 def _saved_files(step: Step) -> list[FileInfo]:

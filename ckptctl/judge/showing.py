@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from ckptctl.checks.words import inside
 from ckptctl.formats.layouts import shard_rank
 from ckptctl.formats.state_keys import entry_kinds
 from ckptctl.judge.looking import Looked
@@ -94,7 +95,7 @@ def _n_bytes(entry: TensorEntry) -> int:
 def _shards(part: PartLook) -> Iterator[ShardRow]:
     records = part.records_by_file
     for file in part.part.files:
-        path = f"{part.part.path}/{file.path}" if part.part.path else file.path
+        path = inside(part.part.path, file.path)
         if file.path.endswith((".distcp", ".safetensors")):
             n_records = records.get(file.path, 0)
             yield ShardRow(path, shard_rank(file.path), file.size, n_records)
