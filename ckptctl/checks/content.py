@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl.checks.byte_pass import Piece
 from ckptctl.checks.ranges import Owner, Ranges
@@ -41,12 +41,19 @@ Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""
 
 
-@dataclass(slots=True)
-class _Alike:
-    """Records of one file with one kind of damage."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the records of a part said to one process, for another to add to its own.
 
-    numbers: list[int] = field(default_factory=list)
-    first: Checked | None = None
+    Records are numbers in the ranges of the part, which are the same in both as long as
+    both read the same metadata.
+    """
+
+    n_chosen: int
+    sound: tuple[int, ...]
+    wrong: tuple[tuple[int, str, Checked], ...]
+    unverifiable: tuple[tuple[str, tuple[int, ...]], ...]
+    folds: tuple[tuple[int, tuple[int, int]], ...]
 
 
 class ContentCheck:
@@ -74,7 +81,7 @@ class ContentCheck:
         self._lock = threading.Lock()
         self._joints: dict[int, list[Part]] = defaultdict(list)
         self._sound: list[int] = []
-        self._wrong: dict[tuple[int, str], _Alike] = defaultdict(_Alike)
+        self._wrong: dict[tuple[int, str], dict[int, Checked]] = defaultdict(dict)
         self._unverifiable: dict[str, list[int]] = defaultdict(list)
         self._folds: dict[int, tuple[int, int]] = {}
         self._zstd: str | None = None
@@ -91,7 +98,7 @@ class ContentCheck:
     @property
     def whole(self) -> bool:
         """Every record that was chosen has been read."""
-        n_wrong = sum(len(alike.numbers) for alike in self._wrong.values())
+        n_wrong = sum(map(len, self._wrong.values()))
         n_unproven = sum(map(len, self._unverifiable.values()))
         return len(self._sound) + n_wrong + n_unproven == self._n_chosen
 
@@ -100,6 +107,28 @@ class ContentCheck:
         """How much has been proven so far."""
         n_bytes = sum(self.ranges.lengths[number] for number in self._sound)
         return Proven(self.n_asked, n_bytes, len(self._sound))
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the records have said so far."""
+        wrong = tuple(
+            (number, code, checked)
+            for (_, code), alike in self._wrong.items()
+            for number, checked in alike.items()
+        )
+        unverifiable = tuple((why, tuple(numbers)) for why, numbers in self._unverifiable.items())
+        sound, folds = tuple(self._sound), tuple(self._folds.items())
+        return Outcome(self._n_chosen, sound, wrong, unverifiable, folds)
+
+    def add(self, other: Outcome) -> None:
+        """Take what other records of the part said to another process."""
+        self._n_chosen += other.n_chosen
+        self._sound += other.sound
+        self._folds |= dict(other.folds)
+        for number, code, checked in other.wrong:
+            self._note(number, code, checked)
+        for why, numbers in other.unverifiable:
+            self._unverifiable[why] += numbers
 
     def findings(self, sealed: Collection[str] = ()) -> Iterator[Finding]:
         """What the bytes that were read say against the part.
@@ -110,7 +139,7 @@ class ContentCheck:
         """
         self._compare_folds()
         yield from at_most_few(
-            self._finding(file, code, alike) for (file, code), alike in sorted(self._wrong.items())
+            self._finding(file, code, self._wrong[file, code]) for file, code in sorted(self._wrong)
         )
         yield from self._without_proof(sealed)
 
@@ -194,11 +223,7 @@ class ContentCheck:
         self.report(number, check_parts(directory, parts, tail))
 
     def _note(self, number: int, code: str, checked: Checked) -> None:
-        alike = self._wrong[self.ranges.files[number], code]
-        first = min(alike.numbers, key=self.ranges.starts.__getitem__, default=None)
-        if first is None or self.ranges.starts[number] < self.ranges.starts[first]:
-            alike.first = checked
-        alike.numbers.append(number)
+        self._wrong[self.ranges.files[number], code][number] = checked
 
     def _compare_folds(self) -> None:
         """Checksums against `serialization_id`, which torch makes of them.
@@ -217,9 +242,9 @@ class ContentCheck:
 
     # Words
 
-    def _finding(self, file: int, code: str, alike: _Alike) -> Finding:
+    def _finding(self, file: int, code: str, alike: Mapping[int, Checked]) -> Finding:
         ranges = self.ranges
-        numbers = sorted(alike.numbers, key=ranges.starts.__getitem__)
+        numbers = sorted(alike, key=ranges.starts.__getitem__)
         first = numbers[0]
         start = ranges.starts[first]
         path = ranges.file_names[file]
@@ -227,11 +252,10 @@ class ContentCheck:
         one, many = _SAYS[code]
         what = f"a record {one}" if len(numbers) == 1 else f"{len(numbers):,} records {many}"
         names = some_of(list(dict.fromkeys(ranges.owner(n).entry.fqn for n in numbers)))
-        checked = alike.first
         expected = found = None
-        why = checked.unreadable if checked else None
-        if checked is not None and checked.wrong is not None:
-            wrong = checked.wrong
+        why = alike[first].unreadable
+        wrong = alike[first].wrong
+        if wrong is not None:
             why = (
                 f"{some_of(wrong.names)} (bytes {start + wrong.start:,} to {start + wrong.end:,} "
                 "of the file)"

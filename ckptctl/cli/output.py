@@ -111,6 +111,10 @@ class Output:
         self.err = Channel.on(sys.stderr, color)
         self._progress: Progress | None = None
 
+    def step_aside(self) -> None:
+        """Say nothing but errors, and those on standard error: another process gives the answer."""
+        self.as_json, self.quiet, self._report_file = False, True, None
+
     @property
     def talks(self) -> bool:
         """The reader is a person: there is no `--json` and no `--quiet`."""

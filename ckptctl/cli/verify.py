@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import verify_document
@@ -28,11 +29,10 @@ from ckptctl.cli.options import (
     seal_key,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.model import Level
-
-if TYPE_CHECKING:
-    from ckptctl.cli.stopping import Ended
+from ckptctl.ranks.crew import RankCrew, joined, place_in
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -88,15 +88,14 @@ def verify(
 
     Nothing is loaded, and no code of the step runs. With --quiet only the exit code answers.
     Where --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure,
-    and the report says how much is proven.
+    and the report says how much is proven. Started by torchrun or srun, the processes share the
+    bytes, and give one report and one exit code.
     """
-    if level is LevelChoice.CONTENT:
-        from ckptctl.cli.stopping import ended_by_signals
-
-        context: AbstractContextManager[Ended | None] = ended_by_signals()
-    else:
-        context = nullcontext()
-    with context as stop:
+    with ExitStack() as stack:
+        stop, crew = None, None
+        if level is LevelChoice.CONTENT:
+            crew = _crew(stack, out)
+            stop = stack.enter_context(ended_by_signals()) if crew is None else None
         report = ckptctl.verify(
             step,
             level=Level(level.value),
@@ -112,13 +111,26 @@ def verify(
             deadline_s=parse_duration(deadline),
             jobs=jobs,
             stop=stop,
+            crew=crew,
             on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
             **storage,
         )
-    if stop is not None and stop.exit_code:
-        report = replace(report, exit_code=stop.exit_code)
+        if crew is not None:
+            report = replace(report, exit_code=crew.agree(report.exit_code))
+        elif stop is not None and stop.exit_code:
+            report = replace(report, exit_code=stop.exit_code)
     out.answer(
         lambda: verify_document(report, next_command(report)),
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),
     )
     return report.exit_code
+
+
+def _crew(stack: ExitStack, out: Output) -> RankCrew | None:
+    """The processes that torchrun or srun started besides this one; None where there are none."""
+    place = place_in(os.environ)
+    if place is None:
+        return None
+    if place.rank > 0:
+        out.step_aside()
+    return stack.enter_context(joined(place))

@@ -8,15 +8,18 @@ are compared in the same pass.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from ckptctl.checks.byte_pass import Limits, read_runs
-from ckptctl.checks.content import Choose, ContentCheck, unverifiable
+from ckptctl.checks.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.checks.words import counted, inside
+from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.safetensors import SUFFIX
 from ckptctl.judge.part_checks import PartLook, folder_of
+from ckptctl.judge.subsets import share
 from ckptctl.model import Part, PartFormat, Step
 from ckptctl.storage.contract import Store
 
@@ -26,12 +29,47 @@ _SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-chec
 _SAID_AGAIN = frozenset({"record.crc", "record.framing"})
 
 
+Outcomes = tuple[str, int, tuple[Outcome, ...]]
+"""What one process has found: which step it read, how many bytes, and each part's outcome."""
+
+
+class Crew(Protocol):
+    """Processes that share the bytes of one step; every one of them calls the same in turn."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process; 0 makes the report."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def watch(self, told: OnProgress | None) -> OnProgress:
+        """What to tell of this process's progress; `told` is told of that of all."""
+        ...
+
+    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
+        """Wait for all, then give those of the others to rank 0, and nothing to the others.
+
+        Raises `StorageUnavailable` where a process is gone.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the bytes of a step are to be read, and which of its records."""
+    """How the bytes of a step are to be read, which of its records, and together with whom."""
 
     limits: Limits = field(default_factory=Limits)
     choose: Choose | None = None
+    crew: Crew | None = None
+
+    @property
+    def is_helper(self) -> bool:
+        """Another process makes the report, and asks all that is not in the bytes."""
+        return self.crew is not None and self.crew.rank > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +104,18 @@ def look_at_bytes(
             look.ranges,
             look.part.files,
             look.part.path,
-            choose=asked.choose,
+            choose=_own_share(asked),
         )
         for look in parts
         if look.metadata
     ]
     of_records = [run for check in checks for run in check.runs]
-    n_read = read_runs(store, sealed.runs(of_records) if sealed else of_records, asked.limits)
+    limits = asked.limits
+    if asked.crew is not None:
+        limits = replace(limits, on_progress=asked.crew.watch(limits.on_progress))
+    n_read = read_runs(store, sealed.runs(of_records) if sealed else of_records, limits)
+    if asked.crew is not None:
+        n_read += _join(asked.crew, step, parts, checks, n_read)
     as_sealed = sealed.proven if sealed else frozenset()
     found = [*sealed.findings()] if sealed else []
     found += [finding for check in checks for finding in check.findings(as_sealed)]
@@ -84,6 +127,38 @@ def look_at_bytes(
     if not whole:
         found.append(_partial(proven, step))
     return BytesLook((*_merged(findings, found, whole=whole), *found), proven, n_read, whole)
+
+
+def _own_share(asked: Asked) -> Choose | None:
+    """The records that this process reads: of those that were asked for, its share by bytes."""
+    crew, choose = asked.crew, asked.choose
+    if crew is None:
+        return choose
+
+    def chosen(lengths: Sequence[int]) -> Collection[int]:
+        places = sorted(choose(lengths)) if choose is not None else range(len(lengths))
+        own = share([lengths[place] for place in places], crew.rank + 1, crew.size)
+        return [places[place] for place in own]
+
+    return chosen
+
+
+def _join(
+    crew: Crew, step: Step, parts: Sequence[PartLook], checks: Sequence[ContentCheck], n_read: int
+) -> int:
+    """Add up what all processes found, in rank 0; how many bytes the others read."""
+    read = " ".join(one.digest for look in parts for one in look.metadata)
+    found = crew.gather((read, n_read, tuple(check.outcome for check in checks)))
+    for other_read, _, outcomes in found:
+        if other_read != read:
+            raise StorageUnavailable(
+                f"{step.url}: the processes do not read the same metadata: the step is being "
+                "written, or the machines do not see the same storage",
+                next_command=f"ckptctl verify {step.url} --level content",
+            )
+        for check, outcome in zip(checks, outcomes, strict=True):
+            check.add(outcome)
+    return sum(others_read for _, others_read, _ in found)
 
 
 def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:

@@ -124,6 +124,8 @@ def _look_at(
 ) -> Looked:
     parts = [look_at_part(store, step, part) for part in step.parts]
     reached, reason = _level(store.kind, parts, level, at_least)
+    if content is not None and content.is_helper:
+        return _help(store, step, parts, conditions, content)
     deep = reached.depth >= Level.STRUCTURE.depth
     if deep:
         parts = [look_deeper(store, step, part) for part in parts]
@@ -165,6 +167,26 @@ def _look_at(
         proven=proven,
     )
     return Looked(report, step, tuple(parts), reason, notes)
+
+
+def _help(
+    store: Store, step: Step, parts: Sequence[PartLook], conditions: Conditions, content: Asked
+) -> Looked:
+    """Read this process's share of the bytes, for another one that makes the report."""
+    from ckptctl.judge.bytes_look import look_at_bytes
+
+    read = look_at_bytes(store, step, parts, (), None, content)
+    report = report_on(
+        step,
+        read.findings,
+        parts,
+        NO_STATE,
+        conditions,
+        Level.CONTENT,
+        n_read=read.n_read,
+        proven=read.proven,
+    )
+    return Looked(report, step, tuple(parts))
 
 
 def _notes(

@@ -23,21 +23,21 @@ def parse_subset(text: str | None) -> Choose | None:
     """
     if text is None:
         return None
-    share = _SHARE.fullmatch(text)
-    if share and 1 <= int(share[1]) <= int(share[2]):
-        number, of = int(share[1]), int(share[2])
-        return lambda lengths: _share(lengths, number, of)
+    part = _SHARE.fullmatch(text)
+    if part and 1 <= int(part[1]) <= int(part[2]):
+        number, of = int(part[1]), int(part[2])
+        return lambda lengths: share(lengths, number, of)
     percent = _PERCENT.fullmatch(text)
     if percent and 0 < float(percent[1]) <= 100:
-        part = float(percent[1]) / 100
-        return lambda lengths: _spread(lengths, part)
+        fraction = float(percent[1]) / 100
+        return lambda lengths: _spread(lengths, fraction)
     raise UsageError(
         f"--subset is a part of several (3/7) or of all bytes (10%), not {text!r}",
         next_command="ckptctl verify STEP --level content --subset 1/7",
     )
 
 
-def _share(lengths: Sequence[int], number: int, of: int) -> Collection[int]:
+def share(lengths: Sequence[int], number: int, of: int) -> Collection[int]:
     """The records whose middle lies in part `number` of `of` equal parts of all bytes."""
     total = sum(lengths)
     chosen = []

@@ -22,7 +22,7 @@ from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
     from ckptctl.checks.byte_pass import OnProgress, Stop
-    from ckptctl.judge.bytes_look import Asked
+    from ckptctl.judge.bytes_look import Asked, Crew
 
 
 def verify(
@@ -42,6 +42,7 @@ def verify(
     jobs: int | None = None,
     stop: Stop | None = None,
     on_progress: OnProgress | None = None,
+    crew: Crew | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -64,6 +65,8 @@ def verify(
     `stop` ends the reading from another thread or a signal handler. What was compared
     until then is in the report, whose level is then `structure`. `jobs` is how many
     threads read a file system. `on_progress` is told bytes read and bytes to read.
+    With a `crew` (see `ckptctl.ranks`) several processes share the bytes: each calls
+    this with the same arguments, and rank 0 has the report.
 
     A storage that fails gives the verdict `unknown`. Raises `UsageError` and
     `PathNotFound` where there is no such step, `StorageError` where the root that
@@ -84,7 +87,7 @@ def verify(
             marks=marks,
         ),
         pattern=pattern,
-        content=_content(level, subset, deadline_s, jobs, stop, on_progress),
+        content=_content(level, subset, deadline_s, jobs, stop, on_progress, crew),
         storage_options=storage_options,
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
@@ -98,6 +101,7 @@ def _content(
     jobs: int | None,
     stop: Stop | None,
     on_progress: OnProgress | None,
+    crew: Crew | None,
 ) -> Asked | None:
     """How the bytes are to be read; raises `UsageError` where they are not to be."""
     given = {"subset": subset, "deadline": deadline_s, "jobs": jobs}
@@ -120,7 +124,8 @@ def _content(
         until_s = time.monotonic() + not_negative("deadline", deadline_s)
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
-    return Asked(Limits(jobs, until_s, stop or Stop(), on_progress), parse_subset(subset))
+    limits = Limits(jobs, until_s, stop or Stop(), on_progress)
+    return Asked(limits, parse_subset(subset), crew)
 
 
 def look_at_target(

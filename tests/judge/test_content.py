@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
-import shutil
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from huge_step import make_huge, wait_until_it_has_read
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
 
@@ -350,14 +348,7 @@ def test_a_deadline_that_is_no_time_is_refused(checkpoints: Path, given: str) ->
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_proven_in_the_report(step: Path, tmp_path: Path) -> None:
-    # A record of many sparse gigabytes: its bytes take time, and are no record at all.
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    place = max(metadata.storage_data.values(), key=lambda place: place.length)
-    shutil.copy2(step / place.relative_path, step / "huge.distcp")
-    with (step / "huge.distcp").open("r+b") as file:
-        file.truncate(200 << 30)
-    place.relative_path, place.offset, place.length = "huge.distcp", 0, 200 << 30
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    make_huge(step)
     report_file = tmp_path / "report.json"
     process = subprocess.Popen(
         [
@@ -374,12 +365,8 @@ def test_ctrl_c_keeps_what_is_proven_in_the_report(step: Path, tmp_path: Path) -
         stdout=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None:
-        counts = Path(f"/proc/{process.pid}/io").read_text()
-        if int(counts.split("rchar: ")[1].split()[0]) > 1 << 30:
-            process.send_signal(signal.SIGINT)
-            break
-        time.sleep(0.05)
+    wait_until_it_has_read(process.pid, 1 << 30)
+    process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     document = validated(said)

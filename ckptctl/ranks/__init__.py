@@ -1,0 +1,1 @@
+"""One verdict from many processes."""
