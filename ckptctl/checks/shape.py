@@ -61,12 +61,15 @@ def sidecars_of(step: Step) -> tuple[FileInfo, ...]:
 def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     """Yield what the names in a step say against it. Cost: one look at each name.
 
-    `unfinished` says that the folder itself bears the name of a save in flight.
+    `unfinished` says that the folder itself bears the name of a save in flight, or that a
+    file beside it says so.
     Yields `step.unfinished`, `part.missing`, `file.missing`, `file.unreadable`,
     `metadata.missing`, `format.unsupported`.
     """
     if unfinished:
-        yield _unfinished(step.name, "the folder still bears the name of a save in flight")
+        yield _unfinished(
+            step.name, "its name, or a file beside it, says that the save did not end"
+        )
     for marker in layouts.unfinished_markers(step.files):
         yield _unfinished(marker, f"{marker} is still there: the save did not end")
     yield from _check_stages(step)

@@ -132,8 +132,8 @@ def check_world_size(
         yield Finding(
             "state.lost",
             ", ".join(lost),
-            f"{' and '.join(lost)} exist once per rank ({counts}) and cannot be restored "
-            f"on {wanted} ranks as they are: the data would repeat or skip",
+            f"{' and '.join(lost)} exist{'s' * (len(lost) == 1)} once per rank ({counts}) and "
+            f"cannot be restored on {wanted} ranks as they are: the data would repeat or skip",
             expected=f"one copy for each of {wanted} ranks",
             found=counts,
             next_command=f"ckptctl show {shlex.quote(url)}",

@@ -52,6 +52,7 @@ _UNFINISHED = (
 )
 _FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
 _UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
+_UNFINISHED_BESIDE = "-unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,12 @@ def _without_flat_suffix(name: str) -> str:
         if name.endswith(suffix):
             return name[: -len(suffix)]
     return name
+
+
+def unfinished_beside(file: FileInfo) -> str | None:
+    """The step that a file beside it (`NAME-unfinished`) says is being saved; else None."""
+    is_marker = file.kind == "file" and file.path.endswith(_UNFINISHED_BESIDE)
+    return file.path.removesuffix(_UNFINISHED_BESIDE) if is_marker else None
 
 
 def is_flat_file(file: FileInfo) -> bool:
@@ -344,6 +351,7 @@ _SIGNATURES = (
     ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
     ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
     ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
+    ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
     ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
     ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
@@ -357,6 +365,7 @@ _WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "olmo-core": (".metadata.json", "train/rank0.pt"),
     "lightning": ("meta.pt",),
     "transformers": ("trainer_state.json",),
+    "accelerate": ("random_states_0.pkl",),
     "megatron-bridge": ("train_state.pt", "run_config.yaml"),
 }
 # Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Finding
@@ -25,6 +25,7 @@ from ckptctl.formats.layouts import (
     rank_local_rank,
     shard_rank,
     step_name,
+    unfinished_beside,
 )
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, Store
@@ -74,11 +75,13 @@ def read_listing(
     pointers: list[FileInfo] = []
     folders: list[str] = []
     unnumbered: list[str] = []
+    in_flight: set[str | None] = set()
     known = False
     is_step = False
     for entry in entries:
         known = known or entry.path == OWN_FOLDER
         is_step = is_step or _is_of_a_step(entry.path)
+        in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
             continue
@@ -89,6 +92,7 @@ def read_listing(
             folders.append(entry.path)
         elif looks_like_checkpoint(entry):
             unnumbered.append(entry.path)
+    steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     return RootListing(
         _newest_first(steps),
         tuple(pointers),

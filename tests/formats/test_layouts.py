@@ -221,6 +221,13 @@ def test_a_stage_that_is_missing_below_the_highest_is_named():
             ("trainer_state.json",),
         ),
         ("checkpoint-30", [".metadata"], "dcp", ()),
+        (
+            "checkpoint_30",
+            ["pytorch_model_fsdp_0/.metadata"],
+            "accelerate",
+            ("random_states_0.pkl",),
+        ),
+        ("checkpoint_30", [".metadata"], "dcp", ()),
         ("step_30", [".metadata", "train_state.pt"], "kempnerforge", ()),
         (
             "iter_0000030",

@@ -114,3 +114,12 @@ def test_a_root_that_is_given_as_a_step_is_a_usage_error(step: Path) -> None:
     for function in (ckptctl.verify, ckptctl.show):
         with pytest.raises(UsageError, match="is no step but a root that holds steps"):
             function(str(step.parent))
+
+
+def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path: Path, step: Path) -> None:
+    for number in (10, 20):
+        shutil.copytree(step, tmp_path / f"run--step={number}-last")
+    (tmp_path / "run--step=20-last-unfinished").touch()
+    found = ckptctl.pick(str(tmp_path), grace_s=0)
+    assert found.step == 10
+    assert "did not end" in found.passed_over[0].reason
