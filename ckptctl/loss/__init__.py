@@ -1,0 +1,1 @@
+"""Did the loss continue across a resume? Readers of logs, and the judgement."""
