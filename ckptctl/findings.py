@@ -128,6 +128,10 @@ CODES: Mapping[str, Code] = {
         Verdict.UNVERIFIABLE, "no checksum and no seal proves the bytes of records"
     ),
     "content.partial": _remark("not every byte was compared"),
+    "content.unfinished": _fault(
+        Verdict.UNVERIFIABLE, "the time was up before every byte was compared"
+    ),
+    "values.not-finite": _warning("a tensor holds NaN or infinity"),
     "format.unsupported": _fault(Verdict.UNVERIFIABLE, "a format that is not sharded DCP"),
     "format.no-checksums": _remark("a format that carries no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
@@ -218,18 +222,21 @@ class Proven:
     """How much of a part, or of several, was shown to be what was saved.
 
     `n_asked` are the bytes of all records; `n_bytes` of them, in `n_records` records,
-    match their checksums.
+    match their checksums. `n_values` floating-point values were looked at for NaN and
+    infinity, where that was asked for.
     """
 
     n_asked: int = 0
     n_bytes: int = 0
     n_records: int = 0
+    n_values: int = 0
 
     def __add__(self, other: Proven) -> Proven:
         return Proven(
             self.n_asked + other.n_asked,
             self.n_bytes + other.n_bytes,
             self.n_records + other.n_records,
+            self.n_values + other.n_values,
         )
 
 
@@ -248,7 +255,8 @@ class Report:
     files by their path in the step. `written_s` is when the newest file was
     written, in seconds since 1970. `ranks` are the ranks that left a file, by part.
     At level `content`, of the `bytes_in_records` those of `records_proven` records,
-    `bytes_proven`, match their checksums.
+    `bytes_proven`, match their checksums; `values_scanned` are the values that a scan for
+    NaN and infinity has looked at.
     `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None where no
     seal speaks of this save.
     """
@@ -275,6 +283,7 @@ class Report:
     bytes_in_records: int = 0
     bytes_proven: int = 0
     records_proven: int = 0
+    values_scanned: int = 0
 
     @property
     def usable(self) -> bool:

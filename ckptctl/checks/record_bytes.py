@@ -2,7 +2,8 @@
 
 A record is looked at with its directory at hand: that of a short one lies in the
 same piece of memory, that of a long one was read ahead. Bytes of large members
-only pass through the checksum; everything around them is kept and compared. Parts
+only pass through the checksum, and through a scan for values that are not finite where
+one is asked for; everything around them is kept and compared. Parts
 of one record may pass in several threads, and their checksums are put together.
 What the members mean is not asked here.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ckptctl.checks.not_finite import FiniteScan, Form, Values, joined
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.record_frames import check_frame, fold_of, saved_fold
 from ckptctl.formats.records import (
@@ -22,6 +24,7 @@ from ckptctl.formats.records import (
     check_headers,
     check_texts,
     parse_directory,
+    read_member,
     tail_needed,
 )
 
@@ -46,17 +49,21 @@ class Checked:
 
     `unreadable` is why its frame is not as torch writes it. `folds` are what
     `serialization_id` says that the checksums come to, and what they do come to; None
-    where it says nothing.
+    where it says nothing. `values` are there of a sound record that was scanned.
     """
 
     has_crcs: bool
     unreadable: str | None = None
     wrong: WrongBytes | None = None
     folds: tuple[int, int] | None = None
+    values: Values | None = None
 
 
-def check_whole(data: memoryview) -> Checked:
-    """Look at a record that is in memory as a whole."""
+def check_whole(data: memoryview, form: Form | None = None) -> Checked:
+    """Look at a record that is in memory as a whole.
+
+    With `form` it is that of a tensor, whose values are scanned.
+    """
     tail = bytes(data[-1024:])
     try:
         needed = tail_needed(tail, len(data))
@@ -68,7 +75,37 @@ def check_whole(data: memoryview) -> Checked:
     from zlib_ng.zlib_ng import crc32
 
     crcs = [crc32(data[member.start : member.end]) for member in directory.members]
-    return _checked(directory, _InMemory(data), crcs)
+    checked = _checked(directory, _InMemory(data), crcs)
+    if form is None:
+        return checked
+    scans = {number: FiniteScan(form) for number in _element_members(directory)}
+    for number, scan in scans.items():
+        member = directory.members[number]
+        scan.take(data[member.start : member.end])
+    return _with_values(checked, directory, _InMemory(data), form, scans.values())
+
+
+def _element_members(directory: RecordDirectory) -> list[int]:
+    """The members that hold the elements of a tensor: one, as DCP writes them."""
+    return [n for n, member in enumerate(directory.members) if member.name.startswith("data/")]
+
+
+def _with_values(
+    checked: Checked,
+    directory: RecordDirectory,
+    read: Readable,
+    form: Form,
+    scans: Iterable[FiniteScan],
+) -> Checked:
+    """What was checked, with what the scans of all its bytes came to.
+
+    Nothing for a record that is damaged, and for one of a big-endian machine.
+    """
+    if checked.unreadable is not None or checked.wrong is not None:
+        return checked
+    if read_member(directory, "byteorder", read) not in (None, b"little"):
+        return checked
+    return replace(checked, values=joined(form, scans))
 
 
 class _InMemory:
@@ -111,20 +148,26 @@ class Part:
     """Bytes of a record that passed in one thread, from `start` to `end`.
 
     `kept` are the bytes around the large members; `crcs` those of the large members,
-    as member, offset, length and CRC-32.
+    as member, offset, length and CRC-32; `scans` those that were scanned, by member.
     """
 
     start: int
     end: int
     kept: list[tuple[int, bytes]] = field(default_factory=list)
     crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    scans: dict[int, FiniteScan] = field(default_factory=dict)
 
 
 class Passing:
-    """Takes the bytes of a record from `start` on, in order."""
+    """Takes the bytes of a record from `start` on, in order.
 
-    def __init__(self, directory: RecordDirectory, start: int) -> None:
+    With `form` it is that of a tensor, whose values are scanned.
+    """
+
+    def __init__(self, directory: RecordDirectory, start: int, form: Form | None = None) -> None:
         self.directory = directory
+        self._form = form
+        self._elements = frozenset(_element_members(directory))
         large = [(n, m) for n, m in enumerate(directory.members) if m.size > _KEPT]
         # Where bytes are kept and where they only pass, in turn.
         self._edges = [0, *(edge for _, m in large for edge in (m.start, m.end)), directory.length]
@@ -144,6 +187,7 @@ class Passing:
                 part.kept.append((part.end, bytes(piece)))
             else:
                 number = self._large[at // 2]
+                self._scan(number, piece)
                 if part.crcs and part.crcs[-1][0] == number:
                     _, start, length, crc = part.crcs.pop()
                     part.crcs.append((number, start, length + n, crc32(piece, crc)))
@@ -151,14 +195,25 @@ class Passing:
                     part.crcs.append((number, part.end, n, crc32(piece)))
             part.end += n
 
+    def _scan(self, number: int, piece: memoryview) -> None:
+        if self._form is None or number not in self._elements:
+            return
+        part = self._part
+        if number not in part.scans:
+            at = part.end - self.directory.members[number].start
+            part.scans[number] = FiniteScan(self._form, at)
+        part.scans[number].take(piece)
+
     @property
     def part(self) -> Part:
         """What has passed so far."""
         return self._part
 
 
-def check_parts(directory: RecordDirectory, parts: Iterable[Part], tail: bytes) -> Checked:
-    """Look at a record whose bytes have all passed, in parts.
+def check_parts(
+    directory: RecordDirectory, parts: Iterable[Part], tail: bytes, form: Form | None = None
+) -> Checked:
+    """Look at a record whose bytes have all passed, in parts, scanned where there is a `form`.
 
     `tail` is the end of the record as it was when its directory was read.
     """
@@ -166,7 +221,16 @@ def check_parts(directory: RecordDirectory, parts: Iterable[Part], tail: bytes) 
     kept = _Kept([piece for part in in_order for piece in part.kept])
     if kept.get(directory.length - len(tail), directory.length) not in (tail, None):
         return Checked(directory.has_crcs, unreadable="its end changed while it was read")
-    return _checked(directory, kept, _joined(directory, in_order, kept))
+    checked = _checked(directory, kept, _joined(directory, in_order, kept))
+    if form is None:
+        return checked
+    scans = [scan for part in in_order for scan in part.scans.values()]
+    for number in _element_members(directory):
+        member = directory.members[number]
+        if member.size <= _KEPT:
+            scans.append(FiniteScan(form))
+            scans[-1].take(kept.get(member.start, member.end) or b"")
+    return _with_values(checked, directory, kept, form, scans)
 
 
 class _Kept:

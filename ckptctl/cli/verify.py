@@ -67,7 +67,7 @@ def verify(
             "--deadline",
             metavar="TIME",
             help="Level content: stop comparing after this time, 120s or 5m, and tell what is "
-            "proven until then.",
+            "proven until then; 22 where that is not everything.",
         ),
     ] = None,
     jobs: Annotated[
@@ -80,6 +80,14 @@ def verify(
             "good for it.",
         ),
     ] = None,
+    nan_scan: Annotated[
+        bool,
+        option(
+            "--nan-scan",
+            help="Level content: also look for NaN and infinity in floating-point tensors; what "
+            "is found is a warning.",
+        ),
+    ] = False,
     *,
     storage: Storage,
     out: Output,
@@ -88,8 +96,8 @@ def verify(
 
     Nothing is loaded, and no code of the step runs. With --quiet only the exit code answers.
     Where --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure,
-    and the report says how much is proven. Started by torchrun or srun, the processes share the
-    bytes, and give one report and one exit code.
+    and the report says how much is proven; a deadline that came first ends with 22. Started by
+    torchrun or srun, the processes share the bytes, and give one report and one exit code.
     """
     with ExitStack() as stack:
         stop, crew = None, None
@@ -110,6 +118,7 @@ def verify(
             subset=subset,
             deadline_s=parse_duration(deadline),
             jobs=jobs,
+            nan_scan=nan_scan,
             stop=stop,
             crew=crew,
             on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),

@@ -7,6 +7,7 @@ are compared in the same pass.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -60,11 +61,15 @@ class Crew(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the bytes of a step are to be read, which of its records, and together with whom."""
+    """How the bytes of a step are to be read, which of its records, and together with whom.
+
+    With `nan_scan` the values of floating-point tensors are looked at too.
+    """
 
     limits: Limits = field(default_factory=Limits)
     choose: Choose | None = None
     crew: Crew | None = None
+    nan_scan: bool = False
 
     @property
     def is_helper(self) -> bool:
@@ -105,6 +110,7 @@ def look_at_bytes(
             look.part.files,
             look.part.path,
             choose=_own_share(asked),
+            nan_scan=asked.nan_scan,
         )
         for look in parts
         if look.metadata
@@ -122,10 +128,12 @@ def look_at_bytes(
     for look in parts:
         found += _of_safetensors(look.part, as_sealed)
     proven = sum((check.proven for check in checks), NOTHING_PROVEN)
-    whole = all(check.whole for check in checks) and asked.choose is None
-    whole = whole and (sealed is None or sealed.whole)
-    if not whole:
-        found.append(_partial(proven, step))
+    finished = all(check.whole for check in checks) and (sealed is None or sealed.whole)
+    whole = finished and asked.choose is None
+    if not finished:
+        found.append(_not_all(proven, step, "content.unfinished"))
+    elif not whole:
+        found.append(_not_all(proven, step, "content.partial"))
     return BytesLook((*_merged(findings, found, whole=whole), *found), proven, n_read, whole)
 
 
@@ -154,7 +162,7 @@ def _join(
             raise StorageUnavailable(
                 f"{step.url}: the processes do not read the same metadata: the step is being "
                 "written, or the machines do not see the same storage",
-                next_command=f"ckptctl verify {step.url} --level content",
+                next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
             )
         for check, outcome in zip(checks, outcomes, strict=True):
             check.add(outcome)
@@ -171,15 +179,16 @@ def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
         yield unverifiable(part.path, f"{n_files} without checksums")
 
 
-def _partial(proven: Proven, step: Step) -> Finding:
+def _not_all(proven: Proven, step: Step, code: str) -> Finding:
+    until = "until the look was ended " if code == "content.unfinished" else ""
     return Finding(
-        "content.partial",
+        code,
         "",
-        f"{proven.n_bytes:,} of {proven.n_asked:,} bytes in records match their checksums; the "
-        "others were not compared",
+        f"{until}{proven.n_bytes:,} of {proven.n_asked:,} bytes in records were shown to match "
+        "their checksums; the others were not compared",
         expected=f"{proven.n_asked:,} bytes",
         found=f"{proven.n_bytes:,} bytes",
-        next_command=f"ckptctl verify {step.url} --level content",
+        next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
     )
 
 

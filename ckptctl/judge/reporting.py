@@ -106,6 +106,7 @@ def report_on(
         bytes_in_records=proven.n_asked,
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,
+        values_scanned=proven.n_values,
     )
 
 

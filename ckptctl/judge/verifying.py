@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ def verify(
     subset: str | None = None,
     deadline_s: float | None = None,
     jobs: int | None = None,
+    nan_scan: bool = False,
     stop: Stop | None = None,
     on_progress: OnProgress | None = None,
     crew: Crew | None = None,
@@ -63,8 +65,10 @@ def verify(
     The rest is for level `content`. `subset` compares a part of the records: `3/7`, or
     `10%` of the bytes. `deadline_s` seconds after the call no further byte is read;
     `stop` ends the reading from another thread or a signal handler. What was compared
-    until then is in the report, whose level is then `structure`. `jobs` is how many
-    threads read a file system. `on_progress` is told bytes read and bytes to read.
+    until then is in the report, whose level is then `structure`; a look that was ended
+    before all that was asked for had been compared is `unverifiable` (22). `jobs` is how
+    many threads read a file system. `nan_scan` looks for NaN and infinity in the values
+    of floating-point tensors, in the same pass. `on_progress` is told bytes read and bytes to read.
     With a `crew` (see `ckptctl.ranks`) several processes share the bytes: each calls
     this with the same arguments, and rank 0 has the report.
 
@@ -87,7 +91,7 @@ def verify(
             marks=marks,
         ),
         pattern=pattern,
-        content=_content(level, subset, deadline_s, jobs, stop, on_progress, crew),
+        content=_content(step, level, subset, deadline_s, jobs, nan_scan, stop, on_progress, crew),
         storage_options=storage_options,
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
@@ -95,22 +99,30 @@ def verify(
 
 
 def _content(
+    step: str,
     level: Level | str,
     subset: str | None,
     deadline_s: float | None,
     jobs: int | None,
+    nan_scan: bool,
     stop: Stop | None,
     on_progress: OnProgress | None,
     crew: Crew | None,
 ) -> Asked | None:
     """How the bytes are to be read; raises `UsageError` where they are not to be."""
-    given = {"subset": subset, "deadline": deadline_s, "jobs": jobs}
+    given = {
+        "subset": subset,
+        "deadline": None if deadline_s is None else f"{deadline_s:g}s",
+        "jobs": None if jobs is None else str(jobs),
+        "nan-scan": "" if nan_scan else None,
+    }
     for name, value in given.items():
         if value is not None and known_level(level) is not Level.CONTENT:
+            words = ["ckptctl", "verify", step, "--level", "content", f"--{name}", value]
             raise UsageError(
                 f"--{name} is for level content; level {Level(level).value} reads no more than a "
                 "little of each record",
-                next_command=f"ckptctl verify STEP --level content --{name} {value}",
+                next_command=shlex.join(word for word in words if word),
             )
     if known_level(level) is not Level.CONTENT:
         return None
@@ -125,7 +137,7 @@ def _content(
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
     limits = Limits(jobs, until_s, stop or Stop(), on_progress)
-    return Asked(limits, parse_subset(subset), crew)
+    return Asked(limits, parse_subset(subset), crew, nan_scan)
 
 
 def look_at_target(

@@ -80,7 +80,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1300)
         monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 1700)
     if request.param == "cut into blocks":
-        monkeypatch.setattr("ckptctl.checks.content.BLOCK_BYTES", 4096)
+        monkeypatch.setattr("ckptctl.checks.record_runs.BLOCK_BYTES", 4096)
     return str(request.param)
 
 

@@ -298,9 +298,11 @@ def test_parts_and_deadlines_are_for_level_content_only(checkpoints: Path) -> No
             ckptctl.verify(one, level=Level.STRUCTURE, **asked)
 
 
-def test_a_deadline_that_came_leaves_the_level_structure(checkpoints: Path) -> None:
+def test_a_deadline_that_came_first_proves_nothing_and_is_no_success(checkpoints: Path) -> None:
     report = verify(checkpoints / "run_fsdp4" / "step_500", deadline_s=0.0)
-    assert (report.level, report.verdict) == (Level.STRUCTURE, Verdict.COMPLETE)
+    assert (report.level, report.verdict) == (Level.STRUCTURE, Verdict.UNVERIFIABLE)
+    assert report.exit_code == 22
+    assert faults(report) == ["content.unfinished"]
     assert report.bytes_proven == 0
     assert report.bytes_in_records > 0
 
@@ -319,7 +321,27 @@ def test_a_look_that_was_stopped_tells_what_it_has(checkpoints: Path) -> None:
     stop.ask()
     report = verify(checkpoints / "run_fsdp4" / "step_500", stop=stop)
     assert report.level is Level.STRUCTURE
-    assert "content.partial" in [finding.code for finding in report.findings]
+    assert faults(report) == ["content.unfinished"]
+
+
+def test_scan_compares_the_bytes_of_the_newest_steps_only(step: Path) -> None:
+    path, start, _ = elements_of(step, large_tensor(step))
+    change(path, start + 8, b"\0\0\xc0\x7f")
+    older = step.with_name("step_200")
+    path, start, _ = elements_of(older, large_tensor(older))
+    change(path, start + 8, b"\0\0\xc0\x7f")
+    scanned = ckptctl.scan(str(step.parent), level=Level.CONTENT, last=2)
+    assert [(r.number, r.verdict) for r in scanned.reports] == [
+        (500, Verdict.CORRUPT),
+        (400, Verdict.COMPLETE),
+    ]
+    assert {report.level for report in scanned.reports} == {Level.CONTENT}
+    assert all(report.bytes_proven for report in scanned.reports)
+    assert (scanned.n_steps, scanned.chosen) == (5, str(step.with_name("step_400")))
+    done = run_ckptctl("scan", step.parent, "--level", "content", "--last", 2, "--json")
+    document = validated(done.stdout)
+    assert [report["number"] for report in document["reports"]] == [500, 400]
+    assert document["reports"][1]["bytes_proven"] == scanned.reports[1].bytes_proven
 
 
 # The command
@@ -372,7 +394,7 @@ def test_ctrl_c_keeps_what_is_proven_in_the_report(step: Path, tmp_path: Path) -
     document = validated(said)
     assert document["exit_code"] == 130
     assert document["report"]["level"] == "structure"
-    assert "content.partial" in [one["code"] for one in document["report"]["findings"]]
+    assert "content.unfinished" in [one["code"] for one in document["report"]["findings"]]
     assert validated(report_file.read_text())["exit_code"] == 130
 
 

@@ -79,6 +79,10 @@ def _facts(report: Report, now_s: float) -> list[str]:
         proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
         records = count(report.records_proven, "record")
         facts[-1] = f"looked at: {read}; {proven} in records, {records}, match their checksums"
+    if report.values_scanned:
+        bad = sum(finding.code == "values.not-finite" for finding in report.findings)
+        says = "see below" if bad else "all of them finite"
+        facts.append(f"{count(report.values_scanned, 'floating-point value')} looked at: {says}")
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")

@@ -1,0 +1,317 @@
+"""How do the bytes of a file reach the looks at its records?
+
+Records that lie side by side are one run, which one thread reads: short ones whole,
+several at once; a long one in pieces, its end first, where its directory is. Runs are
+cut where the blocks of a file end, and a record that is cut passes in parts. What the
+bytes say goes to the `Desk`; what it means is the question of `content`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptctl.checks.byte_pass import Piece
+from ckptctl.checks.not_finite import Form
+from ckptctl.checks.ranges import Owner, Ranges
+from ckptctl.checks.record_bytes import Checked, Part, Passing, check_parts, check_whole
+from ckptctl.errors import MissingExtra, RecordUnreadable
+from ckptctl.formats.digests import BLOCK_BYTES
+from ckptctl.formats.records import TAIL, RecordDirectory, parse_directory, tail_needed
+from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.model import DTYPE_SIZES, BytesEntry, TensorEntry
+
+_MANY_BYTES = 1 << 30  # what a compressed entry that is no tensor may come to
+_FRAME_BYTES = 1 << 20
+
+
+class Desk(Protocol):
+    """Who takes what the records say, from several threads at once."""
+
+    @property
+    def ranges(self) -> Ranges:
+        """The byte ranges of the part; records are numbers in them."""
+        ...
+
+    def path_of(self, number: int) -> str:
+        """Where in the store the file of a record is."""
+        ...
+
+    def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
+        """The directory of a record from its tail, of which more is read where it takes that."""
+        ...
+
+    def form_of(self, number: int) -> Form | None:
+        """The form of a record's values where they are to be scanned."""
+        ...
+
+    def report(self, number: int, checked: Checked) -> None:
+        """Take what a record's bytes said."""
+        ...
+
+    def report_plain(self, number: int) -> None:
+        """Take that a record is a pickle without a frame."""
+        ...
+
+    def report_no_zstd(self, number: int) -> None:
+        """Take that a record is compressed, and that nothing here reads it."""
+        ...
+
+    def join(self, number: int, directory: RecordDirectory, part: Part, tail: bytes) -> None:
+        """Take a part of a record; with the last of them it is looked at."""
+        ...
+
+
+def runs_of(desk: Desk, numbers: Sequence[int]) -> Iterator[RecordRun]:
+    """Records side by side, cut where the blocks of the file end: a seal digests the same.
+
+    `numbers` are records of one file, in the order in which they lie in it.
+    """
+    ranges = desk.ranges
+    run: list[int] = []
+    start = end = 0
+    for number in numbers:
+        begin = ranges.starts[number]
+        stop = begin + ranges.lengths[number]
+        if run and begin != end:
+            yield RecordRun(desk, run, start, end)
+            run = []
+        if not run:
+            start = begin
+        run.append(number)
+        end = stop
+        cut = (start // BLOCK_BYTES + 1) * BLOCK_BYTES
+        if end >= cut and ranges.owner(number).transforms:
+            yield RecordRun(desk, run, start, end)  # they cannot be read from their middle on
+            run = []
+        while run and end >= cut:
+            yield RecordRun(desk, run, start, cut)
+            run = [number] if end > cut else []
+            start, cut = cut, cut + BLOCK_BYTES
+    if run:
+        yield RecordRun(desk, run, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece(Piece):
+    """A piece of a run: whole records from place `first` to `last`, or bytes of one."""
+
+    first: int = 0
+    last: int = 0
+
+
+class RecordRun:
+    """Records that lie side by side in one file; the first and the last may be cut."""
+
+    def __init__(self, desk: Desk, numbers: Sequence[int], start: int, end: int) -> None:
+        self._desk = desk
+        self._numbers = tuple(numbers)
+        self.start = start
+        self._end = end
+        self._passing: _Passing | _Unpacking | None = None
+
+    @property
+    def path(self) -> str:
+        """See `byte_pass.Run`."""
+        return self._desk.path_of(self._numbers[0])
+
+    @property
+    def n_bytes(self) -> int:
+        """See `byte_pass.Run`."""
+        return self._end - self.start
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """As many whole records at once as the limit allows; a long one by itself."""
+        ranges = self._desk.ranges
+        ends = [ranges.starts[number] + ranges.lengths[number] for number in self._numbers]
+        at, place = self.start, 0
+        while place < len(ends):
+            last = place
+            if at == ranges.starts[self._numbers[place]]:
+                while last < len(ends) and ends[last] <= min(self._end, at + limit):
+                    last += 1
+            if last > place:
+                yield _Piece(at, ends[last - 1] - at, first=place, last=last)
+                at, place = ends[last - 1], last
+                continue
+            stop = min(self._end, ends[place])
+            yield from self._pieces_of(place, at, stop, limit)
+            at, place = stop, place + 1
+
+    def _pieces_of(self, place: int, start: int, stop: int, limit: int) -> Iterator[Piece]:
+        number = self._numbers[place]
+        ranges = self._desk.ranges
+        if ranges.owner(number).transforms:
+            # Its end is known when all of it was unpacked once.
+            yield from _in_turn(start, stop, limit, place, ahead=True)
+        else:
+            end = ranges.starts[number] + ranges.lengths[number]
+            tail = min(TAIL, ranges.lengths[number])
+            yield _Piece(end - tail, tail, ahead=True, first=place)
+        yield from _in_turn(start, stop, limit, place)
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        """See `byte_pass.Run`."""
+        assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
+        ranges = self._desk.ranges
+        if piece.last:
+            for number in self._numbers[piece.first : piece.last]:
+                begin = ranges.starts[number] - piece.start
+                self._take_whole(number, data[begin : begin + ranges.lengths[number]])
+            return
+        number = self._numbers[piece.first]
+        begin = ranges.starts[number]
+        end = begin + ranges.lengths[number]
+        if self._passing is None or self._passing.number != number:
+            owner = ranges.owner(number)
+            self._passing = (
+                _Unpacking(self._desk, number, owner)
+                if owner.transforms
+                else _Passing(self._desk, number, max(0, self.start - begin))
+            )
+        if piece.ahead:
+            self._passing.look_ahead(data, last=piece.start + piece.length == end)
+        else:
+            self._passing.take(data)
+            if piece.start + piece.length == min(self._end, end):
+                self._passing.finish()
+                self._passing = None
+
+    def _take_whole(self, number: int, data: memoryview) -> None:
+        owner = self._desk.ranges.owner(number)
+        if owner.transforms:
+            unpacking = _Unpacking(self._desk, number, owner)
+            unpacking.look_ahead(data, last=True)
+            unpacking.take(data)
+            unpacking.finish()
+        elif isinstance(owner.entry, BytesEntry) and _is_plain(data[:2], data[-1:]):
+            self._desk.report_plain(number)
+        else:
+            self._desk.report(number, check_whole(data, self._desk.form_of(number)))
+
+
+def _in_turn(
+    start: int, stop: int, limit: int, place: int, *, ahead: bool = False
+) -> Iterator[Piece]:
+    for at in range(start, stop, limit):
+        yield _Piece(at, min(limit, stop - at), ahead, first=place)
+
+
+def _is_plain(head: memoryview, tail: memoryview) -> bool:
+    """A planner of its own may hand over bytes, which are then not framed by torch."""
+    return bytes(head[:1]) == b"\x80" and bytes(head[1:]) <= b"\x05" and bytes(tail) == b"."
+
+
+class _Passing:
+    """A long record, or a part of one, whose bytes pass in one thread."""
+
+    def __init__(self, desk: Desk, number: int, start: int) -> None:
+        self._desk = desk
+        self.number = number
+        self._start = start
+        self._passing: Passing | None = None
+        self._tail = b""
+        self._error = ""
+        self._head = b""
+
+    def look_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
+        """Take the end of the record, where its directory is."""
+        self._tail = bytes(data)
+        try:
+            directory, self._tail = self._desk.directory_of(self.number, self._tail)
+            self._passing = Passing(directory, self._start, self._desk.form_of(self.number))
+        except RecordUnreadable as error:
+            self._error = error.message
+
+    def take(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        self._head = self._head or bytes(data[:2])
+        if self._passing is not None:
+            self._passing.take(data)
+
+    def finish(self) -> None:
+        """All bytes of the record that lie in the run have passed."""
+        if self._passing is not None:
+            directory, part = self._passing.directory, self._passing.part
+            self._desk.join(self.number, directory, part, self._tail)
+        elif self._start == 0:  # said once, by the run that holds its beginning
+            owner = self._desk.ranges.owner(self.number)
+            plain = _is_plain(memoryview(self._head), memoryview(self._tail)[-1:])
+            if isinstance(owner.entry, BytesEntry) and plain:
+                self._desk.report_plain(self.number)
+            else:
+                self._desk.report(self.number, Checked(has_crcs=True, unreadable=self._error))
+
+
+class _Unpacking:
+    """A compressed record: unpacked twice, first to find its directory."""
+
+    def __init__(self, desk: Desk, number: int, owner: Owner) -> None:
+        self._desk = desk
+        self.number = number
+        self._limit = _unpacked_limit(owner)
+        self._length = 0
+        self._tail = b""
+        self._error = ""
+        self._passing: Passing | None = None
+        try:
+            require_zstd()
+            self._unpacker: Unpacker | None = Unpacker(self._limit)
+        except MissingExtra:
+            self._unpacker = None
+
+    def look_ahead(self, data: memoryview, *, last: bool) -> None:
+        """Unpack the next bytes for the first time."""
+        if self._unpacker is None or self._error:
+            return
+        try:
+            for out in self._unpacker.feed(data):
+                self._tail = (self._tail + out)[-_FRAME_BYTES:]
+            if last:
+                self._begin_again(self._unpacker)
+        except RecordUnreadable as error:
+            self._error = error.message
+
+    def _begin_again(self, unpacker: Unpacker) -> None:
+        if not unpacker.ended:
+            raise RecordUnreadable("its compressed bytes end too early")
+        needed = tail_needed(self._tail, unpacker.n_bytes)
+        self._tail = self._tail[-needed:]
+        directory = parse_directory(self._tail, unpacker.n_bytes)
+        self._passing = Passing(directory, 0, self._desk.form_of(self.number))
+        self._unpacker = Unpacker(self._limit)
+
+    def take(self, data: memoryview) -> None:
+        """Unpack the next bytes for the second time."""
+        if self._passing is None or self._unpacker is None:
+            return
+        try:
+            for out in self._unpacker.feed(data):
+                self._passing.take(memoryview(out))
+        except RecordUnreadable as error:
+            self._error, self._passing = error.message, None
+
+    def finish(self) -> None:
+        """All bytes have passed."""
+        if self._passing is not None:
+            directory, part = self._passing.directory, self._passing.part
+            form = self._desk.form_of(self.number)
+            checked = check_parts(directory, [part], self._tail, form)
+        elif self._unpacker is None:
+            self._desk.report_no_zstd(self.number)
+            return
+        else:
+            checked = Checked(has_crcs=True, unreadable=self._error)
+        self._desk.report(self.number, checked)
+
+
+def _unpacked_limit(owner: Owner) -> int:
+    """How many bytes a compressed record may come to: what its chunk holds, and its frame."""
+    entry = owner.entry
+    if not isinstance(entry, TensorEntry):
+        return _MANY_BYTES
+    n_bytes = DTYPE_SIZES.get(entry.dtype, 16)
+    for size in entry.chunks.sizes_of(owner.chunk):
+        n_bytes *= size
+    return n_bytes + _FRAME_BYTES
