@@ -1,0 +1,36 @@
+"""What does a training script call?
+
+The public names. A name is imported when it is asked for: a script that only wants to
+know which job it is in does not load torch for that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.train.cluster import Cluster, cluster_context
+
+__all__ = [
+    "Cluster",
+    "cluster_context",
+]
+
+_HOMES = {
+    "ckptctl.train.cluster": "Cluster cluster_context",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
