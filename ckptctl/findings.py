@@ -108,6 +108,7 @@ CODES: Mapping[str, Code] = {
     "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing"),
     "shard.short": _fault(Verdict.INCOMPLETE, "a shard file is shorter than its metadata needs"),
     "shard.empty": _remark("a shard file of zero bytes that nothing refers to"),
+    "shard.newer": _warning("a shard file is much younger than the metadata that names it"),
     "shard.orphan": _remark("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file goes on after its last record"),
     "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),

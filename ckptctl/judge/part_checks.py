@@ -19,6 +19,7 @@ from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.state import check_optimizer_steps
 from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
+from ckptctl.checks.times import check_times
 from ckptctl.checks.words import inside
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.state_keys import entry_kinds, is_optimizer_step, optimizer_of
@@ -76,6 +77,7 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
     ranges = Ranges(metadata)
     if metadata:
         findings += check_identity(step, part, metadata[0])
+        findings += check_times(step, part, ranges.file_names)
         findings += check_presence(ranges, part.files, part.path)
         findings += check_sizes(ranges, part.path)
         findings += check_part_coverage(metadata, part.path)

@@ -383,3 +383,16 @@ def test_an_equal_temporary_metadata_is_what_a_store_without_rename_left(root: P
     step = root / "step_500"
     write(step / ".metadata.tmp", (step / ".metadata").read_bytes())
     assert ckptctl.verify(str(step)).exit_code == 0
+
+
+def test_a_save_over_an_older_step_that_was_killed_is_a_suspicion_by_its_times(root: Path) -> None:
+    step = root / "step_500"
+    assert ckptctl.verify(str(step)).with_severity(Severity.WARNING) == ()
+    os.utime(
+        step / "__1_0.distcp", (step.stat().st_mtime, (step / ".metadata").stat().st_mtime + 3600)
+    )
+    report = ckptctl.verify(str(step))
+    (finding,) = report.with_severity(Severity.WARNING)
+    assert (finding.code, finding.where) == ("shard.newer", "__1_0.distcp")
+    assert (report.verdict, report.exit_code) == (Verdict.COMPLETE, 0)
+    assert "60 minutes" in finding.message
