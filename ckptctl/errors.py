@@ -6,6 +6,11 @@ not an exception but a `Finding`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.findings import Finding
+
 
 class CkptctlError(Exception):
     """Base of all: `message` says what happened, `next_command` what to run next."""
@@ -96,6 +101,42 @@ class RecordUnreadable(CkptctlError):
 
     exit_code = 21
     code = "record.framing"
+
+
+class StepDamaged(CkptctlError):
+    """A step that is being loaded turns out to be bad: `finding` says what, `url` is the step's.
+
+    Its exit code and its `code` are those of the finding. It survives being pickled: DCP
+    sends what a rank raises to all other ranks, and shows it by `str`.
+    """
+
+    exit_code = 21
+    code = "step.damaged"
+
+    def __init__(self, url: str, finding: Finding) -> None:
+        where = f"{finding.where}: " if finding.where and finding.where not in url else ""
+        super().__init__(f"{url}: {where}{finding.message}", next_command=finding.next_command)
+        self.url = url
+        self.finding = finding
+        self.code = finding.code
+        if finding.verdict is not None:
+            self.exit_code = finding.verdict.exit_code
+
+    def __str__(self) -> str:
+        return self.message + (f"\nnext: {self.next_command}" if self.next_command else "")
+
+    def __reduce__(self) -> tuple[type[StepDamaged], tuple[str, Finding]]:
+        return type(self), (self.url, self.finding)
+
+
+class RecordUnsafe(CkptctlError):
+    """An entry holds something of a type that is not loaded. Nothing of it has run.
+
+    No fault of the storage: an older step of the same program holds the same.
+    """
+
+    exit_code = 25
+    code = "record.unsafe"
 
 
 class OwnFileUnreadable(CkptctlError):

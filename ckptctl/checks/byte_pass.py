@@ -41,12 +41,14 @@ OnProgress = Callable[[int, int], None]
 class Piece:
     """`length` bytes from `start` of the file on, which are read at once.
 
-    `ahead`: a look at bytes whose own turn comes later; they count then.
+    `ahead`: a look at bytes whose own turn comes later; they count then. `into` is the
+    memory that they are to be read into, where it is not a buffer of the thread's.
     """
 
     start: int
     length: int
     ahead: bool = False
+    into: memoryview | None = None
 
 
 class Run(Protocol):
@@ -67,7 +69,7 @@ class Run(Protocol):
         ...
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """Take the bytes of a piece. They are overwritten when this returns."""
+        """Take the bytes of a piece. They are overwritten when this returns, but in its `into`."""
         ...
 
 
@@ -187,7 +189,7 @@ def _read_files(store: Store, board: _Board, number: int) -> None:
             for piece in run.pieces(PIECE_BYTES):
                 if board.stopped:
                     return
-                data = buffer[: piece.length]
+                data = buffer[: piece.length] if piece.into is None else piece.into
                 file.read_into(piece.start, data)
                 run.take(piece, data)
                 board.n_read[number] += 0 if piece.ahead else piece.length
@@ -208,5 +210,9 @@ def _read_objects(store: Store, board: _Board, number: int) -> None:
         if board.stopped:
             return
         run, piece = asked_for.popleft()
-        run.take(piece, memoryview(data))
+        taken = memoryview(data)
+        if piece.into is not None:
+            piece.into[:] = taken
+            taken = piece.into
+        run.take(piece, taken)
         board.n_read[number] += 0 if piece.ahead else piece.length

@@ -23,7 +23,7 @@ HEAD = 1024
 _READ_THROUGH = 32 << 10
 """Bytes that nobody needs but that cost less to read than to skip."""
 
-_LONGEST = 64 << 10
+LONGEST = 64 << 10
 """Reads are joined up to this length in bytes."""
 
 
@@ -66,7 +66,7 @@ class _Read(NamedTuple):
 
 def n_reads(ranges: Ranges, by_file: Iterable[Sequence[int]]) -> int:
     """How many reads it takes to look at the records in `by_file`, in the usual case."""
-    return sum(1 for _ in _plan(ranges, by_file, {}))
+    return sum(1 for _ in _plan(ranges, by_file, {}, LONGEST))
 
 
 def read_records(
@@ -76,17 +76,19 @@ def read_records(
     by_file: Iterable[Sequence[int]],
     needs: Mapping[int, Need],
     reading: Reading,
+    *,
+    longest: int = LONGEST,
 ) -> Iterator[tuple[int, View]]:
     """Each record in `by_file`, with as much of it as `needs` says or is usual.
 
     What that costs is added to `reading`. `folder` is where the part is in the store,
-    empty for the store's root. The records of a file come in the order in which they
-    lie in it. Storage errors pass through.
+    empty for the store's root. Reads are joined up to `longest` bytes. The records of a
+    file come in the order in which they lie in it. Storage errors pass through.
     """
     planned: deque[_Read] = deque()
 
     def spans() -> Iterator[Span]:
-        for read in _plan(ranges, by_file, needs):
+        for read in _plan(ranges, by_file, needs, longest):
             planned.append(read)
             name = ranges.file_names[read.file]
             path = f"{folder}/{name}" if folder else name
@@ -107,7 +109,7 @@ def read_records(
 
 
 def _plan(
-    ranges: Ranges, by_file: Iterable[Sequence[int]], needs: Mapping[int, Need]
+    ranges: Ranges, by_file: Iterable[Sequence[int]], needs: Mapping[int, Need], longest: int
 ) -> Iterator[_Read]:
     for numbers in by_file:
         if not numbers:
@@ -118,7 +120,7 @@ def _plan(
         start = end = 0
         for number in in_order:
             for window in _windows(ranges, number, needs.get(number, _USUAL)):
-                far = window.start - end > _READ_THROUGH or window.end - start > _LONGEST
+                far = window.start - end > _READ_THROUGH or window.end - start > longest
                 if windows and (far or window.start < start):
                     yield _Read(file, start, end, windows)
                     windows = []

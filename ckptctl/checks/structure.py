@@ -11,24 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptctl.checks.framing import MAX_PICKLE_BYTES, Framed, framed, is_plain_pickle
 from ckptctl.checks.presence import escape_reason
 from ckptctl.checks.ranges import Owner, Ranges
 from ckptctl.checks.record_reads import Need, Reading, n_reads, read_records
 from ckptctl.checks.sizes import holds_safetensors
-from ckptctl.checks.tensor_records import Unfit, check_tensor, tensor_in
-from ckptctl.checks.words import at_most_few, counted, inside, some_of
+from ckptctl.checks.tensor_records import Unfit
+from ckptctl.checks.words import at_most_few, counted, inside
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.records import (
-    RecordDirectory,
-    View,
-    check_headers,
-    check_texts,
-    parse_directory,
-    read_member,
-    tail_needed,
-    wrong_crcs,
-)
+from ckptctl.formats.records import View, read_member
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.storage.contract import Store
@@ -36,10 +28,6 @@ from ckptctl.storage.contract import Store
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""
 
-MAX_PICKLE_BYTES = 64 << 10
-"""Bytes of pickle that are handed out for a wanted bytes entry."""
-
-_MAX_HEAD = 1 << 20
 _ZSTD = "stream.zstd/1"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -155,7 +143,7 @@ class _Alike:
 
     def told(self, code: str) -> str:
         """One sentence for all of them."""
-        one, many = _SAYS[code]
+        one, many = SAYS[code]
         first = f"that of {self.first.name}, from byte {self.start:,} on: {self.reason}"
         if self.n_records == 1:
             return f"a record {one}, {first}"
@@ -201,33 +189,18 @@ class _Look:
             self._look_at_transformed(owner, view)
             return None
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
-        if tensor is None and _is_plain_pickle(view):
+        if tensor is None and is_plain_pickle(view):
             self.n_plain += 1
             return None
-        needed = tail_needed(view.tail, view.length)
-        if needed > len(view.tail):
-            return Need(len(view.head), needed)
-        directory = parse_directory(view.tail, view.length)
         wanted = id(owner.entry) in self.wanted
-        more = _more(directory, view, is_tensor=tensor is not None, wanted=wanted)
-        if more is not None:
-            return more
-        check_headers(directory, view)
-        wrong = wrong_crcs(directory, view)
-        if wrong:
-            self._note("record.crc", number, f"{some_of(wrong)} in it")
-            return None
-        self.n_without_crcs += not directory.has_crcs
-        check_texts(directory, view)
-        said = read_member(directory, "byteorder", view)
-        if said is not None:
-            self.by_order.setdefault(said.decode(), []).append(number)
-        stub = None
-        if tensor is not None:
-            stub = tensor_in(directory, view)
-            check_tensor(stub, directory, tensor, owner.chunk)
+        found = framed(view, tensor, owner.chunk, wanted=wanted)
+        if isinstance(found, Need):
+            return found
+        self.n_without_crcs += not found.directory.has_crcs
+        if found.byte_order is not None:
+            self.by_order.setdefault(found.byte_order, []).append(number)
         if wanted:
-            self._hand_out(number, stub, directory, view, (said or b"little").decode())
+            self._hand_out(number, found, view)
         return None
 
     def _look_at_transformed(self, owner: Owner, view: View) -> None:
@@ -238,18 +211,12 @@ class _Look:
             raise RecordUnreadable("it is said to be compressed and does not begin as zstd does")
         self.n_transformed += 1
 
-    def _hand_out(
-        self,
-        number: int,
-        stub: TensorStub | None,
-        directory: RecordDirectory,
-        view: View,
-        byte_order: str,
-    ) -> None:
+    def _hand_out(self, number: int, found: Framed, view: View) -> None:
+        stub = found.stub
         name, limit = "data.pkl", MAX_PICKLE_BYTES
         if stub is not None:
             name, limit = f"data/{stub.storage_key}", MAX_ELEMENT_BYTES
-        data = read_member(directory, name, view)
+        data = read_member(found.directory, name, view)
         if data is not None and len(data) <= limit:
             ranges = self.ranges
             byte_range = ByteRange(
@@ -258,6 +225,7 @@ class _Look:
                 ranges.lengths[number],
             )
             fqn = ranges.owner(number).entry.fqn
+            byte_order = found.byte_order or "little"
             self.values.append(RecordValue(fqn, byte_range, stub, data, byte_order))
 
     def findings(self) -> Iterator[Finding]:
@@ -284,7 +252,8 @@ class _Look:
                 self._note("record.mismatch", number, reason)
 
 
-_SAYS: Mapping[str, tuple[str, str]] = {
+# What is wrong with one record, and with several.
+SAYS: Mapping[str, tuple[str, str]] = {
     "record.framing": ("is not as torch.save writes it", "are not as torch.save writes them"),
     "record.mismatch": ("is not what the metadata says", "are not what the metadata says"),
     "record.crc": (
@@ -297,26 +266,3 @@ _SAYS: Mapping[str, tuple[str, str]] = {
         "are in a form that ckptctl does not read",
     ),
 }
-
-
-def _is_plain_pickle(view: View) -> bool:
-    """A planner of its own may hand over bytes, which are then not framed by torch."""
-    return view.head[:1] == b"\x80" and view.head[1:2] <= b"\x05" and view.tail.endswith(b".")
-
-
-def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bool) -> Need | None:
-    """What must be read besides: all but the elements, or the pickle of a wanted entry."""
-    head, tail = len(view.head), len(view.tail)
-    if len(view.head) == view.length:
-        return None
-    pickle = directory.find("data.pkl")
-    if is_tensor:
-        elements = next((m for m in directory.members if m.name.startswith("data/")), pickle)
-        if elements is not None:
-            head = max(head, min(elements.start, _MAX_HEAD))
-            tail = max(tail, min(directory.length - elements.end, _MAX_HEAD))
-    elif wanted and pickle is not None and pickle.size <= MAX_PICKLE_BYTES:
-        head = max(head, pickle.end)
-    if (head, tail) == (len(view.head), len(view.tail)):
-        return None
-    return Need(head, tail)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptctl.errors import MissingExtra
+
 if TYPE_CHECKING:
     from ckptctl.train.cluster import Cluster, cluster_context
+    from ckptctl.train.reader import Reader
 
 __all__ = [
     "Cluster",
+    "Reader",
     "cluster_context",
 ]
 
 _HOMES = {
     "ckptctl.train.cluster": "Cluster cluster_context",
+    "ckptctl.train.reader": "Reader",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -27,7 +32,15 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(_HOME_OF[name]), name)
+    try:
+        value: object = getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(
+            f"ckptctl.train.{name} takes torch, which is not installed",
+            next_command="pip install 'ckptctl[torch]'",
+        ) from error
     globals()[name] = value
     return value
 

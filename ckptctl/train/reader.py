@@ -1,0 +1,233 @@
+"""How does `dcp.load` read a checkpoint without running what is in it, and fast?
+
+`Reader` stands where torch's `FileSystemReader` does: torch plans what each rank needs
+and reshards; here the metadata is decoded, and the bytes are read. Which step to load
+is not asked here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptctl.checks.coverage import check_coverage
+from ckptctl.checks.ranges import Ranges
+from ckptctl.errors import CkptctlError, StepDamaged, UsageError
+from ckptctl.findings import Finding
+from ckptctl.model import NO_FILE, Metadata
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+from ckptctl.train.record_loads import Loaded, RecordLoads
+from ckptctl.train.step_metadata import RankLocal, read_step_metadata
+from ckptctl.train.torch_metadata import RefusedMetadata, StorageData, to_torch
+
+_WAITING_BYTES = 64 << 20
+"""Bytes of tensors that a planner may have made for the load at once, and takes back."""
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint of DCP: `dcp.load(state, storage_reader=Reader(path))`.
+
+    `path` is a folder or any URL that ckptctl opens (`s3://bucket/run/step_100`). Nothing
+    from the checkpoint is run: metadata is decoded, tensors are not unpickled, other
+    entries are loaded by `weights_only=True`, with the types of `SAFE_TYPES` and those in
+    `safe_types`. Every record that is read as a whole is compared with its checksum; with
+    `verify="always"` records of which only a slice is needed are read whole for that.
+
+    Raises `StepDamaged` where the step is bad, `RecordUnsafe` for a type that is not
+    loaded, errors of storage where it cannot be read. Under `dcp.load` they arrive within
+    torch's `CheckpointException`, whose `failures` hold them by rank. After an error the
+    tensors may hold some of the bytes that were read.
+
+    `jobs` threads read; `storage_options` and `endpoint_url` are those of `open_store`.
+    One reader serves any number of loads, one after the other. `loaded` says what the
+    last of them read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Literal["whole", "always"] = "whole",
+        safe_types: Sequence[object] = (),
+        jobs: int | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        endpoint_url: str | None = None,
+    ) -> None:
+        super().__init__()
+        if verify not in ("whole", "always"):
+            raise UsageError(f"verify is {verify!r}; it can be 'whole' or 'always'")
+        self._path = os.fspath(path)
+        self._verify = verify
+        self._safe_types = tuple(safe_types)
+        self._jobs = jobs
+        self._options = storage_options
+        self._endpoint_url = endpoint_url
+        self.loaded = Loaded()
+        self._load_id = ""
+        self._store: Store | None = None
+        self._metadata: Metadata | None = None
+        self._rank_local: RankLocal | None = None
+        self._refused: CkptctlError | None = None
+        self._table: Ranges | None = None
+        self._forget()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The address of the step; torch names it in its logs."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is an address that can be opened; nothing is asked of the storage."""
+        try:
+            open_store(os.fspath(checkpoint_id)).close()
+        except CkptctlError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, of another step where `checkpoint_id` is given."""
+        if checkpoint_id:
+            self._path = os.fspath(checkpoint_id)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of connections and of what was read; a later load opens them again."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+        self._forget()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> TorchMetadata:  # noqa: ARG002
+        """The metadata, decoded; `rank` is that of a process for its own in a rank-local step.
+
+        `dcp.load` asks without a rank first. A step that was saved without collectives
+        then raises, and DCP asks each rank again. Its chunks are those of all ranks: it
+        loads at any world size, and what each rank saved for itself comes back to it.
+        """
+        rank = kwargs.get("rank")
+        if rank is not None and self._refused is not None:
+            return RefusedMetadata(self._refused)
+        try:
+            found = self._rank_local or read_step_metadata(self._opened())
+            if isinstance(found, RankLocal):
+                self._rank_local = found
+                self._metadata = found.seen_by(rank)
+            else:
+                self._metadata = found
+        except CkptctlError as error:
+            if self._rank_local is None:
+                self._refused = error
+            raise
+        return to_torch(self._metadata, self._load_id)
+
+    def set_up_storage_reader(
+        self,
+        metadata: TorchMetadata,
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Get ready to load; raises why the metadata could not be read."""
+        if isinstance(metadata, RefusedMetadata):
+            metadata.refuse()
+        if self._metadata is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check, before any tensor is written to, that the metadata has all that is planned."""
+        metadata = self._decoded()
+        for fqn in {item.storage_index.fqn for item in plan.items}:
+            tensor = metadata.tensors.get(fqn)
+            for finding in check_coverage(tensor) if tensor is not None else ():
+                raise self._damaged(finding)
+        self._numbered(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load all items of the plan; the future is done."""
+        # torch's own planner hands out views of the state; one that takes tensors back
+        # may have made them for the purpose.
+        makes_none = type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor
+        loads = RecordLoads(
+            self._opened(),
+            self._ranges(),
+            planner,
+            prove_slices=self._verify == "always",
+            safe_types=self._safe_types,
+            jobs=self._jobs,
+            most_waiting=None if makes_none else _WAITING_BYTES,
+        )
+        self.loaded = loads.loaded
+        loads.load(self._numbered(plan.items))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _forget(self) -> None:
+        self._metadata = self._rank_local = self._refused = self._table = None
+        self._load_id = str(uuid.uuid4())
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = open_store(
+                self._path, storage_options=self._options, endpoint_url=self._endpoint_url
+            )
+        return self._store
+
+    def _decoded(self) -> Metadata:
+        if self._metadata is None:
+            self.read_metadata()
+        assert self._metadata is not None  # noqa: S101 - `read_metadata` raises otherwise
+        return self._metadata
+
+    def _ranges(self) -> Ranges:
+        if self._table is None:
+            self._table = Ranges([self._decoded()])
+        return self._table
+
+    def _numbered(self, items: Sequence[ReadItem]) -> dict[int, list[ReadItem]]:
+        """The items of a plan by the numbers of their ranges."""
+        ranges, data = self._ranges(), StorageData(self._decoded())
+        first = {
+            entry.fqn: number
+            for entry, number in zip(ranges.entries, ranges.first_range, strict=True)
+        }
+        numbered: dict[int, list[ReadItem]] = {}
+        for item in items:
+            index = item.storage_index
+            is_bytes = item.type == LoadItemType.BYTE_IO
+            try:
+                number = first[index.fqn] + (0 if is_bytes else data.chunk(index))
+            except KeyError:
+                raise self._no_range(index) from None
+            if ranges.files[number] == NO_FILE:
+                raise self._no_range(index)
+            numbered.setdefault(number, []).append(item)
+        return numbered
+
+    def _no_range(self, index: MetadataIndex) -> StepDamaged:
+        at = "" if index.offset is None else f" at {tuple(index.offset)}"
+        return self._damaged(
+            Finding("range.missing", index.fqn, f"the metadata has no byte range for it{at}")
+        )
+
+    def _damaged(self, finding: Finding) -> StepDamaged:
+        command = f"ckptctl verify {shlex.quote(self._path)}"
+        return StepDamaged(self._path, replace(finding, next_command=command))

@@ -1,0 +1,362 @@
+"""How do the records that a rank needs come into its tensors?
+
+First the frame of every record is read, and short records as a whole, many with one
+read; then the elements of the long ones, by several threads. What is needed says
+torch's plan; which bytes that is, and where they go, is for `record_runs`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from ckptctl.checks.byte_pass import Limits, read_runs
+from ckptctl.checks.framing import Framed, framed, is_plain_pickle
+from ckptctl.checks.presence import check_presence, escape_reason
+from ckptctl.checks.ranges import Ranges
+from ckptctl.checks.record_reads import Need, Reading, read_records
+from ckptctl.checks.sizes import check_sizes, holds_safetensors
+from ckptctl.checks.structure import SAYS
+from ckptctl.checks.tensor_records import Unfit
+from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable, StepDamaged
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.records import Member, View, read_member
+from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.model import BytesEntry, TensorEntry
+from ckptctl.storage.contract import Kind, ShortRead, Store
+from ckptctl.train.boxes import Box
+from ckptctl.train.placing import Placing, dense_order, elements, is_plain, memory_of
+from ckptctl.train.record_runs import Proof, RecordRun, runs_of
+from ckptctl.train.safe_values import safe_copy
+from ckptctl.train.torch_metadata import torch_dtype
+
+_ZSTD = "stream.zstd/1"
+_FRAME_BYTES = 1 << 20
+_MANY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What to read at once, in bytes.
+
+    Records up to `short` are read as a whole, in reads of up to `longest`. `skip` are
+    read rather than skipped between two rows of a box.
+    """
+
+    short: int
+    longest: int
+    skip: int
+
+
+_REACH = {
+    Kind.LOCAL: Reach(short=256 << 10, longest=1 << 20, skip=32 << 10),
+    Kind.NETWORK: Reach(short=1 << 20, longest=4 << 20, skip=128 << 10),
+    # A request takes as long as the transfer of a megabyte or two.
+    Kind.OBJECT: Reach(short=4 << 20, longest=8 << 20, skip=1 << 20),
+}
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What one load read, in bytes: `n_needed` are those of the elements that were wanted.
+
+    `n_read` are all that were read, the frames of records included; `n_proven` those of
+    elements that were compared with the checksum of their record.
+    """
+
+    n_records: int = 0
+    n_needed: int = 0
+    n_read: int = 0
+    n_proven: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An item whose elements are still to be read; `aside` is put into `target` afterwards."""
+
+    item: ReadItem
+    target: torch.Tensor
+    aside: torch.Tensor | None
+
+
+class RecordLoads:
+    """Loads the records of one part, whose `ranges` are those of its metadata."""
+
+    def __init__(
+        self,
+        store: Store,
+        ranges: Ranges,
+        planner: LoadPlanner,
+        *,
+        prove_slices: bool,
+        safe_types: Sequence[object],
+        jobs: int | None,
+        most_waiting: int | None,
+    ) -> None:
+        self._store = store
+        self._ranges = ranges
+        self._planner = planner
+        self._prove_slices = prove_slices
+        self._safe_types = safe_types
+        self._jobs = jobs
+        self._most_waiting = most_waiting
+        self._reach = _REACH[store.kind]
+        self._waiting: list[_Waiting] = []
+        self._n_waiting = 0
+        self._runs: list[RecordRun] = []
+        self.loaded = Loaded()
+
+    def load(self, wanted: Mapping[int, Sequence[ReadItem]]) -> Loaded:
+        """Load the items of each record, by the number of its range.
+
+        Raises `StepDamaged` where the step is not what it should be, `RecordUnsafe` for
+        an entry that may not be unpickled. Other storage errors pass through. After an
+        error nobody knows what is in the tensors.
+        """
+        self._check_paths(wanted)
+        try:
+            for number, view in self._records(wanted):
+                self._at(number, view, wanted[number])
+                if self._most_waiting is not None and self._n_waiting > self._most_waiting:
+                    self._read_waiting()
+            self._read_waiting()
+        except (PathNotFound, PathEscape, ShortRead) as error:
+            raise self._explained(error, wanted) from error
+        return self.loaded
+
+    # Frames and short records
+
+    def _records(
+        self, wanted: Mapping[int, Sequence[ReadItem]]
+    ) -> Iterator[tuple[int, tuple[View, Framed]]]:
+        """Each record with what its frame says, unpacked where it was compressed."""
+        by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
+        for number in wanted:
+            by_file[self._ranges.files[number]].append(number)
+        needs = {n: need for n in wanted if (need := self._need(n, wanted[n])) is not None}
+        while any(by_file):
+            reading = Reading()
+            more: dict[int, Need] = {}
+            for number, view in read_records(
+                self._store, "", self._ranges, by_file, needs, reading, longest=self._reach.longest
+            ):
+                found = self._framed(number, view)
+                if isinstance(found, Need):
+                    more[number] = found
+                else:
+                    yield number, found
+            self.loaded.n_read += reading.n_bytes
+            needs = more
+            by_file = [[n for n in numbers if n in needs] for numbers in by_file]
+
+    def _need(self, number: int, items: Sequence[ReadItem]) -> Need | None:
+        """How much of a record to read at first; None for its frame."""
+        owner = self._ranges.owner(number)
+        length = self._ranges.lengths[number]
+        if isinstance(owner.entry, BytesEntry) or owner.transforms:
+            return Need(head=length)
+        sizes = owner.entry.chunks.sizes_of(owner.chunk)
+        whole = self._prove_slices or any(tuple(item.lengths) == sizes for item in items)
+        return Need(head=length) if whole and length <= self._reach.short else None
+
+    def _framed(self, number: int, view: View) -> tuple[View, Framed] | Need:
+        owner = self._ranges.owner(number)
+        tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
+        try:
+            if owner.transforms:
+                view = self._unpacked(number, view)
+            if tensor is None and is_plain_pickle(view):
+                raise Unfit(
+                    "format.unsupported",
+                    "it is a pickle of a planner's own, which cannot be read without running it",
+                )
+            found = framed(view, tensor, owner.chunk)
+            if isinstance(found, Need):
+                return found
+            if found.stub is not None:
+                if found.byte_order not in (None, sys.byteorder):
+                    raise Unfit("format.unsupported", f"it is {found.byte_order}-endian")
+                if _is_irregular(found) and len(view.head) < view.length:
+                    return Need(head=view.length)
+            return view, found
+        except (RecordUnreadable, Unfit) as error:
+            raise self._damaged(number, error.code, error.message) from error
+
+    def _unpacked(self, number: int, view: View) -> View:
+        owner = self._ranges.owner(number)
+        if owner.transforms != (_ZSTD,):
+            through = ", ".join(owner.transforms)
+            raise Unfit("format.unsupported", f"it went through {through} when it was saved")
+        require_zstd()
+        limit = _MANY_BYTES
+        if isinstance(owner.entry, TensorEntry):
+            dtype = torch_dtype(owner.entry.dtype)
+            sizes = owner.entry.chunks.sizes_of(owner.chunk)
+            limit = prod(sizes) * (dtype.itemsize if dtype else 16) + _FRAME_BYTES
+        unpacker = Unpacker(limit)
+        data = b"".join(unpacker.feed(memoryview(view.head)))
+        if not unpacker.ended:
+            raise RecordUnreadable("its compressed bytes end too early")
+        return View(len(data), data, data)
+
+    # One record
+
+    def _at(self, number: int, record: tuple[View, Framed], items: Sequence[ReadItem]) -> None:
+        view, found = record
+        self.loaded.n_records += 1
+        owner = self._ranges.owner(number)
+        if isinstance(owner.entry, BytesEntry):
+            for item in items:
+                copy = safe_copy(view.head, owner.entry.fqn, self._safe_types)
+                self._planner.load_bytes(item, copy)
+            return
+        dtype = torch_dtype(owner.entry.dtype)
+        if dtype is None:
+            reason = f"torch {torch.__version__} has no {owner.entry.dtype}"
+            raise self._damaged(number, "format.unsupported", reason)
+        for place, item in enumerate(items):
+            target = self._planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(item.lengths):
+                # What torch's own reader says then; no record is to blame.
+                raise AssertionError(
+                    f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
+                )
+            self.loaded.n_needed += prod(item.lengths) * dtype.itemsize
+            if len(view.head) == view.length:
+                self._copy(view, found, item, target, dtype)
+            else:
+                self._wait(number, found, item, target, dtype, first=place == 0)
+
+    def _copy(
+        self, view: View, found: Framed, item: ReadItem, target: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Take the elements from a record that is in memory, its checksums compared."""
+        stub = found.stub
+        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
+        data = read_member(found.directory, f"data/{stub.storage_key}", view) or b""
+        if found.directory.has_crcs:
+            self.loaded.n_proven += len(data)
+        if not target.numel():
+            pass
+        elif (
+            not _is_irregular(found)
+            and tuple(item.lengths) == stub.shape
+            and dense_order(stub.shape, stub.strides) == tuple(range(len(stub.shape)))
+            and target.dtype == dtype
+            and (memory := memory_of(target)) is not None
+        ):
+            memory[:] = data
+        else:
+            there = tuple(
+                slice(at, at + size)
+                for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+            source = elements(memoryview(data), dtype)
+            source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
+            target.copy_(source[there])
+        self._planner.commit_tensor(item, target)
+
+    def _wait(
+        self,
+        number: int,
+        found: Framed,
+        item: ReadItem,
+        target: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        first: bool,
+    ) -> None:
+        """Have the elements read with those of other records."""
+        stub, ranges = found.stub, self._ranges
+        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
+        member = found.directory.find(f"data/{stub.storage_key}")
+        order = dense_order(stub.shape, stub.strides)
+        assert member is not None  # noqa: S101 - `framed` has looked
+        assert order is not None  # noqa: S101 - irregular records are read as a whole
+        aside = None if is_plain(target) else torch.empty(tuple(item.lengths), dtype=dtype)
+        box = Box(stub.shape, tuple(item.storage_offsets), tuple(item.lengths))
+        self._waiting.append(_Waiting(item, target, aside))
+        self._n_waiting += prod(item.lengths) * dtype.itemsize
+        if not target.numel():
+            return
+        proof = None
+        if found.directory.has_crcs and (box.is_whole or (self._prove_slices and first)):
+            proof = Proof(member.size, member.crc, self._wrong_crc(number, member))
+            self.loaded.n_proven += member.size
+        placing = Placing(box, order, dtype, target if aside is None else aside)
+        path = ranges.file_names[ranges.files[number]]
+        at = ranges.starts[number] + member.start
+        self._runs += runs_of(path, at, placing, skip=self._reach.skip, proof=proof)
+
+    def _read_waiting(self) -> None:
+        """Read what waits, and hand it to the planner."""
+        devices = {one.target.device for one in self._waiting if one.target.device.type == "cuda"}
+        for device in devices:
+            torch.cuda.synchronize(device)  # what fills the tensors otherwise has ended
+        self.loaded.n_read += read_runs(self._store, self._runs, Limits(jobs=self._jobs))
+        for one in self._waiting:
+            if one.aside is not None:
+                one.target.copy_(one.aside)
+            self._planner.commit_tensor(one.item, one.target)
+        self._runs, self._waiting, self._n_waiting = [], [], 0
+
+    # What is wrong
+
+    def _check_paths(self, wanted: Mapping[int, Sequence[ReadItem]]) -> None:
+        ranges = self._ranges
+        for file in {ranges.files[number] for number in wanted}:
+            reason = escape_reason(ranges.file_names[file])
+            if reason is not None:
+                message = f"the path {reason}, and was not followed"
+                where = ranges.file_names[file]
+                raise StepDamaged(self._store.url, Finding("path.escape", where, message))
+
+    def _wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
+        def wrong(found: int) -> None:
+            reason = f"{member.name} has CRC-32 {found:08x}, saved was {member.crc:08x}"
+            raise self._damaged(number, "record.crc", reason)
+
+        return wrong
+
+    def _damaged(self, number: int, code: str, reason: str) -> StepDamaged:
+        ranges = self._ranges
+        if code == "record.framing" and holds_safetensors(ranges):
+            return self._refused(next(check_sizes(ranges)))
+        start = ranges.starts[number]
+        end = start + ranges.lengths[number]
+        message = (
+            f"the record of {ranges.owner(number).name}, bytes {start:,} to {end:,}, "
+            f"{SAYS[code][0]}: {reason}"
+        )
+        return self._refused(Finding(code, ranges.file_names[ranges.files[number]], message))
+
+    def _explained(self, error: Exception, wanted: Mapping[int, Sequence[ReadItem]]) -> StepDamaged:
+        """What a file that is gone, short or a link means for the step: one listing says it."""
+        ranges = self._ranges
+        needed = {ranges.file_names[ranges.files[number]] for number in wanted}
+        for finding in check_presence(ranges, self._store.list_tree()):
+            if finding.severity is Severity.FAULT and finding.where in needed:
+                return self._refused(finding)
+        message = f"it changed while it was loaded ({error}): someone writes or deletes here"
+        return self._refused(Finding("step.changed", "", message))
+
+    def _refused(self, finding: Finding) -> StepDamaged:
+        url = self._store.url
+        command = f"ckptctl verify {shlex.quote(url)} --level content"
+        return StepDamaged(url, replace(finding, next_command=command))
+
+
+def _is_irregular(found: Framed) -> bool:
+    """The elements do not fill their member exactly once, from its first byte to its last."""
+    stub = found.stub
+    return stub is not None and (
+        stub.storage_offset != 0
+        or prod(stub.shape) != stub.n_elements_in_storage
+        or dense_order(stub.shape, stub.strides) is None
+    )

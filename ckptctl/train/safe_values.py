@@ -1,0 +1,95 @@
+"""How is an entry that was pickled loaded, without running what is in it?
+
+`torch.load(weights_only=True)` makes numbers, strings, containers and tensors; here is
+the list of further types that it may make. torch's planner then unpickles what it is
+handed with full trust: so it is handed a pickle of our own, of the value that was made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pathlib
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckptctl.errors import RecordUnsafe
+
+SAFE_TYPES: tuple[type, ...] = (
+    frozenset,
+    range,
+    slice,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    pathlib.PurePosixPath,
+    pathlib.PosixPath,
+    pathlib.PureWindowsPath,
+    pathlib.WindowsPath,
+)
+"""Beside what torch allows (tensors, numbers, strings, bytes, dict, list, tuple, set,
+`OrderedDict`, `Counter`, `torch.Size`, dtypes, devices): plain values, none of which calls
+anything when it is made. NumPy's arrays and numbers too, where NumPy is installed."""
+
+_REFUSED = re.compile(r"GLOBAL ([\w.<>]+)")
+_NUMBERS = "?bhilqBHILQefdgFDG"
+
+
+def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.BytesIO:
+    """A record of our own of the value in `record`, an archive as `torch.save` writes it.
+
+    Raises `RecordUnsafe` for a value that takes a type which is neither known to be safe
+    nor among `safe_types`.
+    """
+    value = _value(record, fqn, [*_known(), *safe_types])
+    copy = io.BytesIO()
+    torch.save(value, copy)
+    copy.seek(0)
+    return copy
+
+
+def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
+    # A value that lay on a device which is not here is loaded all the same.
+    where = None if torch.cuda.is_available() else "cpu"
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(io.BytesIO(record), map_location=where, weights_only=True)
+    except Exception as error:
+        refused = _REFUSED.search(str(error))
+        if refused is None:
+            first, *_ = str(error).splitlines() or [""]
+            raise RecordUnsafe(
+                f"entry {fqn} cannot be loaded safely ({type(error).__name__}: {first[:200]}); "
+                "nothing of it has run"
+            ) from error
+        name = refused[1]
+        raise RecordUnsafe(
+            f"entry {fqn} holds a {name}, which is not loaded: making one may run code. "
+            "Nothing of it has run. Where you trust whoever wrote the step, pass the type: "
+            f"Reader(..., safe_types=[{name}])"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _known() -> tuple[Any, ...]:
+    """`SAFE_TYPES`, and what makes arrays and numbers of NumPy, under its old and new names."""
+    try:
+        array = torch.zeros(1, dtype=torch.float64).numpy()
+    except RuntimeError:  # torch without NumPy
+        return SAFE_TYPES
+    make_array: Any = array.__reduce__()[0]
+    make_number: Any = array[0].__reduce__()[0]
+    dtype: Any = next(base for base in type(array.dtype).__mro__ if base.__name__ == "dtype")
+    numbers = {type(dtype(code)) for code in _NUMBERS}
+    named = [
+        (made, f"numpy.{core}.multiarray.{made.__name__}")
+        for made in (make_array, make_number)
+        for core in ("core", "_core")
+    ]
+    return (*SAFE_TYPES, type(array), dtype, *numbers, *named)

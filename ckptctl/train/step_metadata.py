@@ -1,0 +1,107 @@
+"""What does the metadata of a step say to the rank that loads it?
+
+One `.metadata`, or one file for each rank that saved without collectives. Decoded
+here once, and refused with the finding that `ckptctl verify` has for it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.errors import (
+    CkptctlError,
+    MetadataUnreadable,
+    MetadataUnsafe,
+    PathEscape,
+    PathNotFound,
+    StepDamaged,
+)
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.layouts import METADATA
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.judge.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
+from ckptctl.model import BytesEntry, Chunk, Chunks, Metadata, Part, PartFormat, TensorEntry
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.opening import parent_url
+
+
+@dataclass(frozen=True, slots=True)
+class RankLocal:
+    """The metadata of a step that was saved without collectives, by rank."""
+
+    url: str
+    by_rank: Mapping[int, Metadata]
+
+    def seen_by(self, rank: int | None) -> Metadata:
+        """The chunks of all ranks in one metadata; what several ranks saved is that of `rank`.
+
+        Raises `StepDamaged` where no rank is given: whose values to take is not known.
+        """
+        if rank is None:
+            message = "the step was saved without collectives, and has one metadata a rank"
+            raise StepDamaged(self.url, Finding("metadata.missing", METADATA, message))
+        own = [self.by_rank[rank]] if rank in self.by_rank else []
+        others = [metadata for other, metadata in self.by_rank.items() if other != rank]
+        return _joined([*own, *others])
+
+
+def read_step_metadata(store: Store) -> Metadata | RankLocal:
+    """The metadata of the step that a store is opened on.
+
+    Raises `StepDamaged` where there is none that can be read, `PathNotFound` where there
+    is no such folder. Other storage errors pass through.
+    Cost: one read; a listing more, and all metadata files, where there is no `.metadata`.
+    """
+    try:
+        return decode_metadata(store.read(METADATA, limit=MAX_METADATA_BYTES))
+    except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
+        return _looked_into(store, error)
+
+
+def _looked_into(store: Store, error: CkptctlError) -> RankLocal:
+    part = Part("", PartFormat.DCP, tuple(store.list_tree()))
+    by_rank: dict[int, Metadata] = {}
+    for found in read_metadata(PartFolder(store, "", part, store.url)):
+        if isinstance(found, Metadata) and found.rank is not None:
+            by_rank[found.rank] = found
+        elif isinstance(found, Finding) and found.severity is Severity.FAULT:
+            command = found.next_command or f"ckptctl pick {shlex.quote(parent_url(store.url))}"
+            raise StepDamaged(store.url, replace(found, next_command=command)) from error
+    if not by_rank:
+        message = f"it changed while it was read ({error.message}): someone writes here"
+        raise StepDamaged(store.url, Finding("step.changed", METADATA, message)) from error
+    return RankLocal(store.url, by_rank)
+
+
+def _joined(metadatas: Sequence[Metadata]) -> Metadata:
+    """One metadata of several; of two chunks at one place the first counts."""
+    tensors: dict[str, list[TensorEntry]] = {}
+    bytes_entries: dict[str, BytesEntry] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for metadata in metadatas:
+        for fqn, tensor in metadata.tensors.items():
+            tensors.setdefault(fqn, []).append(tensor)
+        for fqn, entry in metadata.bytes_entries.items():
+            bytes_entries.setdefault(fqn, entry)
+        paths = {**metadata.planner_paths, **paths}
+    return replace(
+        metadatas[0],
+        tensors={fqn: _joined_tensor(alike) for fqn, alike in tensors.items()},
+        bytes_entries=bytes_entries,
+        file_names=sorted({name for metadata in metadatas for name in metadata.file_names}),
+        planner_paths=paths,
+        rank=None,
+    )
+
+
+def _joined_tensor(tensors: Sequence[TensorEntry]) -> TensorEntry:
+    first = tensors[0]
+    chunks: dict[tuple[int, ...], Chunk] = {}
+    for tensor in tensors:
+        # What a rank saved for itself under a name of all may be of any shape.
+        if (tensor.shape, tensor.dtype) == (first.shape, first.dtype):
+            for chunk in tensor.chunks:
+                chunks.setdefault(chunk.offsets, chunk)
+    return replace(first, chunks=Chunks.of(len(first.shape), list(chunks.values())))

@@ -1,0 +1,150 @@
+"""How does decoded metadata look to torch's planners?
+
+From `model.Metadata` to torch's own classes of whatever version is installed. Only
+the planner looks at these: where bytes lie is asked of the decoded metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import metadata as torch_metadata
+
+from ckptctl.formats.pickles import collector_paused
+from ckptctl.model import ByteRange, Metadata, TensorEntry
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+"""By torch's encoding, which is `TensorEntry.memory_format`."""
+
+
+def to_torch(metadata: Metadata, load_id: str) -> torch_metadata.Metadata:
+    """The metadata in torch's classes.
+
+    `storage_data` makes its entries when they are asked for. A dtype that this torch does
+    not have stands as an untyped byte: the planner looks at none, and reading refuses it.
+
+    Cost: a microsecond or two a chunk.
+    """
+    with collector_paused():
+        state: dict[str, Any] = {fqn: _tensor(entry) for fqn, entry in metadata.tensors.items()}
+        state |= dict.fromkeys(metadata.bytes_entries, torch_metadata.BytesStorageMetadata())
+    said: dict[str, Any] = {
+        "planner_data": dict(metadata.planner_paths),
+        "storage_data": StorageData(metadata),
+        "storage_meta": torch_metadata.StorageMeta(
+            metadata.checkpoint_id, metadata.save_id, load_id
+        ),
+        "version": metadata.version,
+    }
+    known = {field.name for field in fields(torch_metadata.Metadata)}
+    return torch_metadata.Metadata(
+        state, **{name: value for name, value in said.items() if name in known}
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype that torch calls so, None where the torch that is installed has none."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _tensor(entry: TensorEntry) -> torch_metadata.TensorStorageMetadata:
+    chunk, size = torch_metadata.ChunkStorageMetadata, torch.Size
+    chunks = entry.chunks
+    # Most chunks of a tensor are of one size.
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+    return torch_metadata.TensorStorageMetadata(
+        torch_metadata.TensorProperties(
+            dtype=torch_dtype(entry.dtype) or torch.uint8,
+            layout=getattr(torch, entry.layout, torch.strided),
+            requires_grad=entry.requires_grad,
+            memory_format=_MEMORY_FORMATS[entry.memory_format],
+            pin_memory=entry.pin_memory,
+        ),
+        size(entry.shape),
+        [
+            chunk(
+                size(chunks.offsets_of(number)),
+                sizes.setdefault(dims := chunks.sizes_of(number), size(dims)),
+            )
+            for number in range(len(chunks))
+        ],
+    )
+
+
+class StorageData(Mapping[torch_metadata.MetadataIndex, "_StorageInfo"]):
+    """Where each chunk and each bytes entry lies, by torch's index."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._chunks: dict[str, dict[tuple[int, ...], int]] = {}
+
+    def __getitem__(self, index: torch_metadata.MetadataIndex) -> _StorageInfo:
+        tensor = self._metadata.tensors.get(index.fqn)
+        if tensor is not None:
+            return _info(index, tensor.chunks.byte_range_of(self.chunk(index)))
+        entry = self._metadata.bytes_entries.get(index.fqn)
+        return _info(index, None if entry is None else entry.byte_range)
+
+    def __iter__(self) -> Iterator[torch_metadata.MetadataIndex]:
+        for fqn, tensor in self._metadata.tensors.items():
+            for number in range(len(tensor.chunks)):
+                offsets = tensor.chunks.offsets_of(number)
+                yield torch_metadata.MetadataIndex(fqn, offsets, number)
+        yield from map(torch_metadata.MetadataIndex, self._metadata.bytes_entries)
+
+    def __len__(self) -> int:
+        metadata = self._metadata
+        n_chunks = sum(len(tensor.chunks) for tensor in metadata.tensors.values())
+        return n_chunks + len(metadata.bytes_entries)
+
+    def chunk(self, index: torch_metadata.MetadataIndex) -> int:
+        """The number of the chunk that an index means; raises `KeyError` where there is none."""
+        chunks = self._metadata.tensors[index.fqn].chunks
+        offsets, hint = tuple(index.offset or ()), index.index
+        if hint is not None and 0 <= hint < len(chunks) and chunks.offsets_of(hint) == offsets:
+            return hint
+        if index.fqn not in self._chunks:
+            self._chunks[index.fqn] = {
+                chunks.offsets_of(number): number for number in reversed(range(len(chunks)))
+            }
+        if offsets not in self._chunks[index.fqn]:
+            raise KeyError(index)
+        return self._chunks[index.fqn][offsets]
+
+
+def _info(index: torch_metadata.MetadataIndex, found: ByteRange | None) -> _StorageInfo:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    if found is None:
+        raise KeyError(index)
+    info = _StorageInfo(found.file, found.offset, found.length)
+    if found.transforms:
+        info.transform_descriptors = list(found.transforms)
+    return info
+
+
+class RefusedMetadata(torch_metadata.Metadata):
+    """Metadata that cannot be read: whoever looks into it gets the error.
+
+    DCP makes one `AssertionError` of whatever `read_metadata` raises, in which the class
+    of the error is lost; what is raised after it reaches all ranks as it is.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data"):
+            self.refuse()
+        return super().__getattribute__(name)
+
+    def refuse(self) -> NoReturn:
+        """Raise the error."""
+        raise self.error
