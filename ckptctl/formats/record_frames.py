@@ -11,6 +11,8 @@ Source: records written by torch 2.1 to 2.15; torch 2.13
 
 from __future__ import annotations
 
+from struct import pack
+
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.records import Member, Readable, RecordDirectory
 
@@ -18,9 +20,10 @@ _CENTRAL = 46
 _LOCAL = 30
 _PADDING = b"FB"
 _ZIP64 = b"\1\0"
+_IN_ZIP64 = 0xFFFFFFFF
 _PAD = b"Z"
-_WORD = 1 << 64
-_GOLDEN = 0x9E3779B9
+WORD = 1 << 64
+GOLDEN = 0x9E3779B9
 
 # Versions, times and attributes: alike in all members of a record.
 _ALIKE_CENTRAL = (slice(4, 8), slice(12, 16), slice(36, 42))
@@ -57,19 +60,25 @@ def check_frame(directory: RecordDirectory, view: Readable) -> None:
 
 def _check_extra(member: Member, extra: bytes) -> None:
     """What fills the space between a member's name and its bytes."""
-    wide, rest = b"", extra
-    if extra.startswith(_ZIP64):
-        wide, rest = extra[:20], extra[20:]
+    wide = _wide(member) if extra.startswith(_ZIP64) else b""
+    rest = extra[len(wide) :]
     n_pad = int.from_bytes(rest[2:4], "little")
-    size = member.size.to_bytes(8, "little")
     sound = (
-        (not wide or wide == _ZIP64 + b"\x10\0" + size + size)
+        extra.startswith(wide)
         and (rest[:2] == _PADDING or not rest)
         and len(rest) in (0, 4 + n_pad)
         and rest.count(_PAD, 4) == max(0, len(rest) - 4)
     )
     if not sound:
         raise RecordUnreadable(f"the padding before its member {member.name!r} is damaged")
+
+
+def _wide(member: Member) -> bytes:
+    """The zip64 field in front of a member that is long, or lies far behind."""
+    # miniz gives the size that is stored as 0 here.
+    fields = [member.size, 0] if member.size >= _IN_ZIP64 else []
+    fields += [member.header] if member.header >= _IN_ZIP64 else []
+    return _ZIP64 + pack(f"<H{len(fields)}Q", 8 * len(fields), *fields)
 
 
 def saved_fold(directory: RecordDirectory, view: Readable) -> int | None:
@@ -91,5 +100,5 @@ def fold_of(directory: RecordDirectory) -> int:
     seed = 0
     for member in directory.members:
         if member.name != _ID:
-            seed ^= (member.crc + _GOLDEN + (seed << 6) + (seed >> 2)) % _WORD
+            seed ^= (member.crc + GOLDEN + (seed << 6) + (seed >> 2)) % WORD
     return seed

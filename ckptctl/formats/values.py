@@ -105,7 +105,7 @@ class _Storage:
     size: int  # in elements; in bytes where there is no dtype
 
 
-_STORAGE_DTYPES: Mapping[str, str] = {
+STORAGE_DTYPES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -181,7 +181,7 @@ _TENSORS: Mapping[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _rebuild_parameter),
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     ("torch", "UntypedStorage"): _StorageType(None),
-    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
+    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
 }
 
 _ORDERED = ("collections", "OrderedDict")

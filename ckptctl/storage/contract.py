@@ -20,7 +20,7 @@ What every store promises, and `tests/storage` proves for each:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -136,6 +136,15 @@ class Store(Protocol):
         """Create the file whole and durable, or leave things as they were.
 
         Raises `AlreadyExists` when it is there and `replace` is not set.
+        """
+        ...
+
+    def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+        """As `put`, for `size` bytes that are too many to be held at once; replaces.
+
+        `pieces` is called again where a storage has to be asked again. A piece may be
+        overwritten once the next one is asked for. What `pieces` raises passes through,
+        and nothing is written then. At most 64 MiB wait to be written.
         """
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -74,10 +74,7 @@ class FsspecClient:
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """See `Client.put`; for stores of whole objects only."""
-        if self._protocol not in _OF_OBJECTS:
-            raise UsageError(
-                f"{self._protocol}:// is read only here: its writes are not whole or nothing"
-            )
+        self._check_writes()
         if not create:
             self._ask(lambda: self._fs.pipe_file(key, data), key)
             return
@@ -85,6 +82,29 @@ class FsspecClient:
             self._ask(lambda: self._fs.pipe_file(key, data, mode="create"), key)
         except _Unsupported as exc:
             raise CannotCreate(f"{key}: {exc.message}") from exc
+
+    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+        """See `Client.put_parts`; for stores of whole objects only."""
+        self._check_writes()
+        if self._protocol == "memory":  # shows a file as soon as it is opened
+            self.put(key, b"".join(parts), create=False)
+            return
+        file = self._ask(lambda: self._fs.open(key, "wb", autocommit=False), key)
+        try:
+            for part in parts:
+                self._ask(lambda part=part: file.write(part), key)  # type: ignore[misc]
+            self._ask(file.close, key)
+            self._ask(file.commit, key)
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            raise
+
+    def _check_writes(self) -> None:
+        if self._protocol not in _OF_OBJECTS:
+            raise UsageError(
+                f"{self._protocol}:// is read only here: its writes are not whole or nothing"
+            )
 
     def exists(self, key: str) -> bool:
         """See `Client.exists`."""

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -29,7 +30,7 @@ from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
-from ckptctl.storage.publishing import make_folder, publish
+from ckptctl.storage.publishing import make_folder, move, publish
 from ckptctl.storage.retrying import Transient, retried
 from ckptctl.storage.watchdog import busy
 
@@ -98,21 +99,51 @@ class LocalStore:
 
         Not tried again: after a failed write nobody knows what reached the disk.
         """
+        self._publish(path, (data,), replace=replace)
+
+    def put_pieces(
+        self,
+        path: str,
+        pieces: Callable[[], Iterator[memoryview]],
+        size: int,  # noqa: ARG002 - other storages must know it beforehand
+    ) -> None:
+        """See `Store.put_pieces`; not tried again, as `put` is not."""
+        self._publish(path, pieces(), replace=True)
+
+    def move(self, path: str, target: str) -> None:
+        """Rename a file or a folder; missing folders are made, and what is there is kept.
+
+        Raises `AlreadyExists` where `target` is there.
+        """
+        old, new = parts_of(path), parts_of(target)
+        with (
+            self._writing(target),
+            self._folder(old[:-1]) as within,
+            self._folder(new[:-1], make=True) as into,
+        ):
+            move(old[-1], new[-1], within=within.fd, into=into.fd)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder if it is empty; nothing where neither is there."""
         parts = parts_of(path)
-        if not parts:
-            raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
-        with busy(self._named(path)):
+        with (
+            self._writing(path),
+            suppress(FileNotFoundError),
+            self._folder(parts[:-1]) as folder,
+        ):
             try:
-                if not os.path.isdir(self._root):
-                    parent, name = os.path.split(self._root_to_be())
-                    with Descriptor(os.open(parent, _FOLDER)) as above:
-                        make_folder(name, within=above.fd)
-                with self._folder(parts[:-1], make=True) as folder:
-                    publish(parts[-1], data, within=folder.fd, replace=replace)
-            except FileExistsError as exc:
-                raise AlreadyExists(f"{self._named(path)} is there already; it was kept") from exc
+                os.unlink(parts[-1], dir_fd=folder.fd)
+            except IsADirectoryError:
+                os.rmdir(parts[-1], dir_fd=folder.fd)
+
+    def free_bytes(self) -> int:
+        """How many bytes can still be written where the root is, or will be."""
+        with busy(self.url):
+            try:
+                about = os.statvfs(os.path.dirname(self._root_to_be()))
             except OSError as exc:
-                raise self._error(path, exc) from exc
+                raise self._error("", exc) from exc
+        return about.f_bavail * about.f_frsize
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -122,6 +153,30 @@ class LocalStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # Writing
+
+    def _publish(self, path: str, data: Iterable[bytes | memoryview], *, replace: bool) -> None:
+        parts = parts_of(path)
+        if not parts:
+            raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
+        with self._writing(path):
+            if not os.path.isdir(self._root):
+                parent, name = os.path.split(self._root_to_be())
+                with Descriptor(os.open(parent, _FOLDER)) as above:
+                    make_folder(name, within=above.fd)
+            with self._folder(parts[:-1], make=True) as folder:
+                publish(parts[-1], data, within=folder.fd, replace=replace)
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[None]:
+        with busy(self._named(path)):
+            try:
+                yield
+            except FileExistsError as exc:
+                raise AlreadyExists(f"{self._named(path)} is there already; it was kept") from exc
+            except OSError as exc:
+                raise self._error(path, exc) from exc
 
     # Listing
 

@@ -21,6 +21,13 @@ from ckptctl.storage.retrying import retried
 T = TypeVar("T")
 
 
+PART_BYTES = 8 << 20
+"""A large object is written in parts of so many bytes."""
+
+_MAX_PARTS = 9_000
+"""S3 takes 10,000; Source: Amazon S3 user guide, multipart upload limits."""
+
+
 class CannotCreate(StorageUnavailable):
     """The storage has no write that fails where the key is there already."""
 
@@ -53,6 +60,10 @@ class Client(Protocol):
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """Write the object; `create` raises `AlreadyExists` or `CannotCreate`."""
+        ...
+
+    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+        """Write the object from parts of at least 5 MiB, but for the last; whole or not at all."""
         ...
 
     def exists(self, key: str) -> bool:
@@ -120,6 +131,19 @@ class ObjectStore:
         if self._tried(path, lambda: self._client.exists(key)):
             raise AlreadyExists(f"{self._named(path)} is there already; it was kept")
         self._tried(path, lambda: self._create(key, data))
+
+    def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+        """See `Store.put_pieces`: one request, or one for each part of the object."""
+        key = self._key(path)
+        n_part = max(PART_BYTES, -(-size // _MAX_PARTS))
+
+        def once() -> None:
+            if size <= n_part:
+                self._client.put(key, b"".join(map(bytes, pieces())), create=False)
+            else:
+                self._client.put_parts(key, _in_parts(pieces(), n_part))
+
+        self._tried(path, once)
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -225,6 +249,21 @@ class _OpenObject:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:
+    part = bytearray()
+    for piece in pieces:
+        left = piece
+        while left:
+            taken = left[: n_part - len(part)]
+            part += taken
+            left = left[len(taken) :]
+            if len(part) == n_part:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)
 
 
 def _is_marker(info: FileInfo, prefix: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 from ckptctl.errors import (
@@ -119,6 +119,39 @@ class ObstoreClient:
 
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
         self._ask(lambda: obstore.put(self._store, key, data, mode=mode, use_multipart=False), key)
+
+    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+        """See `Client.put_parts`."""
+        import obstore
+
+        from ckptctl.storage.objects import PART_BYTES
+
+        failed: list[BaseException] = []
+
+        def told() -> Iterator[bytes]:
+            # obstore would make an error of its own of what is raised in here.
+            try:
+                yield from parts
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        try:
+            self._ask(
+                lambda: obstore.put(
+                    self._store,
+                    key,
+                    told(),
+                    use_multipart=True,
+                    chunk_size=PART_BYTES,
+                    max_concurrency=2,
+                ),
+                key,
+            )
+        except BaseException:
+            if failed:
+                raise failed[0] from None
+            raise
 
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""

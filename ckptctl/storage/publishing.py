@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 
 from ckptctl.storage.watchdog import beat
@@ -18,7 +19,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-def publish(name: str, data: bytes, *, within: int, replace: bool) -> None:
+def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, replace: bool) -> None:
     """Create `name` in the folder `within` (a descriptor) with `data` in it, durably.
 
     Raises `FileExistsError` where it is there and `replace` is not set, any other
@@ -41,6 +42,20 @@ def publish(name: str, data: bytes, *, within: int, replace: bool) -> None:
     os.fsync(within)
 
 
+def move(name: str, target: str, *, within: int, into: int) -> None:
+    """Rename what is `name` in one folder to `target` in another, durably.
+
+    Raises `FileExistsError` where there is something of that name. Two who move to one
+    name in the same instant are not told apart where the target is an empty folder.
+    """
+    with suppress(FileNotFoundError):
+        os.stat(target, dir_fd=into, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    os.rename(name, target, src_dir_fd=within, dst_dir_fd=into)
+    os.fsync(into)
+    os.fsync(within)
+
+
 def make_folder(name: str, *, within: int) -> None:
     """Make the folder `name`, durably, where it is not there yet."""
     try:
@@ -50,13 +65,14 @@ def make_folder(name: str, *, within: int) -> None:
     os.fsync(within)
 
 
-def _write(aside: str, data: bytes, within: int) -> None:
+def _write(aside: str, data: Iterable[bytes | memoryview], within: int) -> None:
     fd = os.open(aside, _NEW, 0o666, dir_fd=within)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left[: 64 << 20]) :]
-            beat()
+        for piece in data:
+            left = memoryview(piece)
+            while left:
+                left = left[os.write(fd, left[: 64 << 20]) :]
+                beat()
         os.fsync(fd)
     finally:
         # A network file system reports a failed write as late as here.

@@ -9,7 +9,8 @@ retries of its own, no HEAD before a read. What an error answer means is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ckptctl.errors import AccessDenied, StorageError, UsageError
@@ -66,6 +67,34 @@ class S3fsClient:
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """See `Client.put`."""
         self._ask(self._put(key, data, create=create), key)
+
+    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+        """See `Client.put_parts`."""
+        upload = self._ask(self._call("create_multipart_upload", Key=key), key)["UploadId"]
+        done: list[dict[str, object]] = []
+        try:
+            for number, part in enumerate(parts, 1):
+                sent = self._ask(
+                    self._call(
+                        "upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part
+                    ),
+                    key,
+                )
+                done.append({"PartNumber": number, "ETag": sent["ETag"]})
+            self._ask(
+                self._call(
+                    "complete_multipart_upload",
+                    Key=key,
+                    UploadId=upload,
+                    MultipartUpload={"Parts": done},
+                ),
+                key,
+            )
+        except BaseException:
+            # Parts that nobody completes are kept, and paid for.
+            with suppress(StorageError, UsageError):
+                self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload), key)
+            raise
 
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""

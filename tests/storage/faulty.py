@@ -88,6 +88,11 @@ class FaultyStore:
         self._count("put", path)
         self._store.put(path, data, replace=replace)
 
+    def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+        """See `Store.put_pieces`."""
+        self._count("put", path)
+        self._store.put_pieces(path, pieces, size)
+
     def close(self) -> None:
         """See `Store.close`."""
         self._store.close()

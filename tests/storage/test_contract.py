@@ -316,3 +316,41 @@ def test_reads_are_priced_as_requests(store: Store):
 def test_a_file_shows_up_in_no_folder_before_it_is_whole(store: Store, tmp_path: Path):
     store.put("step_11/.metadata", b"m")
     assert os.listdir(tmp_path / "runs/a/step_11") == [".metadata"]
+
+
+@pytest.mark.parametrize("where", [*LOCAL, *OF_OBJECTS], indirect=False)
+@pytest.mark.parametrize("size", [0, 5, 3 << 20, 18 << 20])
+def test_a_file_written_in_pieces_is_the_pieces_in_order(opened, where, size):
+    store = opened("runs/pieces")
+    data = os.urandom(size)
+    buffer = bytearray(1 << 20)
+
+    def pieces() -> Iterator[memoryview]:
+        for at in range(0, size, 1 << 20):
+            n = min(1 << 20, size - at)
+            buffer[:n] = data[at : at + n]
+            yield memoryview(buffer)[:n]
+
+    store.put_pieces("step_1/__0_0.distcp", pieces, size)
+    assert store.read("step_1/__0_0.distcp", limit=size) == data
+    store.put_pieces("step_1/__0_0.distcp", lambda: iter([memoryview(b"anew")]), 4)
+    assert store.read("step_1/__0_0.distcp", limit=size + 4) == b"anew"
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", [*LOCAL, *OF_OBJECTS], indirect=False)
+@pytest.mark.parametrize("size", [100, 18 << 20])
+def test_a_file_whose_pieces_fail_is_not_there(opened, where, size):
+    store = opened("runs/pieces")
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(size - 1))
+        raise Broken
+
+    store.put("step_1/.metadata", b"beside it")
+    with pytest.raises(Broken):
+        store.put_pieces("step_1/__0_0.distcp", pieces, size)
+    assert [file.path for file in store.list_tree()] == ["step_1/.metadata"]

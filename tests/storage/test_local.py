@@ -483,3 +483,35 @@ def test_a_folder_is_opened_without_what_servers_need():
 
 def test_open_store_gives_a_local_store_for_a_path(root: Path):
     assert isinstance(open_store(str(root)), LocalStore)
+
+
+def test_a_folder_is_moved_as_a_whole_and_never_onto_another(tmp_path):
+    store = LocalStore(str(tmp_path))
+    store.put("aside/step_1/.metadata", b"new")
+    store.move("aside/step_1", "runs/step_1")
+    assert store.read("runs/step_1/.metadata", limit=10) == b"new"
+    assert not (tmp_path / "aside/step_1").exists()
+    store.put("aside/step_1/.metadata", b"another")
+    (tmp_path / "runs/step_2").mkdir()
+    for target in ("runs/step_1", "runs/step_2"):
+        with pytest.raises(AlreadyExists):
+            store.move("aside/step_1", target)
+    assert store.read("runs/step_1/.metadata", limit=10) == b"new"
+    assert store.read("aside/step_1/.metadata", limit=10) == b"another"
+
+
+def test_a_file_and_an_empty_folder_are_removed_and_a_full_one_is_not(tmp_path):
+    store = LocalStore(str(tmp_path))
+    store.put("a/b", b"")
+    with pytest.raises(StorageUnavailable):
+        store.remove("a")
+    store.remove("a/b")
+    store.remove("a/b")
+    store.remove("a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_space_that_is_left_is_that_of_the_file_system(tmp_path):
+    about = os.statvfs(tmp_path)
+    free = LocalStore(str(tmp_path / "not-there-yet")).free_bytes()
+    assert abs(free - about.f_bavail * about.f_frsize) < 1 << 30

@@ -1,0 +1,242 @@
+"""How is `.metadata` written, so that stock torch reads it?
+
+A pickle of the objects that torch itself would pickle, at protocol 4, emitted opcode
+by opcode: torch's classes are named, and never imported. As `pickle` does, every
+object is put into the memo, so that readers who know its habits find them. What is in
+it is the caller's; how it is read is the question of `metadata`.
+
+Source: torch 2.13 `torch/distributed/checkpoint/metadata.py` and `filesystem.py`;
+CPython 3.11 `Lib/pickle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from struct import pack
+from typing import NamedTuple
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_BATCH = 1000
+_MEMOIZED = b"\x94"
+_CALL = b"\x85\x94R\x94"  # TUPLE1, MEMOIZE, REDUCE, MEMOIZE
+_VERSION = "1.0.0"
+
+Dims = tuple[int, ...]
+
+
+class SavedChunk(NamedTuple):
+    """A box of a tensor, in elements, and where its record lies, in bytes."""
+
+    offsets: Dims
+    sizes: Dims
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor with its chunks, in their order; see `model.TensorEntry`."""
+
+    fqn: str
+    dtype: str
+    shape: Dims
+    chunks: Sequence[SavedChunk]
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: int = 0
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """An entry that is no tensor, and where its record lies, in bytes."""
+
+    fqn: str
+    file: str
+    start: int
+    length: int
+
+
+def metadata_bytes(
+    entries: Sequence[SavedTensor | SavedBytes],
+    paths: Mapping[str, tuple[str | int, ...]],
+    *,
+    checkpoint_id: str,
+    save_id: str,
+) -> bytes:
+    """The content of a `.metadata` file; `paths` are the key paths before flattening.
+
+    Time and memory are linear in the number of chunks.
+    """
+    memo = _Memo()
+    parts = [b"\x80\4", memo.new(_DCP, "Metadata"), memo.text("state_dict_metadata")]
+    parts += _dict(memo, (_entry(memo, entry) for entry in entries))
+    parts.append(memo.text("planner_data"))
+    parts += _dict(memo, (memo.text(fqn) + _path(memo, path) for fqn, path in paths.items()))
+    parts.append(memo.text("storage_data"))
+    parts += _dict(memo, _storage(memo, entries))
+    parts.append(memo.text("storage_meta"))
+    parts.append(_storage_meta(memo, checkpoint_id, save_id))
+    parts += [memo.text("version"), memo.text(_VERSION), b"ub."]
+    return b"".join(parts)
+
+
+class _Memo:
+    """Texts and names: written where they come first, and fetched where they come again."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, bytes] = {}
+        self.n_kept = 0
+
+    def text(self, value: str) -> bytes:
+        known = self._known.get(value)
+        if known is not None:
+            return known
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) < 256:
+            return b"\x8c" + bytes((len(data),)) + data + self._keep(value)
+        return b"X" + pack("<I", len(data)) + data + self._keep(value)
+
+    def name(self, module: str, name: str) -> bytes:
+        """A class or a function."""
+        known = self._known.get((module, name))
+        if known is not None:
+            return known
+        return self.text(module) + self.text(name) + b"\x93" + self._keep((module, name))
+
+    def new(self, module: str, name: str) -> bytes:
+        """An object of a class, and the beginning of its attributes."""
+        named = self.name(module, name)
+        self.n_kept += 2
+        return named + b")\x81\x94}\x94("
+
+    def size(self, dims: Dims) -> bytes:
+        """A `torch.Size`."""
+        named = self.name("torch", "Size")
+        self.n_kept += 3 if dims else 2
+        return named + _dims(dims) + _CALL
+
+    def call(self, module: str, name: str, argument: str | int) -> bytes:
+        """What a function gives for one argument."""
+        named = self.name(module, name)
+        given = self.text(argument) if isinstance(argument, str) else _integer(argument)
+        self.n_kept += 2
+        return named + given + _CALL
+
+    def _keep(self, key: object) -> bytes:
+        number = self.n_kept
+        self.n_kept += 1
+        self._known[key] = b"h" + bytes((number,)) if number < 256 else b"j" + pack("<I", number)
+        return _MEMOIZED
+
+
+def _dict(memo: _Memo, pairs: Iterable[bytes]) -> Iterator[bytes]:
+    """A dict of keys and values that follow each other."""
+    memo.n_kept += 1
+    yield b"}" + _MEMOIZED
+    rest = iter(pairs)
+    while batch := b"".join(islice(rest, _BATCH)):
+        yield b"(" + batch + b"u"
+
+
+def _tuple(items: Sequence[bytes]) -> bytes:
+    """A tuple, which is put into the memo unless it is empty."""
+    if not items:
+        return b")"
+    if len(items) > 3:
+        return b"(" + b"".join(items) + b"t" + _MEMOIZED
+    return b"".join(items) + bytes((0x84 + len(items),)) + _MEMOIZED
+
+
+@lru_cache(maxsize=4096)
+def _dims(dims: Dims) -> bytes:
+    return _tuple([_integer(dim) for dim in dims])
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes((value,))
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    n_bytes = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes((n_bytes,)) + value.to_bytes(n_bytes, "little", signed=True)
+
+
+def _entry(memo: _Memo, entry: SavedTensor | SavedBytes) -> bytes:
+    key = memo.text(entry.fqn)
+    if isinstance(entry, SavedBytes):
+        named = memo.name(_DCP, "BytesStorageMetadata")
+        memo.n_kept += 1
+        return key + named + b")\x81" + _MEMOIZED
+    parts = [key, memo.new(_DCP, "TensorStorageMetadata")]
+    parts += [memo.text("properties"), _properties(memo, entry)]
+    parts += [memo.text("size"), memo.size(entry.shape), memo.text("chunks"), b"]", _MEMOIZED]
+    memo.n_kept += 1
+    chunks = (_chunk(memo, chunk) for chunk in entry.chunks)
+    while batch := b"".join(islice(chunks, _BATCH)):
+        parts += [b"(", batch, b"e"]
+    return b"".join((*parts, b"ub"))
+
+
+def _chunk(memo: _Memo, chunk: SavedChunk) -> bytes:
+    head = memo.new(_DCP, "ChunkStorageMetadata")
+    offsets = memo.text("offsets") + memo.size(chunk.offsets)
+    return head + offsets + memo.text("sizes") + memo.size(chunk.sizes) + b"ub"
+
+
+def _properties(memo: _Memo, tensor: SavedTensor) -> bytes:
+    # The state of this class is a tuple.
+    head = memo.name(_DCP, "TensorProperties") + b")\x81" + _MEMOIZED + b"("
+    memo.n_kept += 1
+    parts = [head, memo.name("torch", tensor.dtype)]
+    flags = [b"\x88" if flag else b"\x89" for flag in (tensor.requires_grad, tensor.pin_memory)]
+    parts += [memo.call("torch.serialization", "_get_layout", f"torch.{tensor.layout}"), flags[0]]
+    parts += [memo.call(_DCP, "_MEM_FORMAT_ENCODING", tensor.memory_format), flags[1]]
+    parts += [b"t", _MEMOIZED, b"b"]
+    memo.n_kept += 1
+    return b"".join(parts)
+
+
+def _path(memo: _Memo, path: tuple[str | int, ...]) -> bytes:
+    made = _tuple([memo.text(p) if isinstance(p, str) else _integer(p) for p in path])
+    memo.n_kept += bool(path)
+    return made
+
+
+def _storage(memo: _Memo, entries: Sequence[SavedTensor | SavedBytes]) -> Iterator[bytes]:
+    for entry in entries:
+        if isinstance(entry, SavedBytes):
+            yield _key(memo, entry.fqn, b"N") + b"ub" + _info(memo, entry)
+            continue
+        for number, chunk in enumerate(entry.chunks):
+            key = _key(memo, entry.fqn, _integer(number))
+            key += memo.text("offset") + memo.size(chunk.offsets) + b"ub"
+            yield key + _info(memo, chunk)
+
+
+def _key(memo: _Memo, fqn: str, index: bytes) -> bytes:
+    head = memo.new(_DCP, "MetadataIndex")
+    return head + memo.text("fqn") + memo.text(fqn) + memo.text("index") + index
+
+
+def _info(memo: _Memo, at: SavedChunk | SavedBytes) -> bytes:
+    head = memo.new(_FILESYSTEM, "_StorageInfo")
+    file = memo.text("relative_path") + memo.text(at.file)
+    start = memo.text("offset") + _integer(at.start)
+    return head + file + start + memo.text("length") + _integer(at.length) + b"ub"
+
+
+def _storage_meta(memo: _Memo, checkpoint_id: str, save_id: str) -> bytes:
+    parts = [memo.new(_DCP, "StorageMeta")]
+    parts += [memo.text("checkpoint_id"), memo.text(checkpoint_id)]
+    parts += [memo.text("save_id"), memo.text(save_id)]
+    parts += [memo.text("load_id"), b"N", memo.text("modules"), b"]", _MEMOIZED, b"ub"]
+    memo.n_kept += 1
+    return b"".join(parts)

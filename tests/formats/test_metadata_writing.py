@@ -1,0 +1,94 @@
+"""Is metadata that ckptctl writes what torch, and ckptctl itself, read?"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.model import ByteRange, Metadata
+
+
+def metadata_of(checkpoints: Path, variant: str) -> bytes:
+    return next((checkpoints / variant).glob("step_*/.metadata")).read_bytes()
+
+
+def written_again(metadata: Metadata) -> bytes:
+    entries = [
+        SavedTensor(
+            tensor.fqn,
+            tensor.dtype,
+            tensor.shape,
+            [SavedChunk(c.offsets, c.sizes, *where(c.byte_range)) for c in tensor.chunks],
+            tensor.layout,
+            tensor.requires_grad,
+            tensor.memory_format,
+            tensor.pin_memory,
+        )
+        for tensor in metadata.tensors.values()
+    ]
+    others = [SavedBytes(b.fqn, *where(b.byte_range)) for b in metadata.bytes_entries.values()]
+    return metadata_bytes(
+        [*entries, *others],
+        metadata.planner_paths,
+        checkpoint_id=metadata.checkpoint_id or "",
+        save_id=metadata.save_id or "",
+    )
+
+
+def where(byte_range: ByteRange | None) -> tuple[str, int, int]:
+    assert byte_range is not None
+    return byte_range.file, byte_range.offset, byte_range.length
+
+
+VARIANTS = ("run_fsdp4", "shapes_2", "dtypes_1", "tp_fsdp_2x2", "uneven_8", "ddp_2")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_metadata_that_is_written_again_says_the_same(checkpoints, variant):
+    saved = decode_metadata(metadata_of(checkpoints, variant))
+    again = decode_metadata(written_again(saved))
+    assert again.bytes_entries == saved.bytes_entries
+    assert again.planner_paths == saved.planner_paths
+    assert (again.checkpoint_id, again.save_id) == (saved.checkpoint_id, saved.save_id)
+    for fqn, tensor in saved.tensors.items():
+        assert [*again.tensors[fqn].chunks] == [*tensor.chunks]
+        assert replace(again.tensors[fqn], chunks=None) == replace(tensor, chunks=None)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_torch_reads_the_same_from_it_as_from_its_own(checkpoints, variant):
+    data = metadata_of(checkpoints, variant)
+    own, ours = pickle.loads(data), pickle.loads(written_again(decode_metadata(data)))
+    for field in ("state_dict_metadata", "planner_data", "storage_data", "version"):
+        assert getattr(ours, field) == getattr(own, field)
+    assert str(ours.storage_meta.checkpoint_id) == str(own.storage_meta.checkpoint_id)
+
+
+@pytest.mark.parametrize("n_chunks", [0, 1, 999, 1000, 1001, 70_000])
+def test_long_lists_large_numbers_and_long_names_are_written_whole(n_chunks):
+    fqn = "layers." * 50 + "weight"
+    chunks = [
+        SavedChunk((n, 0), (1, 9), f"__{n % 7}_0.distcp", n << 33, 9) for n in range(n_chunks)
+    ]
+    data = metadata_bytes(
+        [
+            SavedTensor(fqn, "bfloat16", (n_chunks, 9), chunks),
+            SavedBytes("é", "__0_0.distcp", 0, 1),
+        ],
+        {fqn: ("layers", 1 << 40, -5), "é": ("é",)},
+        checkpoint_id="s3://bucket/run",
+        save_id="id",
+    )
+    read = decode_metadata(data)
+    found = read.tensors[fqn].chunks
+    assert len(found) == n_chunks
+    for number in {0, n_chunks // 2, n_chunks - 1} if n_chunks else ():
+        at = ByteRange(chunks[number].file, chunks[number].start, 9)
+        assert (found[number].offsets, found[number].byte_range) == ((number, 0), at)
+    assert read.planner_paths[fqn] == ("layers", 1 << 40, -5)
