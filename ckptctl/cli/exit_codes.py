@@ -93,6 +93,23 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "Someone, or an older branch of the run, has ruled this step out. Use another step.",
         "use another step",
     ),
+    30: ExitCode(
+        "the loss is not continuous across the resume",
+        "The resume was not correct, or the step is not good. Stop the job; `ckptctl reject STEP` "
+        "with the reason, then `ckptctl pick ROOT` for the next older step.",
+        "fall back",
+    ),
+    31: ExitCode(
+        "not enough data to say whether the loss continued",
+        "Wait for more logged steps and ask again, or log every step around saves and keep the "
+        "log of before the failure.",
+        "wait",
+    ),
+    32: ExitCode(
+        "suspect: the loss may not be continuous",
+        "Look at the table and the picture before the job runs on for long.",
+        "look",
+    ),
     75: ExitCode(
         "the storage did not answer",
         "Nothing is known about the step, good or bad. Try again later; never take it for "
@@ -103,6 +120,10 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "access denied",
         "The storage answered that you may not. Check the credentials and the permissions of the "
         "account that runs the job.",
+    ),
+    93: ExitCode(
+        "do not restart",
+        "What ended the job comes again, or a person said no. Look before anything is started.",
     ),
     130: ExitCode("interrupted by Ctrl-C (signal 2)", "No file was left half written.", "yes"),
     141: ExitCode(
