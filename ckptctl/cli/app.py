@@ -25,7 +25,18 @@ from ckptctl.cli.options import with_common, without_secrets
 from ckptctl.cli.output import Output
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 
-COMMANDS = ("scan", "verify", "pick", "show", "seal", "reject", "accept", "pin", "explain")
+COMMANDS = (
+    "scan",
+    "verify",
+    "pick",
+    "show",
+    "seal",
+    "reject",
+    "accept",
+    "pin",
+    "runbook",
+    "explain",
+)
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""
 
 _USAGE = 2

@@ -21,6 +21,9 @@ from ckptctl.judge.results import Contents, Marked, Pick, Scan, Sealed
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from ckptctl.runbook.document import Runbook
+    from ckptctl.runbook.running import Ran
+
 Document = dict[str, object]
 
 # Said by a result, but not a field of it.
@@ -68,6 +71,29 @@ def marked_document(marked: Marked) -> Document:
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:
     """The document of `explain`: one entry for each thing that was explained."""
     return {**_envelope("explain", 0), "explained": [dict(one) for one in explained]}
+
+
+def runbooks_document(
+    books: Iterable[Runbook], problems: Iterable[str], exit_code: int = 0
+) -> Document:
+    """The document of `runbook list`, `show` and `lint`."""
+    shown = [
+        {
+            "name": book.name,
+            "title": book.title,
+            "states": [state.name for state in book.states],
+            "inputs": plain(book.inputs),
+            "text": book.text,
+        }
+        for book in books
+    ]
+    rest = {"runbooks": shown, "problems": list(problems)}
+    return {**_envelope("runbooks", exit_code), **rest}
+
+
+def runbook_document(ran: Ran) -> Document:
+    """The document of `runbook run`: how it went, and every event."""
+    return {**_envelope("runbook", ran.exit_code), **_rest(ran)}
 
 
 def error_document(error: CkptctlError, command: str | None) -> Document:

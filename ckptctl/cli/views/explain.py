@@ -1,6 +1,6 @@
 """How is a page of Markdown laid out on a terminal, and what is the index of all pages?
 
-The pages use little of Markdown: headings, paragraphs, lists, fenced commands.
+The pages use little of Markdown: headings, paragraphs, lists, tables, fenced commands.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def _block_lines(block: Sequence[str]) -> Iterator[Line]:
         yield line(Span(block[0].lstrip("# "), "strong"), hang=2)
     elif block[0].startswith("```"):
         yield from (line("  ", Span(each, "command"), solid=True) for each in block[1:-1])
+    elif block[0].startswith("|"):
+        yield from (line(each, solid=True) for each in block)
     elif block[0].startswith("- "):
         items = "\n".join(block).removeprefix("- ").split("\n- ")
         yield from (line("- ", " ".join(item.split()), hang=2) for item in items)

@@ -1,0 +1,195 @@
+"""`ckptctl runbook`: a runbook, read, checked or run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl.cli.documents import runbook_document, runbooks_document
+from ckptctl.cli.options import Storage, option
+from ckptctl.cli.output import Output
+from ckptctl.cli.talking import TalkInTerminal
+from ckptctl.cli.views.explain import page_lines
+from ckptctl.cli.views.runbook import lint_lines, list_lines, ran_lines
+from ckptctl.errors import UsageError
+from ckptctl.runbook import shelf
+from ckptctl.runbook.document import Runbook
+from ckptctl.runbook.linting import problems
+from ckptctl.runbook.running import How, Ran, run_runbook
+from ckptctl.runbook.transcript import write_transcript
+
+EXAMPLES = (
+    "ckptctl runbook run rb-7 /shared/ckpt/run-1234 --set LOG=train.log",
+    "ckptctl runbook run rb-7 s3://bucket/run-1234 --set 'RESUME=sbatch job.sh' --yes",
+    "ckptctl runbook lint my-runbooks/rb-12.md",
+)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 75, 77, 93)
+
+
+class Action(str, Enum):
+    """What to do with a runbook."""
+
+    LIST = "list"
+    SHOW = "show"
+    LINT = "lint"
+    RUN = "run"
+
+
+def runbook(
+    action: Annotated[
+        Action,
+        typer.Argument(
+            metavar="ACTION",
+            help="list: all there are; show: print one; lint: check the form of one; "
+            "run: be led through one.",
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Which one: its name, or a file that ends in .md."),
+    ] = None,
+    root: Annotated[
+        str | None,
+        typer.Argument(metavar="ROOT", help="The checkpoint root that it is run on."),
+    ] = None,
+    given: Annotated[
+        list[str] | None,
+        option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="The value of an input; may be given several times. The runbook's page lists "
+            "its inputs.",
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, option("--yes", help="Do what changes something without asking, for automation.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        option("--dry-run", help="Run what only reads, show the rest, and write no record."),
+    ] = False,
+    new: Annotated[
+        bool, option("--new", help="Begin anew, also where a run was left in the middle.")
+    ] = False,
+    go_on: Annotated[
+        bool, option("--continue", help="Go on with the last run where it stopped.")
+    ] = False,
+    take_over: Annotated[
+        bool, option("--take-over", help="Go on with a run that another person is at.")
+    ] = False,
+    transcript: Annotated[
+        str | None,
+        option(
+            "--transcript",
+            metavar="DIR",
+            help="Also write the transcript to this folder: Markdown, JSON Lines and HTML.",
+        ),
+    ] = None,
+    folder: Annotated[
+        str | None,
+        option("--folder", metavar="DIR", help="A folder of runbooks of your own."),
+    ] = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """What does the runbook say, and what is the next thing to do on this run?
+
+    Steps that read run by themselves; steps that change anything show the exact command and ask.
+    The record lies under the root, so that anybody can go on where it was left. With --quiet the
+    step that was chosen is printed and nothing else.
+    """
+    if action is Action.LIST:
+        return _list(folder, out)
+    if name is None:
+        raise UsageError(f"{action.value} which runbook?", next_command="ckptctl runbook list")
+    book = shelf.find(name, folder)
+    if action is Action.SHOW:
+        return _show(book, out)
+    if action is Action.LINT:
+        return _lint(book, out)
+    if root is None:
+        raise UsageError(
+            f"on which checkpoint root is {book.name} run?",
+            next_command=f"ckptctl runbook run {book.name} ROOT",
+        )
+    if found := problems(book):
+        raise UsageError(
+            f"the runbook {book.name} is not sound: {found[0]}",
+            next_command=f"ckptctl runbook lint {shlex.quote(name)}",
+        )
+    ran = run_runbook(
+        book,
+        root,
+        _inputs(given or ()),
+        TalkInTerminal(out, yes=yes, dry_run=dry_run),
+        how=_how(dry_run=dry_run, new=new, go_on=go_on),
+        take_over=take_over,
+        **storage,
+    )
+    if transcript is not None:
+        write_transcript(Path(transcript), ran.events, ran.step)
+    return _answer(ran, transcript, out)
+
+
+def _list(folder: str | None, out: Output) -> int:
+    books = [shelf.find(name, folder) for name in shelf.names(folder)]
+    out.answer(
+        lambda: runbooks_document(books, ()),
+        lambda: list_lines(books),
+        bare=(book.name for book in books),
+    )
+    return 0
+
+
+def _show(book: Runbook, out: Output) -> int:
+    out.answer(
+        lambda: runbooks_document((book,), ()),
+        lambda: page_lines(book.text, out.out.width),
+        bare=book.text.splitlines(),
+    )
+    return 0
+
+
+def _lint(book: Runbook, out: Output) -> int:
+    found = problems(book)
+    exit_code = UsageError.exit_code if found else 0
+    out.answer(
+        lambda: runbooks_document((book,), found, exit_code),
+        lambda: lint_lines(book, found),
+        bare=found,
+    )
+    return exit_code
+
+
+def _answer(ran: Ran, transcript: str | None, out: Output) -> int:
+    out.answer(
+        lambda: runbook_document(ran),
+        lambda: ran_lines(ran, transcript),
+        bare=() if ran.step is None else (ran.step,),
+    )
+    return ran.exit_code
+
+
+def _inputs(given: Sequence[str]) -> dict[str, str]:
+    inputs: dict[str, str] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise UsageError(
+                f"--set is NAME=VALUE, not {pair!r}",
+                next_command="ckptctl runbook run rb-7 ROOT --set LOG=train.log",
+            )
+        inputs[name] = value
+    return inputs
+
+
+def _how(*, dry_run: bool, new: bool, go_on: bool) -> How:
+    if sum((dry_run, new, go_on)) > 1:
+        raise UsageError("--dry-run, --new and --continue exclude each other")
+    return "dry" if dry_run else "new" if new else "continue" if go_on else "auto"

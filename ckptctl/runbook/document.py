@@ -1,0 +1,327 @@
+"""What does a runbook say is to be done, and what follows from each answer?
+
+A runbook is a page of Markdown for people. Three things in it are read by the
+engine, and nothing else: the table of inputs, the state diagram, and below the
+heading of each state its named command blocks, each followed by a table that
+says where each end of the command leads. Whether the page is sound is the
+question of `linting`; what is run and when, of `engine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptctl.errors import UsageError
+
+DONE = "done"
+STOP = "stop"
+NEXT = "next"
+
+_TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
+_HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
+_FENCE = re.compile(r"```(?P<info>.*)")
+_ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
+_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
+_INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)`")
+_CODED = re.compile(r"`(?P<text>.*)`")
+_CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
+
+_INPUTS_HEAD = ("input", "what it is", "if not given")
+_OUTCOMES_HEAD = ("ends with", "says", "then", "because")
+_START = "[*]"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Something that the reader knows and the page does not; `default` is None without one."""
+
+    name: str
+    meaning: str
+    required: bool
+    default: str | None
+    otherwise: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One row below a block: how it ended, and where that leads.
+
+    `first` and `last` bound the exit code; `event` is `not run`, `too often` or `other`
+    in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the exit
+    code that a stop states, None where it is the block's own.
+    """
+
+    first: int | None
+    last: int | None
+    event: str
+    says: str
+    then: str
+    code: int | None
+    because: str
+
+    def matches(self, exit_code: int, said: str) -> bool:
+        """Whether a command that ended so is meant."""
+        if self.event:
+            return self.event == "other"
+        inside = self.first is not None and self.first <= exit_code <= (self.last or self.first)
+        return inside and self.says in ("", said)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One named command block: what bash runs, and what follows.
+
+    `changes` says that it changes something, so that a person is asked first. It is not
+    run unless every input of `needs` is given. `sets` takes the last line that it prints
+    on standard output. It runs at most `at_most` times in one run, 0 for as often as it comes.
+    """
+
+    name: str
+    code: str
+    changes: bool
+    needs: tuple[str, ...]
+    sets: str | None
+    at_most: int
+    outcomes: tuple[Outcome, ...]
+    line: int
+
+    def outcome(self, exit_code: int, said: str) -> Outcome | None:
+        """The first row that is meant by this end; None where the table has none."""
+        return next((row for row in self.outcomes if row.matches(exit_code, said)), None)
+
+    def on(self, event: str) -> Outcome | None:
+        """The row of `not run` or `too often`."""
+        return next((row for row in self.outcomes if row.event == event), None)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One box of the diagram: what it is for, in the words of the page, and its blocks."""
+
+    name: str
+    about: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """One arrow of the diagram; `[*]` as target is the end."""
+
+    source: str
+    target: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Runbook:
+    """A page that can be run. `start` is the state where it begins; `text` is the page."""
+
+    name: str
+    title: str
+    inputs: tuple[Input, ...]
+    start: str
+    arrows: tuple[Arrow, ...]
+    states: tuple[State, ...]
+    sections: tuple[str, ...]
+    text: str
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names that blocks may use: the inputs, and what blocks set."""
+        blocks = (block for state in self.states for block in state.blocks)
+        found = {block.sets for block in blocks if block.sets is not None}
+        return tuple(sorted(found.union(given.name for given in self.inputs)))
+
+    def state(self, name: str) -> State:
+        """The state of that name; raises `UsageError`."""
+        for state in self.states:
+            if state.name == name:
+                return state
+        raise UsageError(f"the runbook {self.name} has no state {name!r}")
+
+
+def parse(text: str, file: str) -> Runbook:
+    """Read a page; raises `UsageError` with file and line where it is not in form."""
+    reader = _Reader(text, file)
+    title = reader.title()
+    inputs: tuple[Input, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    states: list[State] = []
+    sections: list[str] = []
+    for heading, level, body in reader.parts():
+        if level == 2:
+            sections.append(heading)
+        if heading == "Inputs":
+            inputs = tuple(reader.inputs(body))
+        elif heading == "Flow":
+            arrows = tuple(reader.arrows(body))
+        elif blocks := tuple(reader.blocks(body)):
+            states.append(State(heading, _prose(body), blocks))
+    starts = [arrow.target for arrow in arrows if arrow.source == _START]
+    if len(starts) != 1:
+        raise reader.error(1, "the diagram in the section Flow needs one arrow `[*] --> STATE`")
+    return Runbook(
+        title["name"].lower(),
+        title["title"],
+        inputs,
+        starts[0],
+        tuple(arrow for arrow in arrows if arrow.source != _START),
+        tuple(states),
+        tuple(sections),
+        text,
+    )
+
+
+def used_names(code: str) -> list[str]:
+    """The names of variables in a command, in the order in which they stand there."""
+    return _VARIABLE.findall(code)
+
+
+_Body = Sequence[tuple[int, str]]
+"""Lines with their numbers, counted from 1."""
+
+
+class _Reader:
+    def __init__(self, text: str, file: str) -> None:
+        self.lines = tuple(enumerate(text.splitlines(), start=1))
+        self.file = file
+
+    def error(self, line: int, message: str) -> UsageError:
+        return UsageError(f"{self.file}:{line}: {message}", next_command="ckptctl runbook lint")
+
+    def title(self) -> re.Match[str]:
+        found = _TITLE.fullmatch(self.lines[0][1]) if self.lines else None
+        if found is None:
+            raise self.error(1, "a runbook begins with a line `# NAME: TITLE`")
+        return found
+
+    def parts(self) -> Iterator[tuple[str, int, _Body]]:
+        """Each heading with its depth and the lines below it, up to the next heading."""
+        heading, level = "", 1
+        body: list[tuple[int, str]] = []
+        fenced = False
+        for number, text in self.lines:
+            fenced ^= text.startswith("```")
+            found = None if fenced else _HEADING.fullmatch(text)
+            if found is None:
+                body.append((number, text))
+                continue
+            yield heading, level, body
+            heading, level, body = found["text"], len(found["marks"]), []
+        if fenced:
+            raise self.error(len(self.lines), "a block is not closed: ``` is missing")
+        yield heading, level, body
+
+    def inputs(self, body: _Body) -> Iterator[Input]:
+        for number, (name, meaning, otherwise) in self._table(body, _INPUTS_HEAD):
+            found = _INPUT_NAME.fullmatch(name)
+            if found is None:
+                raise self.error(number, f"an input is a name like `ROOT`, not {name}")
+            coded = _CODED.fullmatch(otherwise)
+            yield Input(
+                found["name"],
+                meaning,
+                otherwise == "required",
+                coded["text"] if coded else None,
+                otherwise,
+            )
+
+    def arrows(self, body: _Body) -> Iterator[Arrow]:
+        for number, text in body:
+            if "-->" not in text:
+                continue
+            found = _ARROW.fullmatch(text.strip())
+            if found is None:
+                raise self.error(number, f"no arrow of a state diagram: {text.strip()}")
+            yield Arrow(found["source"], found["target"], found["label"] or "")
+
+    def blocks(self, body: _Body) -> Iterator[Block]:
+        """The named blocks of a section, each with the table that follows it."""
+        rest = list(body)
+        while rest:
+            number, text = rest.pop(0)
+            found = _FENCE.fullmatch(text)
+            if found is None:
+                continue
+            code: list[str] = []
+            while not rest[0][1].startswith("```"):
+                code.append(rest.pop(0)[1])
+            rest.pop(0)
+            if "name=" in found["info"]:
+                yield self._block(number, found["info"].split(), "\n".join(code), rest)
+
+    def _block(self, number: int, words: Sequence[str], code: str, after: _Body) -> Block:
+        if words[0] != "sh":
+            raise self.error(number, f"a named block is of sh, not of {words[0]}")
+        given = dict(word.partition("=")[::2] for word in words[1:])
+        unknown = sorted(given.keys() - {"name", "reads", "changes", "needs", "sets", "at-most"})
+        if unknown:
+            raise self.error(number, f"a block has no {unknown[0]!r}")
+        if ("reads" in given) == ("changes" in given):
+            raise self.error(number, "a block says `reads`, or `changes` where it changes anything")
+        at_most = given.get("at-most", "0")
+        if not at_most.isdecimal():
+            raise self.error(number, f"at-most is a number, not {at_most!r}")
+        return Block(
+            given["name"],
+            code,
+            "changes" in given,
+            tuple(filter(None, given.get("needs", "").split(","))),
+            given.get("sets"),
+            int(at_most),
+            tuple(self._outcome(*row) for row in self._table(after, _OUTCOMES_HEAD)),
+            number,
+        )
+
+    def _outcome(self, number: int, cells: Sequence[str]) -> Outcome:
+        ends, says, then, because = cells
+        word, _, code = then.partition(" ")
+        if code and (word != STOP or not code.isdecimal()):
+            raise self.error(number, f"then is `next`, `done`, `stop`, `stop N` or a state: {then}")
+        codes = _CODES.fullmatch(ends)
+        if codes is None and ends not in ("not run", "too often", "other"):
+            raise self.error(
+                number, f"a row is for an exit code, `not run`, `too often` or `other`, not {ends}"
+            )
+        return Outcome(
+            first=int(codes["first"]) if codes else None,
+            last=int(codes["last"]) if codes and codes["last"] else None,
+            event="" if codes else ends,
+            says=says,
+            then=word,
+            code=int(code) if code else None,
+            because=because,
+        )
+
+    def _table(self, body: _Body, head: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+        """The rows of the next table, which must have these columns."""
+        rows = [(number, text) for number, text in _until_fence(body) if text.startswith("|")]
+        if not rows:
+            raise self.error(body[0][0] if body else 1, f"a table is missing: {' | '.join(head)}")
+        if tuple(_cells(rows[0][1])) != tuple(head):
+            raise self.error(rows[0][0], f"the columns are {' | '.join(head)}")
+        for number, text in rows[2:]:
+            cells = _cells(text)
+            if len(cells) != len(head):
+                raise self.error(number, f"the row has {len(cells)} cells, not {len(head)}")
+            yield number, cells
+
+
+def _until_fence(body: _Body) -> Iterator[tuple[int, str]]:
+    for number, text in body:
+        if text.startswith("```"):
+            return
+        yield number, text
+
+
+def _cells(row: str) -> list[str]:
+    r"""The cells of a table's row; `\\|` is no border."""
+    parts = re.split(r"(?<!\\)\|", row.strip().strip("|"))
+    return [part.replace(r"\|", "|").strip() for part in parts]
+
+
+def _prose(body: _Body) -> str:
+    """The words of a section before its first block."""
+    return "\n".join(text for _, text in _until_fence(body)).strip()

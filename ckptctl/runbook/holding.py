@@ -1,0 +1,120 @@
+"""Is somebody else at this run right now?
+
+Whoever works on a run keeps a small file beside its events up to date. It tells
+the next person whom to talk to; that nothing is done twice is kept by the
+numbers of the events (`record`), also where this file lies.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+
+from ckptctl.errors import CkptctlError, PathNotFound, StorageError
+from ckptctl.runbook.record import Record, now
+
+BEAT_S = 10.0
+SILENT_S = 60.0
+"""After so long without a beat the other one is gone; clocks may differ by some of it."""
+
+_MAX_BYTES = 4096
+
+
+class RunHeld(CkptctlError):
+    """Another person is at the run."""
+
+    exit_code = 26
+    code = "runbook.held"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who works on a run: `at` is the last sign of life; `gone` says that they left."""
+
+    by: str
+    host: str
+    pid: int
+    at: str
+    gone: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is reason to believe that they are still at it."""
+        if self.gone:
+            return False
+        if self.host == socket.gethostname() and not _is_alive(self.pid):
+            return False
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(self.at.replace("Z", "+00:00"))
+        return age.total_seconds() < SILENT_S
+
+
+def myself(*, gone: bool = False) -> Holder:
+    """Who this process is, and who runs it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"user {os.geteuid()}"
+    return Holder(user, socket.gethostname(), os.getpid(), now(), gone)
+
+
+@contextmanager
+def held(record: Record, *, take_over: bool) -> Iterator[None]:
+    """Be known as the one who works on a run; raises `RunHeld` where somebody else is."""
+    other = holder_of(record)
+    if other is not None and other.is_here and not take_over:
+        raise RunHeld(
+            f"{other.by} on {other.host} (process {other.pid}) is at the run {record.name} of "
+            f"this runbook, last seen {other.at}; talk to them, or add --take-over"
+        )
+    _put(record, myself())
+    over = threading.Event()
+    beating = threading.Thread(target=_beat, args=(record, over), daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beating.join(timeout=1.0)
+        with suppress(StorageError):
+            _put(record, myself(gone=True))
+
+
+def holder_of(record: Record) -> Holder | None:
+    """Who was last seen at a run; None where nobody was, or it cannot be told."""
+    try:
+        found = json.loads(record.store.read(_path(record), limit=_MAX_BYTES))
+        return Holder(**found)
+    except (PathNotFound, ValueError, TypeError):
+        return None
+
+
+def _beat(record: Record, over: threading.Event) -> None:
+    while not over.wait(BEAT_S):
+        # The next event says so where the storage is gone.
+        with suppress(StorageError):
+            _put(record, myself())
+
+
+def _put(record: Record, holder: Holder) -> None:
+    record.store.put(_path(record), json.dumps(asdict(holder)).encode(), replace=True)
+
+
+def _path(record: Record) -> str:
+    return f"{record.folder}/holder.json"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

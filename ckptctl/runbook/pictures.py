@@ -1,0 +1,175 @@
+"""What did the steps, the shards and the time of a run look like?
+
+SVG, made from the documents that the commands of a run left in its record.
+A state is never told by colour alone: each has its letter and its word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+Document = Mapping[str, object]
+
+_GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
+_LOOKS: Mapping[str, tuple[str, str]] = {
+    "complete": (_GOOD, "✓"),
+    "unverifiable": (_WARN, "?"),
+    "in-progress": (_WARN, "…"),
+    "superseded": (_NEUTRAL, "»"),
+    "rejected": (_WARN, "R"),
+    "unknown": (_NEUTRAL, "?"),
+    "changed": (_WARN, "Δ"),
+    "incomplete": (_BAD, "○"),
+    "corrupt": (_BAD, "✗"),
+    "unsafe": (_BAD, "!"),
+}
+_UNKNOWN_LOOK = (_NEUTRAL, "·")
+_MAX_STEPS = 40
+_MAX_RANKS = 1024
+_CELL = 26
+
+
+def timeline_of_steps(scan: Document, chosen: str | None) -> str:
+    """The steps of a scan from old to new, each with its verdict; the chosen one is marked."""
+    reports = [each for each in _list(scan.get("reports")) if each.get("number") is not None]
+    shown = list(reversed(reports[:_MAX_STEPS]))
+    if not shown:
+        return ""
+    width = max(72, 720 // len(shown))
+    cells = [_step(report, 10 + width * n, width, chosen) for n, report in enumerate(shown)]
+    return _svg(20 + width * len(shown), 112, "Steps under the root, old to new", cells)
+
+
+def _step(report: Document, x: int, width: int, chosen: str | None) -> str:
+    verdict = str(report.get("verdict"))
+    color, glyph = _LOOKS.get(verdict, _UNKNOWN_LOOK)
+    middle = x + width // 2
+    taken = chosen is not None and str(report.get("url")).rstrip("/") == chosen.rstrip("/")
+    parts = [
+        f'<rect x="{middle - 15}" y="16" width="30" height="30" rx="4" fill="{color}"/>',
+        _words(middle, 37, glyph, fill="#fff", size=16),
+        _words(middle, 64, str(report.get("number")), weight="bold"),
+        _words(middle, 80, verdict, size=11),
+    ]
+    if taken:
+        parts.append(_words(middle, 100, "▲ chosen", size=11, weight="bold"))
+    return "".join(parts)
+
+
+def map_of_shards(verify: Document) -> str:
+    """The ranks that wrote a step, each whole or with the findings against its files."""
+    report = verify.get("report")
+    if not isinstance(report, dict):
+        return ""
+    faults = _faulty_ranks(_list(report.get("findings")))
+    size = report.get("world_size")
+    stated = size.get("size") if isinstance(size, dict) else None
+    written = _written_ranks(report.get("ranks"))
+    n_ranks = max([stated or 0, *(rank + 1 for rank in (*written, *faults))])
+    if not 0 < n_ranks <= _MAX_RANKS:
+        return ""
+    columns = min(n_ranks, 32)
+    cells = [
+        _rank(rank, columns, faults.get(rank), written=rank in written) for rank in range(n_ranks)
+    ]
+    rows = (n_ranks + columns - 1) // columns
+    title = f"Ranks that wrote step {report.get('number')}"
+    return _svg(max(20 + _CELL * columns, 360), 24 + _CELL * rows, title, cells)
+
+
+def _faulty_ranks(findings: Sequence[Document]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for finding in findings:
+        named = re.search(r"__(\d{1,7})_", str(finding.get("where")))
+        if named and finding.get("severity") == "fault":
+            found.setdefault(int(named[1]), str(finding.get("code")))
+    return found
+
+
+def _written_ranks(parts: object) -> frozenset[int]:
+    pairs = parts if isinstance(parts, list) else []
+    return frozenset(rank for _, ranks in pairs for rank in ranks)
+
+
+def _rank(rank: int, columns: int, fault: str | None, *, written: bool) -> str:
+    x, y = 10 + _CELL * (rank % columns), 10 + _CELL * (rank // columns)
+    color, glyph, word = (
+        (_BAD, "✗", fault)
+        if fault
+        else (_GOOD, "✓", "whole")
+        if written
+        else (_NEUTRAL, "·", "wrote nothing")
+    )
+    middle = x + (_CELL - 4) // 2
+    return (
+        f"<g><title>rank {rank}: {escape(word)}</title>"
+        f'<rect x="{x}" y="{y}" width="{_CELL - 4}" height="{_CELL - 4}" rx="3" fill="{color}"/>'
+        f"{_words(middle, y + 16, glyph, fill='#fff')}</g>"
+    )
+
+
+def bars_of_time(rows: Sequence[tuple[str, float]]) -> str:
+    """How long each thing took; `rows` are a name and seconds."""
+    longest = max((seconds for _, seconds in rows), default=0.0)
+    if not longest:
+        return ""
+    bars = [_bar(n, name, seconds, longest) for n, (name, seconds) in enumerate(rows)]
+    return _svg(720, 16 + 24 * len(rows), "Where the time went", bars)
+
+
+def _bar(n: int, name: str, seconds: float, longest: float) -> str:
+    y, width = 10 + 24 * n, max(2, round(400 * seconds / longest))
+    return (
+        f"{_words(150, y + 13, name, anchor='end')}"
+        f'<rect x="160" y="{y}" width="{width}" height="16" rx="2" fill="#3b6ea5"/>'
+        f"{_words(168 + width, y + 13, in_words(seconds), anchor='start')}"
+    )
+
+
+def in_words(seconds: float) -> str:
+    """A duration for people: `0.4 s`, `12 s`, `3 min 05 s`, `2 h 10 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, left = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{left} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"
+
+
+def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="system-ui, sans-serif">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )
+
+
+def _words(
+    x: int,
+    y: int,
+    text: str,
+    *,
+    fill: str = "currentColor",
+    size: int = 12,
+    weight: str = "normal",
+    anchor: str = "middle",
+) -> str:
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
+        f'text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _list(value: object) -> list[Document]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def documents_of(events: Sequence[Document], schema: str) -> Iterator[Document]:
+    """The documents of one kind that the commands of a run left, in their order."""
+    for event in events:
+        report = event.get("report")
+        if isinstance(report, dict) and str(report.get("schema")).startswith(f"{schema}/"):
+            yield report

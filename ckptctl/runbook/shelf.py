@@ -1,0 +1,62 @@
+"""Which runbooks are there, and where does one come from?
+
+Those that ckptctl ships, and those in a folder of the reader's own, which win
+over a shipped one of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptctl.errors import UsageError
+from ckptctl.runbook.document import Runbook, parse
+
+_PACKAGED = Path(__file__).parent / "pages"
+# In a source tree the pages lie at its top, where people read them.
+_SOURCE = Path(__file__).parent.parent.parent / "runbooks"
+_MAX_PAGE_BYTES = 1 << 20
+
+
+def names(folder: str | None = None) -> tuple[str, ...]:
+    """The names of all runbooks, sorted."""
+    return tuple(sorted({path.stem for path in _pages(folder)}))
+
+
+def find(name: str, folder: str | None = None) -> Runbook:
+    """The runbook of that name, or in that file (`./mine.md`); raises `UsageError`."""
+    if name.endswith(".md"):
+        return read(Path(name))
+    for path in _pages(folder):
+        if path.stem == name.lower():
+            return read(path)
+    raise UsageError(
+        f"there is no runbook {name!r}; there are {', '.join(names(folder))}",
+        next_command="ckptctl runbook list",
+    )
+
+
+def read(path: Path) -> Runbook:
+    """The runbook in a file; raises `UsageError` where it cannot be read, or is not in form."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_PAGE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text in UTF-8: {error.reason}") from error
+    if len(data) > _MAX_PAGE_BYTES:
+        raise UsageError(f"{path} is larger than 1 MiB; that is no page for people")
+    return parse(text, str(path))
+
+
+def _pages(folder: str | None) -> Iterator[Path]:
+    """Every page, the reader's own first."""
+    if folder is not None:
+        own = Path(folder)
+        if not own.is_dir():
+            raise UsageError(f"{folder} is no folder of runbooks")
+        yield from sorted(own.glob("*.md"))
+    shipped = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
+    yield from sorted(shipped.glob("*.md"))

@@ -1,0 +1,255 @@
+"""What happened in a run, told for an incident report?
+
+As Markdown, as JSON Lines, and as one HTML page that needs nothing beside it.
+All three are made from the recorded events alone, so that anybody can make them
+again later.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from ckptctl.errors import UsageError
+from ckptctl.runbook.pictures import (
+    bars_of_time,
+    documents_of,
+    in_words,
+    map_of_shards,
+    timeline_of_steps,
+)
+from ckptctl.runbook.record import Event
+
+SHOWN_LINES = 60
+
+
+def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
+    """The three forms, by the name of the file that each belongs in."""
+    return {
+        "transcript.md": as_markdown(events),
+        "transcript.jsonl": as_json_lines(events),
+        "transcript.html": as_html(events, step),
+    }
+
+
+def write_transcript(folder: Path, events: Sequence[Event], step: str | None) -> None:
+    """Write the three forms into a folder, which is made where it is not there.
+
+    Raises `UsageError` where nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in transcript(events, step).items():
+            aside = folder / f".{name}.part"
+            aside.write_text(text, "utf-8")
+            aside.replace(folder / name)
+    except OSError as error:
+        raise UsageError(f"the transcript {folder}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One block of a run: `began` is None where it did not run, `ended` where nobody knows."""
+
+    began: Event | None
+    ended: Event | None
+
+    @property
+    def name(self) -> str:
+        """State and block."""
+        event = self.ended or self.began or {}
+        return f"{event['state']}: {event['block']}"
+
+    @property
+    def command(self) -> str:
+        """What ran, with the values of the names in it; empty where nothing did."""
+        if self.began is None:
+            return ""
+        values = self.began.get("values")
+        given = values.items() if isinstance(values, dict) else ()
+        said = (f"# {name}={value}" for name, value in given)
+        return "\n".join((str(self.began["command"]), *said))
+
+
+def steps_of(events: Sequence[Event]) -> Iterator[Done]:
+    """The blocks of a run in the order in which they were come to."""
+    began: Event | None = None
+    for event in events:
+        if event["event"] == "began":
+            if began is not None:
+                yield Done(began, None)
+            began = event
+        elif event["event"] == "ended":
+            yield Done(began, event)
+            began = None
+    if began is not None:
+        yield Done(began, None)
+
+
+def as_json_lines(events: Sequence[Event]) -> str:
+    """One event a line."""
+    return "".join(f"{json.dumps(event, ensure_ascii=False)}\n" for event in events)
+
+
+def as_markdown(events: Sequence[Event]) -> str:
+    """The run as Markdown."""
+    return "\n".join(_markdown(events)) + "\n"
+
+
+def _markdown(events: Sequence[Event]) -> Iterator[str]:
+    opened = events[0]
+    yield f"# {str(opened['runbook']).upper()}: {opened['title']}"
+    yield ""
+    yield from (f"- {text}" for text in _facts(events))
+    yield ""
+    yield "| given | value |"
+    yield "|---|---|"
+    yield from (f"| `{name}` | {_cell(value)} |" for name, value in _inputs(events))
+    for done in steps_of(events):
+        yield ""
+        yield f"## {done.name}"
+        yield ""
+        if done.command:
+            yield from ("```sh", done.command, "```", "")
+        yield _told(done)
+        if lines := _lines(done):
+            yield ""
+            yield from ("```text", *lines, "```")
+
+
+def _facts(events: Sequence[Event]) -> Iterator[str]:
+    opened, last = events[0], events[-1]
+    people = list(dict.fromkeys(str(event["by"]) for event in events if "by" in event))
+    yield f"begun {opened['at']} by {people[0]}" + (
+        f"; gone on with by {', '.join(people[1:])}" if people[1:] else ""
+    )
+    if last["event"] == "finished":
+        yield f"ended {last['at']} with exit code {last['exit_code']}: {last['because']}"
+    else:
+        yield f"not ended; last entry {last['at']}"
+    yield f"took {in_words(_between(str(opened['at']), str(last['at'])))}"
+
+
+def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    given: dict[str, str] = {}
+    for event in events:
+        inputs = event.get("inputs")
+        if isinstance(inputs, dict):
+            given.update(inputs)
+    yield from given.items()
+
+
+def _told(done: Done) -> str:
+    began = "" if done.began is None else f"Begun {done.began['at']}"
+    ended = done.ended
+    if ended is None:
+        return f"{began}; how it ended is not known."
+    follows = f"{ended['because']}. Then: {ended['then']}."
+    if ended.get("exit_code") is None:
+        return f"{str(ended['not_run']).capitalize()}: {follows}"
+    took = in_words(float(str(ended["duration_s"])))
+    return f"{began}, exit code {ended['exit_code']} after {took}: {follows}"
+
+
+def _lines(done: Done) -> list[str]:
+    found = done.ended.get("lines") if done.ended is not None else None
+    lines = [str(each) for each in found] if isinstance(found, (list, tuple)) else []
+    if len(lines) <= SHOWN_LINES:
+        return lines
+    return [f"({len(lines) - SHOWN_LINES} lines before these)", *lines[-SHOWN_LINES:]]
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", r"\|") or "–"
+
+
+def as_html(events: Sequence[Event], step: str | None) -> str:
+    """The run as one page, with its pictures in it; `step` is the step that it chose."""
+    opened = events[0]
+    title = f"{str(opened['runbook']).upper()}: {opened['title']}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        "<ul>",
+        *(f"<li>{escape(fact)}</li>" for fact in _facts(events)),
+        "</ul>",
+        *_pictures(events, step),
+        "<h2>Given</h2><table>",
+        *(
+            f"<tr><th>{escape(name)}</th><td><code>{escape(value) or '–'}</code></td></tr>"
+            for name, value in _inputs(events)
+        ),
+        "</table>",
+        *(_section(done) for done in steps_of(events)),
+    ]
+    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+
+
+def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
+    *_, scan = (None, *documents_of(events, "ckptctl.scan"))
+    *_, verify = (None, *documents_of(events, "ckptctl.verify"))
+    drawn = (
+        ("Steps under the root", "" if scan is None else timeline_of_steps(scan, step)),
+        ("Shards of the step", "" if verify is None else map_of_shards(verify)),
+        ("Where the time went", bars_of_time(tuple(_times(events)))),
+    )
+    for heading, svg in drawn:
+        if svg:
+            yield f"<h2>{heading}</h2><figure>{svg}</figure>"
+    for event in events:
+        if picture := event.get("picture"):
+            data = base64.b64encode(str(picture).encode()).decode()
+            yield (
+                f"<h2>Picture of {escape(str(event['block']))}</h2><figure>"
+                f'<img alt="" src="data:image/svg+xml;base64,{data}"></figure>'
+            )
+
+
+def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
+    """Seconds by block, and what passed between the blocks: people, and nobody."""
+    ran = 0.0
+    for done in steps_of(events):
+        if done.ended is not None and done.ended.get("exit_code") is not None:
+            seconds = float(str(done.ended["duration_s"]))
+            ran += seconds
+            yield str(done.ended["block"]), seconds
+    whole = _between(str(events[0]["at"]), str(events[-1]["at"]))
+    yield "between the blocks", max(whole - ran, 0.0)
+
+
+def _section(done: Done) -> str:
+    command = f"<pre class=command>{escape(done.command)}</pre>" if done.command else ""
+    lines = _lines(done)
+    printed = f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+    return f"<h2>{escape(done.name)}</h2>{command}<p>{escape(_told(done))}</p>{printed}"
+
+
+def _between(first: str, last: str) -> float:
+    start, end = (datetime.fromisoformat(each.replace("Z", "+00:00")) for each in (first, last))
+    return (end - start).total_seconds()
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{style}</style></head>
+<body><main>
+{body}
+</main></body></html>
+"""
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
+main { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+pre { overflow-x: auto; padding: .6rem .8rem; border-radius: 6px; background: #8881; }
+pre.command { border-left: 4px solid #3b6ea5; }
+figure { margin: 0; overflow-x: auto; }
+h2 { margin: 2rem 0 .5rem; font-size: 1.15rem; }
+th { text-align: left; padding-right: 1.5rem; vertical-align: top; }
+img { max-width: 100%; background: #fff; }
+"""

@@ -1,0 +1,169 @@
+"""`ckptctl runbook` on real checkpoint roots, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+
+@pytest.fixture
+def root(checkpoints: Path, tmp_path: Path) -> Path:
+    """A run with the steps 100 to 500, all whole."""
+    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
+
+
+def flip(step: Path) -> None:
+    """Change one byte in the middle of a shard file."""
+    shard = step / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+
+
+def run(root: Path, *options: str):
+    return run_ckptctl("runbook", "run", "rb-7", root, *options)
+
+
+RESUME = ("--set", 'RESUME=echo "$STEP" > "$ROOT/../resumed"')
+
+
+def resumed(root: Path) -> str:
+    return (root.parent / "resumed").read_text().strip()
+
+
+def test_a_whole_step_is_resumed_from(root):
+    done = run(root, "--yes", *RESUME)
+    assert done.returncode == 31, done.stderr
+    assert resumed(root) == str(root / "step_500")
+    assert "nobody has looked at the loss" in done.stdout
+
+
+def test_a_damaged_step_is_rejected_and_the_next_older_one_taken(root):
+    flip(root / "step_500")
+    done = run(root, "--yes", *RESUME)
+    assert resumed(root) == str(root / "step_400")
+    assert "expected: exit code 0: the step is whole" in done.stderr
+    assert run_ckptctl("verify", root / "step_500").returncode == 27
+
+
+def test_three_damaged_steps_are_a_matter_of_the_storage(root):
+    for number in (500, 400, 300):
+        flip(root / f"step_{number}")
+    done = run(root, "--yes", *RESUME)
+    assert done.returncode == 11
+    assert "suspect the storage path" in done.stdout
+    assert not (root.parent / "resumed").exists()
+
+
+def test_an_interrupted_save_is_passed_over(root):
+    (root / "step_500" / ".metadata").unlink()
+    old = time.time() - 3600
+    for path in (root / "step_500").iterdir():
+        os.utime(path, (old, old))
+    run(root, "--yes", *RESUME)
+    assert resumed(root) == str(root / "step_400")
+
+
+def test_an_empty_root_is_no_resume(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty", "--yes", *RESUME).returncode == 10
+
+
+def test_without_a_terminal_nothing_is_changed_unless_it_is_agreed_to(root):
+    flip(root / "step_500")
+    done = run(root, *RESUME)
+    assert done.returncode == 2
+    assert "there is no terminal to ask at" in done.stderr
+    assert "--yes" in done.stderr
+    assert run_ckptctl("verify", root / "step_500").returncode != 27
+
+
+def test_the_document_says_all_that_was_done(root):
+    document = validated(run(root, "--yes", "--json", *RESUME).stdout)
+    assert document["step"] == str(root / "step_500")
+    assert document["events"][0]["event"] == "opened"
+    assert document["events"][-1]["event"] == "finished"
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("show", "rb-7"), ("lint", "rb-7")])
+def test_the_documents_of_the_other_actions_are_as_their_schema_says(arguments):
+    document = validated(run_ckptctl("runbook", *arguments, "--json").stdout)
+    assert "rb-7" in [book["name"] for book in document["runbooks"]]
+    assert document["problems"] == []
+
+
+def test_the_transcript_tells_every_step_and_shows_the_pictures(root, tmp_path):
+    flip(root / "step_500")
+    run(root, "--yes", "--transcript", str(tmp_path / "t"), *RESUME)
+    markdown = (tmp_path / "t" / "transcript.md").read_text()
+    page = (tmp_path / "t" / "transcript.html").read_text()
+    for name in ("Locate: pick", "Verify: verify", "Fallback: reject", "Resume: resume"):
+        assert f"## {name}" in markdown
+        assert f"<h2>{name}</h2>" in page
+    assert page.count("<svg") == 3
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert 'STEP="' not in page
+
+
+def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
+    waiting = ("--set", "RESUME=touch $ROOT/../started; sleep 30")
+    process = subprocess.Popen(
+        [*COMMAND, "runbook", "run", "rb-7", str(root), "--yes", *waiting],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (root.parent / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    again = run(root, "--yes", *RESUME)
+    assert again.returncode == 2
+    assert "nobody knows how it ended" in again.stderr
+
+
+def test_a_person_at_a_terminal_is_asked(root):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "runbook", "run", "rb-7", str(root), *RESUME],
+        env=clean_environment(TERM="dumb"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+    )
+    os.close(theirs)
+    seen = b""
+    while b"Run it? " not in seen:
+        seen += os.read(ours, 4096)
+    os.write(ours, b"maybe\n")
+    while seen.count(b"Run it? ") < 2:
+        seen += os.read(ours, 4096)
+    os.write(ours, b"y\n")
+    while process.poll() is None:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:
+            break
+    assert process.wait(timeout=30) == 31
+    os.close(ours)
+    assert resumed(root) == str(root / "step_500")
+
+
+def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
+    for number in (500, 400, 300):
+        flip(root / f"step_{number}")
+    done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(root / "step_200")

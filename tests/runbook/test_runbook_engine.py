@@ -1,0 +1,250 @@
+"""A run goes where the tables say, can be left anywhere, and is never done twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.runbook.document import Block, Outcome, Runbook, State, parse
+from ckptctl.runbook.executing import Ended
+from ckptctl.runbook.holding import RunHeld, held, myself
+from ckptctl.runbook.linting import problems
+from ckptctl.runbook.record import TakenOver, newest
+from ckptctl.runbook.running import Ran, run_runbook
+from ckptctl.storage.opening import open_store
+
+PAGE = """# RB-1: Try it
+
+## Trigger
+
+## Severity
+
+## Inputs
+
+| input | what it is | if not given |
+|---|---|---|
+| `ROOT` | the root | required |
+| `CODE` | how the first look ends | `0` |
+| `WORD` | what it says | - |
+
+## Flow
+
+```mermaid
+stateDiagram-v2
+    [*] --> Look
+    Look --> Act: something is there
+    Act --> Look: look again
+    Look --> [*]: nothing is left
+```
+
+## Procedure
+
+### Look
+
+What is there?
+
+```sh name=look reads sets=FOUND
+echo "look" >> "$ROOT/log"
+[ -z "$WORD" ] || echo "$WORD"
+exit "$CODE"
+```
+
+| ends with | says | then | because |
+|---|---|---|---|
+| 0 | nothing | done | nothing is left |
+| 0 | | Act | there is something |
+| 20-22 | | stop | it is broken |
+| other | | stop 75 | nobody knows |
+
+### Act
+
+```sh name=act changes at-most=2
+echo "act $FOUND" >> "$ROOT/log"
+```
+
+| ends with | says | then | because |
+|---|---|---|---|
+| 0 | | Look | one less |
+| too often | | stop 11 | it does not get less |
+| not run | | stop 93 | a person said no |
+| other | | stop 93 | it failed |
+
+## Rollback
+
+## References
+"""
+BOOK = parse(PAGE, "rb-1.md")
+
+
+class Person:
+    """Somebody who answers what is asked, in turn, and remembers what was shown."""
+
+    def __init__(self, *answers: bool | BaseException | None) -> None:
+        self.answers = list(answers)
+        self.shown: list[str] = []
+        self.again: list[bool] = []
+
+    def entering(self, state: State) -> None:
+        self.shown.append(f"== {state.name}")
+
+    def about_to(self, block: Block, values: Mapping[str, str]) -> None:
+        self.shown.append(f"$ {block.name} {dict(values)}")
+
+    def printed(self, text: str) -> None:
+        self.shown.append(text)
+
+    def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
+        self.shown.append(f"{block.name}: {outcome.because}")
+
+    def may(self, block: Block, *, again: bool) -> bool | None:
+        self.again.append(again)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def go(root: Path, person: Person, book: Runbook = BOOK, how: str = "auto", **inputs: str) -> Ran:
+    return run_runbook(book, str(root), inputs, person, how=how)
+
+
+def log(root: Path) -> list[str]:
+    path = root / "log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_the_page_of_these_tests_is_sound():
+    assert problems(BOOK) == ()
+
+
+def test_a_run_goes_where_the_tables_say(tmp_path):
+    ran = go(tmp_path, Person(), WORD="nothing")
+    assert (ran.exit_code, ran.over, ran.because) == (0, True, "nothing is left")
+    assert log(tmp_path) == ["look"]
+    assert ran.next_command is None
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("20", 20), ("22", 22), ("23", 75), ("7", 75)])
+def test_a_stop_ends_with_the_code_of_the_command_or_with_the_one_stated(tmp_path, code, exit_code):
+    assert go(tmp_path, Person(), CODE=code).exit_code == exit_code
+
+
+def test_what_a_block_prints_last_is_handed_on(tmp_path):
+    go(tmp_path, Person(True, False), WORD="a fire")
+    assert log(tmp_path) == ["look", "act a fire", "look"]
+
+
+def test_a_block_runs_at_most_so_often(tmp_path):
+    ran = go(tmp_path, Person(True, True, True), WORD="a fire")
+    assert (ran.exit_code, ran.because) == (11, "it does not get less")
+    assert log(tmp_path).count("act a fire") == 2
+
+
+def test_nothing_is_changed_that_was_not_agreed_to(tmp_path):
+    ran = go(tmp_path, Person(False), WORD="a fire")
+    assert (ran.exit_code, ran.because) == (93, "a person said no")
+    assert log(tmp_path) == ["look"]
+
+
+def test_a_run_that_was_left_goes_on_where_it_was_also_for_somebody_else(tmp_path):
+    left = go(tmp_path, Person(None), WORD="a fire")
+    assert not left.over
+    ran = go(tmp_path, Person(False))
+    assert ran.run == left.run
+    assert ran.went_on
+    assert log(tmp_path) == ["look"]
+
+
+def test_a_run_that_stopped_is_gone_on_with_only_when_asked_for(tmp_path):
+    stopped = go(tmp_path, Person(), CODE="20")
+    assert go(tmp_path, Person(), CODE="20").run != stopped.run
+    again = go(tmp_path, Person(), how="continue", CODE="0", WORD="nothing")
+    assert again.exit_code == 0
+    assert again.went_on
+
+
+def test_a_command_that_was_cut_off_is_asked_about_again(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    class Dying(Person):
+        def ended(self, block, outcome, ended):
+            if block.name == "act":
+                raise Killed
+
+    with pytest.raises(Killed):
+        go(tmp_path, Dying(True), WORD="a fire")
+    person = Person(False)
+    go(tmp_path, person)
+    assert person.again == [True]
+    assert log(tmp_path) == ["look", "act a fire"]
+
+
+def test_a_dry_run_reads_and_leaves_no_record(tmp_path):
+    ran = go(tmp_path, Person(False), how="dry", WORD="a fire")
+    assert ran.url is None
+    assert log(tmp_path) == ["look"]
+    assert not (tmp_path / ".ckptctl").exists()
+
+
+def test_a_root_that_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(PathNotFound):
+        go(tmp_path / "unmounted", Person())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_input_that_the_page_does_not_know_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no input 'COLOR'; it has ROOT, CODE, WORD"):
+        go(tmp_path, Person(), COLOR="red")
+
+
+def test_what_the_shell_outside_calls_so_does_not_come_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORD", "nothing")
+    ran = go(tmp_path, Person(False))
+    assert ran.because == "a person said no"
+
+
+def test_a_page_that_changed_is_not_gone_on_with(tmp_path):
+    go(tmp_path, Person(None), WORD="a fire")
+    with pytest.raises(UsageError, match="the page of the runbook rb-1 has changed"):
+        go(tmp_path, Person(), parse(PAGE.replace("What is there?", "What?"), "rb-1.md"))
+
+
+def test_two_people_at_once_are_told_of_each_other(tmp_path):
+    go(tmp_path, Person(None), WORD="a fire")
+    with open_store(str(tmp_path)) as store:
+        record = newest(store, "rb-1")
+        with held(record, take_over=False):
+            with pytest.raises(RunHeld, match=f"{myself().by} on {myself().host}"):
+                go(tmp_path, Person())
+            taken = run_runbook(BOOK, str(tmp_path), {}, Person(None), take_over=True)
+            assert taken.went_on
+            with pytest.raises(TakenOver):
+                record.add("ended")
+
+
+def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
+    page = PAGE.replace('echo "act $FOUND" >> "$ROOT/log"', "sleep 60 & echo $! > $ROOT/pid")
+    ran = go(tmp_path, Person(True, None), parse(page, "rb-1.md"), WORD="a fire")
+    assert not ran.over
+    pid = int((tmp_path / "pid").read_text())
+    assert Path(f"/proc/{pid}").exists()
+    import os
+    import signal
+
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_that_goes_in_circles_is_ended(tmp_path):
+    page = PAGE.replace(" at-most=2", "").replace(
+        "| too often | | stop 11 | it does not get less |\n", ""
+    )
+    everything = Person()
+    everything.answers = itertools.repeat(True)  # type: ignore[assignment]
+    everything.may = lambda block, *, again: True  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="it goes in a circle"):
+        go(tmp_path, everything, parse(page, "rb-1.md"), WORD="a fire")

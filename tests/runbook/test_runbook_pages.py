@@ -1,0 +1,134 @@
+"""The pages that ckptctl ships are sound, and the linter notices when one is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import UsageError
+from ckptctl.runbook import shelf
+from ckptctl.runbook.document import Runbook, parse
+from ckptctl.runbook.linting import problems
+
+RB_7 = shelf.find("rb-7").text
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_a_page_that_is_shipped_is_sound(name):
+    assert problems(shelf.find(name)) == ()
+
+
+def test_the_flow_of_rb_7_is_that_of_its_tables():
+    book = shelf.find("RB-7")
+    assert book.start == "Classify"
+    assert [state.name for state in book.states] == [
+        "Classify",
+        "DrainNode",
+        "Locate",
+        "Verify",
+        "Resume",
+        "WatchLoss",
+        "Fallback",
+    ]
+
+
+def broken(old: str, new: str) -> Runbook:
+    assert RB_7.count(old) == 1, old
+    return parse(RB_7.replace(old, new), "rb-7.md")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("## Severity", "## Weight", "the section Severity is missing"),
+        (
+            "    Resume --> WatchLoss: weights, optimizer, RNG, data\n",
+            "",
+            "a table leads from Resume to WatchLoss, and the diagram has no such arrow",
+        ),
+        (
+            "    WatchLoss --> [*]",
+            "    WatchLoss --> Resume: again\n    WatchLoss --> [*]",
+            "the diagram has an arrow from WatchLoss to Resume, and no table leads there",
+        ),
+        (
+            "    WatchLoss --> [*]",
+            "    WatchLoss --> Celebrate: yes\n    WatchLoss --> [*]",
+            "the state 'Celebrate' of the diagram has no section with a command block",
+        ),
+        ("name=verify reads", "name=pick reads", "the block name 'pick' is there 2 times"),
+        (
+            "| other | | stop | no step could be chosen |\n",
+            "",
+            (
+                "Locate, block 'pick': the table has no row `other`, so an unexpected end leads"
+                " nowhere"
+            ),
+        ),
+        (
+            "| not run | | stop 31 | ",
+            "| not run | | stop | ",
+            "WatchLoss, block 'loss': `not run` has no exit code of its own: say `stop N`",
+        ),
+        (
+            "| too often | | stop 11 | ",
+            "| 99 | | stop 11 | ",
+            "Fallback, block 'reject': it has at-most, and the table has no row `too often`",
+        ),
+        (
+            '--level "$LEVEL"\n',
+            '--level "$DEPTH"\n',
+            "Verify, block 'verify': $DEPTH is no input, and no block sets it",
+        ),
+        (
+            "| 0 | | Resume | the step is whole |",
+            "| 0 | | next | the step is whole |",
+            "Verify, block 'verify': it is the last of its state, so `next` leads nowhere",
+        ),
+        (
+            "| `ROOT` | the checkpoint root: the folder or prefix that holds the steps | required",
+            "| `ROOT` | the checkpoint root: the folder or prefix that holds the steps | `/ckpt`",
+            "the input `ROOT` is missing, or not required: the state of a run lies under it",
+        ),
+        (
+            "| 0 | | WatchLoss | the job was started from the step |",
+            "| 0 | | WatchLoss | |",
+            "Resume, block 'resume': a row does not say why (`because`)",
+        ),
+    ],
+)
+def test_the_linter_names_what_is_not_sound(old, new, problem):
+    assert problem in problems(broken(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("# RB-7: Resume", "# Resume", "rb-7.md:1: a runbook begins with a line `# NAME: TITLE`"),
+        ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
+        ("name=classify reads needs", "name=classify needs", "a block says `reads`, or `changes`"),
+        ("at-most=2", "at-most=two", "at-most is a number, not 'two'"),
+        ("sets=STEP", "set=STEP", "a block has no 'set'"),
+        ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
+        ("| stop 93 | the node", "| halt 93 | the node", "then is `next`, `done`, `stop`"),
+        ("| 26 | | stop |", "| 26 | stop |", "the row has 3 cells, not 4"),
+    ],
+)
+def test_a_page_that_is_not_in_form_is_refused_with_its_line(old, new, said):
+    with pytest.raises(UsageError, match=r"^rb-7\.md:\d+: ") as refused:
+        broken(old, new)
+    assert said in refused.value.message
+
+
+def test_a_page_of_ones_own_wins_over_a_shipped_one(tmp_path: Path):
+    page = tmp_path / "rb-7.md"
+    page.write_text(RB_7.replace("# RB-7: Resume", "# RB-7: Ours: resume"))
+    assert shelf.find("rb-7", str(tmp_path)).title.startswith("Ours")
+    assert shelf.names(str(tmp_path)) == shelf.names()
+    assert shelf.find(str(page)).title.startswith("Ours")
+
+
+def test_a_runbook_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(UsageError, match="there are rb-7, storage-corruption"):
+        shelf.find("rb-99")
