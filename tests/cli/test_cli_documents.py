@@ -13,7 +13,20 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.judge.results import TensorRow
 
-NAMES = ("scan", "verify", "pick", "show", "sealed", "marked", "runbook", "runbooks", "explain", "error", "seal", "mark")
+NAMES = (
+    "scan",
+    "verify",
+    "pick",
+    "show",
+    "sealed",
+    "marked",
+    "runbook",
+    "runbooks",
+    "explain",
+    "error",
+    "seal",
+    "mark",
+)
 
 
 def check(document) -> dict:
