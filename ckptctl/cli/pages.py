@@ -78,10 +78,21 @@ def _text_of(code: str) -> str:
 
 def _consequence(code: str) -> str:
     severity, verdict = CODES[code].severity.value.capitalize(), CODES[code].verdict
+    if code.startswith("loss."):
+        return f"{severity}: {_of_loss(code)}."
     if verdict is None:
         return f"{severity}: it makes no step unusable by itself."
     exit_code = EXIT_DENIED if code == "step.denied" else verdict.exit_code
     return f"{severity}: the step is `{verdict.value}` (`verify` exits with {exit_code})."
+
+
+def _of_loss(code: str) -> str:
+    from ckptctl.loss.verdict import FORCES
+
+    forced = FORCES.get(code)
+    if forced is None:
+        return "it decides nothing about the loss by itself"
+    return f"the loss is `{forced.value}` (`loss` exits with {forced.exit_code()})"
 
 
 def _verdict_page(verdict: Verdict) -> Page:

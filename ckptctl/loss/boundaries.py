@@ -1,0 +1,89 @@
+"""Which checkpoint does a resume report name?
+
+`ckptctl.train` leaves one report for each resume in the root, under
+`.ckptctl/attempts`. Here it is found and read; what the log says of the same resume
+is the question of `resumes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.loss.resumes import Boundary
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+
+SCHEMA = "ckptctl.resume/1"
+_ATTEMPTS = "attempts"
+_SUFFIX = ".resume.json"
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReport:
+    """What a report says of a resume: the root and step that were loaded, and where it lies.
+
+    `boundary` is None where the job began fresh.
+    """
+
+    url: str
+    root: str | None
+    path: str | None
+    boundary: Boundary | None
+
+
+def read_resume_report(
+    place: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> ResumeReport:
+    """The report at `place`: its file, or the newest one of a checkpoint root.
+
+    Raises `UsageError` where there is none, or where the file is no report.
+    """
+    options = {"storage_options": storage_options, "endpoint_url": endpoint_url}
+    if base_name(place).endswith(".json"):
+        folder, names = parent_url(place), [base_name(place)]
+        prefix = ""
+    else:
+        folder = place if base_name(place) == OWN_FOLDER else join_url(place, OWN_FOLDER)
+        prefix, names = f"{_ATTEMPTS}/", []
+    with open_store(folder, timeout_s=timeout_s, **options) as store:  # type: ignore[arg-type]
+        try:
+            if not names:
+                listed = (entry.path.rpartition("/")[2] for entry in store.list_dir(_ATTEMPTS))
+                names = sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
+            if not names:
+                raise PathNotFound(folder)
+            data = store.read(f"{prefix}{names[0]}", limit=_MAX_BYTES)
+        except PathNotFound as error:
+            raise UsageError(
+                f"{place}: there is no report of a resume; name the checkpoint's step with "
+                "--resume-step"
+            ) from error
+    return _parsed(join_url(folder, f"{prefix}{names[0]}"), data)
+
+
+def _parsed(url: str, data: bytes) -> ResumeReport:
+    try:
+        report = json.loads(data)
+    except ValueError as error:
+        raise UsageError(f"{url}: this is no report of a resume: {error}") from error
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        raise UsageError(f"{url}: this is no report of a resume ({SCHEMA})")
+    step, tokens = report.get("step"), report.get("tokens")
+    root, path = report.get("root"), report.get("path")
+    boundary = None
+    if isinstance(step, int):
+        boundary = Boundary(step, "report", tokens if isinstance(tokens, int) else None)
+    return ResumeReport(
+        url=url,
+        root=root if isinstance(root, str) else None,
+        path=path if isinstance(path, str) else None,
+        boundary=boundary,
+    )

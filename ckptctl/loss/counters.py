@@ -1,0 +1,297 @@
+"""Do the numbers that need no statistics agree: steps, tokens, learning rate, samples?
+
+These are exact, and one that is wrong proves a fault whatever the loss does. A field
+that the log does not hold is not judged. The loss itself is the question of `replay`
+and `level`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from ckptctl.findings import Finding
+from ckptctl.loss.resumes import Resume
+from ckptctl.loss.rows import Number, Row
+
+_N_RECENT = 20
+_LR_SAME = 1e-3  # relative
+_LR_EXPECTED = 0.02  # relative, without a step logged twice to compare with
+_BATCH = 0.02  # relative
+_RISING = 4  # rows
+
+
+def check_counters(resume: Resume) -> Iterator[Finding]:
+    """Yield a finding for each number that does not go on as it should.
+
+    `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.tokens`, `loss.batch`,
+    `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
+    """
+    if resume.restarted:
+        yield _restarted(resume)
+        return
+    yield from _not_finite(resume)
+    yield from _step(resume)
+    yield from _tokens(resume)
+    yield from _learning_rate(resume)
+    yield from _samples_seen(resume)
+
+
+def _where(row: Row) -> str:
+    return f"{row.place.file}:{row.place.line}"
+
+
+def _restarted(resume: Resume) -> Finding:
+    row = resume.after[0]
+    return Finding(
+        "loss.restarted",
+        _where(row),
+        f"the job began at step {row.step:,}, no later than the log before it: this is no resume",
+        expected="a step after that of a checkpoint",
+        found=f"step {row.step:,}",
+    )
+
+
+def _not_finite(resume: Resume) -> Iterator[Finding]:
+    """A loss that is no number, where it was one before."""
+    bad = [row for row in resume.after if row.loss and not math.isfinite(row.loss.value)]
+    was_bad = [row for row in resume.before[-50:] if row.loss and not math.isfinite(row.loss.value)]
+    if bad and not was_bad:
+        row = bad[0]
+        found = str(row.loss.value) if row.loss else ""
+        yield Finding(
+            "loss.not-finite",
+            _where(row),
+            f"the loss of step {row.step:,} is {found}, {row.step - resume.first_step:,} steps "
+            "after the first of the resumed job",
+            expected="a number",
+            found=found,
+        )
+
+
+def _step(resume: Resume) -> Iterator[Finding]:
+    """The first step against that of the checkpoint, where it is known."""
+    boundary = resume.boundary
+    if boundary is None:
+        return
+    # A trainer that counts from zero logs the number of the checkpoint once more.
+    last = boundary.step + max(1, resume.interval)
+    first = resume.first_step
+    if boundary.step <= first <= last:
+        return
+    if first > last and _tokens_say_no_gap(resume):
+        return
+    how = "goes back behind" if first < boundary.step else "leaves a gap after"
+    yield Finding(
+        "loss.step" if first < boundary.step else "loss.gap",
+        _where(resume.after[0]),
+        f"the log {how} the checkpoint: it holds step {boundary.step:,}, "
+        f"and the first step logged after the resume is {first:,}",
+        expected=f"step {boundary.step + 1:,} to {last:,}",
+        found=f"step {first:,}",
+    )
+
+
+def _tokens_say_no_gap(resume: Resume) -> bool:
+    """The counter of tokens went on by what the steps between need: only rows are missing."""
+    for count in (_tokens_of, _samples_of):
+        found = _counted_from(resume, count)
+        if found is not None:
+            expected, counted, per_step = found
+            return abs(counted - expected) <= 1.5 * per_step
+    return False
+
+
+def _tokens(resume: Resume) -> Iterator[Finding]:
+    """Tokens or samples, counted from the start of the run, and so many a step."""
+    for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
+        finding = _count(resume, what, count) or _batch(resume, what, count)
+        if finding is not None:
+            yield finding
+            return
+
+
+Count = Callable[[Row], "Number | None"]
+
+
+def _tokens_of(row: Row) -> Number | None:
+    return row.tokens
+
+
+def _samples_of(row: Row) -> Number | None:
+    return row.samples
+
+
+def _count(resume: Resume, what: str, count: Count) -> Finding | None:
+    twice = list(_twice(resume, count))
+    for old, new, a, b in twice:
+        if abs(a.value - b.value) > max(a.quantum, b.quantum):
+            return _count_finding(new, what, a.value, b.value, f"step {old.step:,} was logged with")
+    if twice:
+        return None
+    counted = _counted_from(resume, count)
+    if counted is None:
+        return None
+    expected, found, per_step = counted
+    if abs(found - expected) <= 1.5 * per_step:
+        return None
+    return _count_finding(resume.after[0], what, expected, found, "by the steps before there are")
+
+
+def _count_finding(row: Row, what: str, expected: float, found: float, why: str) -> Finding:
+    return Finding(
+        "loss.tokens",
+        _where(row),
+        f"step {row.step:,} counts {found:,.0f} {what}; {why} {expected:,.0f}",
+        expected=f"{expected:,.0f} {what}",
+        found=f"{found:,.0f} {what}",
+    )
+
+
+def _counted_from(resume: Resume, count: Count) -> tuple[float, float, float] | None:
+    """What the first row after should count, what it counts, and how many a step makes."""
+    rows = [row for row in resume.before if count(row) is not None]
+    first = next((row for row in resume.after if count(row) is not None), None)
+    rates = _per_step(rows[-_N_RECENT:], count)
+    if first is None or not rates:
+        return None
+    per_step = median(rates)
+    last = rows[-1]
+    start, counted = count(last), count(first)
+    if start is None or counted is None or per_step <= 0:
+        return None
+    expected = start.value + per_step * (first.step - last.step)
+    return expected, counted.value, max(per_step, start.quantum, counted.quantum)
+
+
+def _batch(resume: Resume, what: str, count: Count) -> Finding | None:
+    """Tokens a step: a changed one is another global batch."""
+    after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
+    now = _per_step(after, count)
+    then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
+    if len(now) < 2 or len(then) < 2 or _coarse(after, count):
+        return None
+    # Where batches vary by themselves, only what is outside of all of them counts.
+    low, high = min(then) * (1 - _BATCH), max(then) * (1 + _BATCH)
+    if low <= median(now) <= high or list(_twice(resume, count)):
+        return None
+    return Finding(
+        "loss.batch",
+        _where(after[0]),
+        f"a step takes {median(now):,.0f} {what} now, and took {median(then):,.0f} before",
+        expected=f"{median(then):,.0f} {what} a step",
+        found=f"{median(now):,.0f} {what} a step",
+    )
+
+
+def _coarse(rows: Sequence[Row], count: Count) -> bool:
+    """The counter is printed so coarsely that a step's share cannot be told from rounding."""
+    numbers = [number for row in rows if (number := count(row)) is not None]
+    rates = _per_step(rows, count)
+    return max(number.quantum for number in numbers) > 0.01 * abs(median(rates))
+
+
+def _per_step(rows: Sequence[Row], count: Count) -> list[float]:
+    rates = []
+    for earlier, later in pairwise(rows):
+        a, b = count(earlier), count(later)
+        if a is not None and b is not None and later.step > earlier.step:
+            rates.append((b.value - a.value) / (later.step - earlier.step))
+    return rates
+
+
+def _twice(resume: Resume, count: Count) -> Iterator[tuple[Row, Row, Number, Number]]:
+    """Rows of the same step before and after that both hold a number."""
+    old = {row.step: row for row in resume.overwritten}
+    for row in resume.after:
+        earlier = old.get(row.step)
+        if earlier is not None:
+            a, b = count(earlier), count(row)
+            if a is not None and b is not None:
+                yield earlier, row, a, b
+
+
+def _lr_of(row: Row) -> Number | None:
+    return row.lr
+
+
+def _learning_rate(resume: Resume) -> Iterator[Finding]:
+    twice = list(_twice(resume, _lr_of))
+    for old, new, a, b in twice:
+        allowed = max(_LR_SAME * abs(a.value), 1.01 * max(a.quantum, b.quantum))
+        if abs(a.value - b.value) > allowed:
+            yield _lr_finding(
+                "loss.lr", new, a.value, b.value, f"step {old.step:,} had {a.value:.4g} before"
+            )
+            return
+    if not twice:
+        yield from _learning_rate_by_trend(resume)
+
+
+def _learning_rate_by_trend(resume: Resume) -> Iterator[Finding]:
+    """The learning rate against where that of the last rows was heading."""
+    rows = [row for row in resume.before if row.lr is not None][-_N_RECENT:]
+    after = [row for row in resume.after if row.lr is not None]
+    slopes = _per_step(rows, _lr_of)
+    if not slopes or not after or rows[-1].lr is None or after[0].lr is None:
+        return
+    gap = after[0].step - rows[-1].step
+    slope, last, found = median(slopes), rows[-1].lr.value, after[0].lr.value
+    expected = last + slope * gap
+    spread = max(abs(each - slope) for each in slopes) * gap
+    allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * after[0].lr.quantum)
+    # A schedule may turn at this very step, and go on flat.
+    low, high = min(last, expected) - allowed, max(last, expected) + allowed
+    if low <= found <= high:
+        return
+    why = f"by the steps before it would be {expected:.4g}"
+    rising = [row.lr.value for row in after[: _RISING + 1] if row.lr is not None]
+    warms_up = len(rising) > _RISING and all(b > a for a, b in pairwise(rising)) and slope <= 0
+    code = "loss.lr" if found > high or warms_up else "loss.lr-lower"
+    yield _lr_finding(code, after[0], expected, found, why)
+
+
+def _lr_finding(code: str, row: Row, expected: float, found: float, why: str) -> Finding:
+    return Finding(
+        code,
+        _where(row),
+        f"the learning rate of step {row.step:,} is {found:.4g}; {why}",
+        expected=f"{expected:.6g}",
+        found=f"{found:.6g}",
+    )
+
+
+def _samples_seen(resume: Resume) -> Iterator[Finding]:
+    """The digests of the samples that each step consumed, where the log holds them."""
+    digests = [(row, row.samples_digest) for row in resume.after if row.samples_digest]
+    if not digests:
+        return
+    old = {row.step: row.samples_digest for row in resume.overwritten if row.samples_digest}
+    at = {row.samples_digest: row.step for row in (*resume.before, *resume.overwritten)}
+    at.pop(None, None)
+    for row, digest in digests:
+        if old.get(row.step, digest) == digest and at.get(digest, row.step) == row.step:
+            continue
+        earlier = at.get(digest)
+        if earlier is None:
+            yield Finding(
+                "loss.other-samples",
+                _where(row),
+                f"step {row.step:,} consumed other samples than before, and no step of the log "
+                "consumed these: skipped, or in another order",
+                expected=f"samples {old[row.step]}",
+                found=f"samples {digest}",
+            )
+        else:
+            how = "repeats" if earlier < row.step else "skips"
+            yield Finding(
+                "loss.data",
+                _where(row),
+                f"the data {how} {abs(row.step - earlier):,} steps: step {row.step:,} consumed "
+                f"the samples of step {earlier:,}",
+                expected=f"samples of step {row.step:,}",
+                found=f"samples of step {earlier:,}",
+            )
+        return

@@ -1,0 +1,138 @@
+"""Which rows stand before a resume, which were logged again, and which come after?
+
+The leg that trained up to the checkpoint is the one to compare with: a job that dies
+twice over the same steps must not be measured by the attempt that was bad already.
+Whether the rows agree is the question of `counters`, `replay` and `level`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptctl.loss.legs import Border, Leg, Split, log_interval
+from ckptctl.loss.rows import Marker, Place, Row
+
+N_BEFORE = 1_000
+"""Rows before a resume that are looked at."""
+N_AFTER = 1_000
+"""Rows after a resume that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The checkpoint that a job says it resumed from.
+
+    `step` is the last step that the checkpoint holds, `tokens` the count at that step
+    where it is known, `source` who says so: `report`, `log` or `asked`.
+    """
+
+    step: int
+    source: str
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """One resume, as rows.
+
+    `number` counts the resumes of the log from 1. `before` are the rows of the steps
+    below the first step after it, `overwritten` those of the same leg that the resumed
+    job went through again, `after` what the resumed job logged. `restarted` says that
+    the new leg begins no later than everything before it.
+    """
+
+    number: int
+    before: tuple[Row, ...]
+    overwritten: tuple[Row, ...]
+    after: tuple[Row, ...]
+    border: Border
+    boundary: Boundary | None
+    marker: Marker | None = None
+    restarted: bool = False
+
+    @property
+    def first_step(self) -> int:
+        """The first step that the resumed job logged."""
+        return self.after[0].step
+
+    @property
+    def place(self) -> Place:
+        """Where the resumed job's first row stands."""
+        return self.after[0].place
+
+    @property
+    def interval(self) -> int:
+        """Steps from one row to the next before the resume; after it, where that is all."""
+        return log_interval(self.before[-100:] if len(self.before) > 1 else self.after)
+
+
+def resumes(split: Split) -> tuple[Resume, ...]:
+    """Every resume in the legs that were kept, oldest first."""
+    n_lost = split.n_legs - len(split.legs)
+    return tuple(_resume(split.legs, i, n_lost + i, None) for i in range(1, len(split.legs)))
+
+
+def resume_at(split: Split, boundary: Boundary) -> Resume | None:
+    """The last resume that fits a boundary; None where nothing was logged after it.
+
+    A leg that begins just behind the step comes first. A log that one process after the
+    other went on writing without a trace is parted at the step. Failing both, the last
+    leg is meant, and its counter is wrong.
+    """
+    legs, n_lost = split.legs, split.n_legs - len(split.legs)
+    for i in reversed(range(1, len(legs))):
+        interval = log_interval(legs[i].rows[:100])
+        if boundary.step <= legs[i].first_step <= boundary.step + max(1, interval):
+            return _resume(legs, i, n_lost + i, boundary)
+    parted = _parted(legs, boundary, n_lost)
+    last = _resume(legs, len(legs) - 1, n_lost + len(legs) - 1, boundary) if legs[1:] else None
+    return (last or parted) if boundary.source == "report" else (parted or last)
+
+
+def _resume(legs: Sequence[Leg], i: int, number: int, boundary: Boundary | None) -> Resume:
+    leg = legs[i]
+    first = leg.first_step
+    earlier = [j for j in range(i) if legs[j].first_step < first]
+    if boundary is None and leg.marker is not None and leg.marker.step is not None:
+        boundary = Boundary(leg.marker.step, "log")
+    same = earlier[-1] if earlier else i - 1
+    return Resume(
+        number=number,
+        before=_history(legs, same, first),
+        overwritten=tuple(row for row in legs[same].rows if row.step >= first),
+        after=leg.rows[:N_AFTER],
+        border=leg.border,
+        boundary=boundary,
+        marker=leg.marker,
+        restarted=not earlier,
+    )
+
+
+def _history(legs: Sequence[Leg], i: int, below: int) -> tuple[Row, ...]:
+    """The newest rows below a step of a leg, and of those that it came from where it is short."""
+    rows: tuple[Row, ...] = ()
+    while len(rows) < N_BEFORE:
+        rows = (*(row for row in legs[i].rows if row.step < below), *rows)
+        below = legs[i].first_step
+        earlier = [j for j in range(i) if legs[j].first_step < below]
+        if not earlier:
+            break
+        i = earlier[-1]
+    return rows[-N_BEFORE:]
+
+
+def _parted(legs: Sequence[Leg], boundary: Boundary, n_lost: int) -> Resume | None:
+    for i in reversed(range(len(legs))):
+        leg = legs[i]
+        if leg.first_step <= boundary.step < leg.last_step:
+            after = tuple(row for row in leg.rows if row.step > boundary.step)
+            return Resume(
+                number=n_lost + i + 1,
+                before=_history(legs, i, boundary.step + 1),
+                overwritten=(),
+                after=after[:N_AFTER],
+                border=Border.ASKED,
+                boundary=boundary,
+            )
+    return None

@@ -1,0 +1,171 @@
+"""Where a log is split, and which rows are compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_losses import row, rows
+
+from ckptctl.loss import legs as legs_module
+from ckptctl.loss.legs import Border, Splitter, log_interval, split
+from ckptctl.loss.resumes import Boundary, resume_at, resumes
+from ckptctl.loss.rows import Marker, Place
+
+
+def spans(items):
+    return [(leg.first_step, leg.last_step, leg.border.value) for leg in split(items).legs]
+
+
+def marker(step=None, *, fresh=False):
+    return Marker(Place("train.log", 1), "loaded", step=step, fresh=fresh)
+
+
+def test_a_step_that_goes_back_begins_a_leg():
+    assert spans([*rows(1, 9), *rows(6, 12)]) == [(1, 9, "start"), (6, 12, "step")]
+
+
+def test_a_marker_begins_a_leg_even_where_the_steps_go_on():
+    assert spans([*rows(1, 9), marker(9), *rows(10, 12)]) == [(1, 9, "start"), (10, 12, "marker")]
+
+
+def test_a_file_begins_a_leg():
+    assert spans([*rows(1, 9), *rows(10, 12, file="b.log")]) == [(1, 9, "start"), (10, 12, "file")]
+
+
+def test_of_several_lines_that_announce_one_start_the_one_that_names_a_step_counts():
+    (_, leg) = split([*rows(1, 9), marker(8), marker(), *rows(9, 12)]).legs
+    assert leg.marker == marker(8)
+
+
+def test_one_step_logged_twice_is_a_resume():
+    assert spans([*rows(1, 9), *rows(9, 12)]) == [(1, 9, "start"), (9, 12, "step")]
+
+
+def test_rows_of_several_ranks_in_one_log_are_one_leg():
+    items = [copy for each in rows(1, 20) for copy in (each, each, each)]
+    (leg,) = split(items).legs
+    assert [each.step for each in leg.rows] == list(range(1, 21))
+
+
+def test_rows_of_one_step_that_say_different_things_become_one():
+    whole = row(1, 3.0)
+    parts = [replace(whole, lr=None), replace(whole, loss=None)]
+    (leg,) = split(parts).legs
+    assert leg.rows == (whole,)
+
+
+def test_what_is_kept_of_a_leg_is_bounded_and_keeps_both_ends(monkeypatch):
+    monkeypatch.setattr(legs_module, "KEEP_FIRST", 10)
+    monkeypatch.setattr(legs_module, "KEEP_LAST", 20)
+    (leg,) = split(rows(1, 1000)).legs
+    assert [each.step for each in leg.rows] == [*range(1, 11), *range(981, 1001)]
+    assert leg.n_rows == 1000
+
+
+def test_the_neighbours_of_a_step_that_was_asked_for_are_kept(monkeypatch):
+    monkeypatch.setattr(legs_module, "KEEP_FIRST", 10)
+    monkeypatch.setattr(legs_module, "KEEP_LAST", 20)
+    monkeypatch.setattr(legs_module, "_AROUND", 5)
+    (leg,) = split(rows(1, 1000), around=500).legs
+    assert [each.step for each in leg.rows] == [
+        *range(1, 11),
+        *range(495, 506),
+        *range(981, 1001),
+    ]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=80))
+def test_within_a_leg_steps_rise_and_no_row_with_a_new_step_is_lost(steps):
+    parts = split(row(step, 3.0, line=i) for i, step in enumerate(steps))
+    for leg in parts.legs:
+        own = [each.step for each in leg.rows]
+        assert own == sorted(set(own))
+    if parts.n_legs == len(parts.legs):
+        assert {each.step for leg in parts.legs for each in leg.rows} == set(steps)
+
+
+def test_a_log_can_be_judged_while_it_is_being_read():
+    splitter = Splitter()
+    for each in [*rows(1, 9), *rows(6, 7)]:
+        splitter.feed(each)
+    assert [leg.n_rows for leg in splitter.split().legs] == [9, 2]
+    splitter.feed(row(8, 3.0))
+    assert [leg.n_rows for leg in splitter.split().legs] == [9, 3]
+
+
+def test_two_runs_in_one_log_are_recognised():
+    a, b = rows(1, 20), rows(1001, 1020)
+    items = [each for pair in zip(a, b, strict=True) for each in pair]
+    assert split(items).interleaved
+    assert not split([*rows(1, 50), *rows(30, 80), *rows(70, 90)]).interleaved
+
+
+def test_a_clock_that_goes_back_is_told_with_its_line():
+    late = [replace(each, at=each.at - 3600) for each in rows(5, 9)]
+    (leg,) = split([*rows(1, 4), *late]).legs
+    assert leg.clock_jump.back_s == pytest.approx(3600)
+    assert leg.clock_jump.place.line == 5
+
+
+def test_the_interval_is_that_of_most_rows():
+    assert log_interval(rows(1, 50)[::10]) == 10
+    assert log_interval(rows(1, 1)) == 1
+
+
+# Resumes.
+
+
+def test_rows_before_twice_and_after_are_told_apart():
+    (resume,) = resumes(split([*rows(1, 9), *rows(6, 12)]))
+    assert [each.step for each in resume.before] == [1, 2, 3, 4, 5]
+    assert [each.step for each in resume.overwritten] == [6, 7, 8, 9]
+    assert resume.first_step == 6
+
+
+def test_a_job_that_dies_twice_is_compared_with_the_leg_that_made_the_checkpoint():
+    bad = rows(6, 8, seed=2)
+    first, second = resumes(split([*rows(1, 9), *bad, marker(5), *rows(6, 12)]))
+    assert first.overwritten == second.overwritten
+    assert [each.step for each in second.before] == [1, 2, 3, 4, 5]
+    assert second.number == 2
+
+
+def test_a_short_leg_is_filled_up_with_those_that_it_came_from():
+    _, second = resumes(split([*rows(1, 50), marker(50), *rows(51, 55), marker(55), *rows(56, 60)]))
+    assert [each.step for each in second.before] == list(range(1, 56))
+    assert second.overwritten == ()
+
+
+def test_a_job_that_began_anew_did_not_resume():
+    (resume,) = resumes(split([*rows(1, 50), *rows(1, 20)]))
+    assert resume.restarted
+
+
+def test_a_marker_gives_the_boundary():
+    (resume,) = resumes(split([*rows(1, 9), marker(5), *rows(6, 12)]))
+    assert resume.boundary == Boundary(5, "log")
+
+
+def test_a_log_without_a_trace_of_the_resume_is_parted_where_it_is_asked():
+    resume = resume_at(split(rows(1, 100)), Boundary(60, "asked"))
+    assert resume.border is Border.ASKED
+    assert resume.before[-1].step == 60
+    assert resume.first_step == 61
+
+
+def test_the_leg_just_behind_the_boundary_is_preferred():
+    parts = split([*rows(1, 60), *rows(41, 80), *rows(71, 90)])
+    assert resume_at(parts, Boundary(40, "asked")).number == 1
+    assert resume_at(parts, Boundary(70, "report")).number == 2
+
+
+def test_a_report_that_fits_no_leg_means_the_last_one():
+    resume = resume_at(split([*rows(1, 60), *rows(41, 80)]), Boundary(50, "report"))
+    assert resume.first_step == 41
+
+
+def test_nothing_logged_after_a_boundary_is_no_resume():
+    assert resume_at(split(rows(1, 60)), Boundary(60, "report")) is None
