@@ -160,3 +160,10 @@ class NothingToResume(CkptctlError):
     def __init__(self, message: str, *, exit_code: int, next_command: str | None = None) -> None:
         super().__init__(message, next_command=next_command)
         self.exit_code = exit_code
+
+
+class RanksLost(CkptctlError):
+    """Another rank of the job is gone, or did not come in time."""
+
+    exit_code = 75
+    code = "ranks.lost"

@@ -12,16 +12,26 @@ from ckptctl.errors import MissingExtra
 
 if TYPE_CHECKING:
     from ckptctl.train.cluster import Cluster, cluster_context
+    from ckptctl.train.graceful import GracefulStop
+    from ckptctl.train.group import Group, make_group
+    from ckptctl.train.listening import outlive_stop
     from ckptctl.train.reader import Reader
 
 __all__ = [
     "Cluster",
+    "GracefulStop",
+    "Group",
     "Reader",
     "cluster_context",
+    "make_group",
+    "outlive_stop",
 ]
 
 _HOMES = {
     "ckptctl.train.cluster": "Cluster cluster_context",
+    "ckptctl.train.graceful": "GracefulStop",
+    "ckptctl.train.group": "Group make_group",
+    "ckptctl.train.listening": "outlive_stop",
     "ckptctl.train.reader": "Reader",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
