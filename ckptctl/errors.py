@@ -162,8 +162,42 @@ class NothingToResume(CkptctlError):
         self.exit_code = exit_code
 
 
+class Fenced(CkptctlError):
+    """A newer attempt has taken the root over: this one may not publish, seal or prune any more."""
+
+    exit_code = 93
+    code = "root.fenced"
+
+
 class RanksLost(CkptctlError):
     """Another rank of the job is gone, or did not come in time."""
 
     exit_code = 75
     code = "ranks.lost"
+
+
+class ModelDiffers(UsageError):
+    """The step was saved by another model, or another optimizer, than it is to be loaded into."""
+
+    code = "model.differs"
+
+
+class StateRefused(CkptctlError):
+    """The step is whole, but state that the policy asks for could not be restored from it."""
+
+    exit_code = 23
+    code = "state.refused"
+
+
+class LoadFailed(CkptctlError):
+    """The bytes of a step that looked whole could not be loaded: a reason to take an older one."""
+
+    exit_code = 21
+    code = "load.failed"
+
+
+class SaveFailed(CkptctlError):
+    """A step could not be saved, or not proven whole after it was; older steps are as they were."""
+
+    exit_code = 75
+    code = "save.failed"

@@ -123,7 +123,8 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     93: ExitCode(
         "do not restart",
-        "What ended the job comes again, or a person said no. Look before anything is started.",
+        "A newer attempt holds the root, what ended the job comes again, or a person said no. "
+        "Look before anything is started.",
     ),
     130: ExitCode("interrupted by Ctrl-C (signal 2)", "No file was left half written.", "yes"),
     141: ExitCode(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import __version__
@@ -35,7 +35,8 @@ from ckptctl.judge.bytes_look import Asked
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.results import Sealed
 from ckptctl.judge.verifying import OpenTarget, open_target
-from ckptctl.model import Level, WorldSize
+from ckptctl.model import FileInfo, Level, WorldSize
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 
 LEVEL = Level.CONTENT
@@ -99,13 +100,15 @@ def seal(
         if refused:
             return _refused(looked.report)
         algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
-        files = _digested(found, algorithm, Limits(jobs, on_progress=second))
+        sealed = [file for file in found.files if is_sealed(file)]
+        limits = Limits(jobs, on_progress=second)
+        files = digested(found.store, found.name, sealed, algorithm, limits)
         changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
         if changed:
             return _refused(_with_findings(looked.report, changed))
         made = Seal(
             algorithm,
-            _identity(looked, saved_world_size),
+            identity_of(looked, saved_world_size),
             files,
             datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             f"ckptctl {__version__}",
@@ -141,13 +144,17 @@ def _halves(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgre
     )
 
 
-def _digested(found: OpenTarget, algorithm: Algorithm, limits: Limits) -> tuple[SealedFile, ...]:
-    """Every file of the step with its digests, in order."""
-    files = [file for file in found.files if file.kind == "file" and not is_own(file.path)]
-    runs = [
-        DigestRun(Stretch(f"{found.name}/{file.path}", 0, file.size), algorithm) for file in files
-    ]
-    n_bytes = read_runs(found.store, runs, limits)
+def is_sealed(file: FileInfo) -> bool:
+    """Whether a file of a step belongs into its seal."""
+    return file.kind == "file" and not is_own(file.path)
+
+
+def digested(
+    store: Store, name: str, files: Sequence[FileInfo], algorithm: Algorithm, limits: Limits
+) -> tuple[SealedFile, ...]:
+    """Some files of the step `name` with their digests, in order. Cost: every byte of them."""
+    runs = [DigestRun(Stretch(f"{name}/{file.path}", 0, file.size), algorithm) for file in files]
+    n_bytes = read_runs(store, runs, limits)
     if limits.on_progress is not None:
         limits.on_progress(n_bytes, n_bytes)
     return tuple(
@@ -162,7 +169,8 @@ def _read(run: DigestRun) -> Digests:
     return digests
 
 
-def _identity(looked: Looked, saved_world_size: int | None) -> Identity:
+def identity_of(looked: Looked, saved_world_size: int | None) -> Identity:
+    """Which step a look has seen, as its seal will say it."""
     report = looked.report
     save_ids = {one.save_id for part in looked.parts for one in part.metadata if one.save_id}
     return Identity(

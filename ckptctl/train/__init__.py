@@ -11,28 +11,41 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from ckptctl.train.checkpointer import Checkpointer, Start
     from ckptctl.train.cluster import Cluster, cluster_context
     from ckptctl.train.graceful import GracefulStop
     from ckptctl.train.group import Group, make_group
     from ckptctl.train.listening import outlive_stop
     from ckptctl.train.reader import Reader
+    from ckptctl.train.resolving import resolve
+    from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
 
 __all__ = [
+    "Checkpointer",
     "Cluster",
+    "GlobalLoader",
     "GracefulStop",
     "Group",
+    "Order",
     "Reader",
+    "SamplesDigest",
+    "Start",
     "cluster_context",
     "make_group",
     "outlive_stop",
+    "resolve",
+    "samples_digest",
 ]
 
 _HOMES = {
+    "ckptctl.train.checkpointer": "Checkpointer Start",
     "ckptctl.train.cluster": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop",
     "ckptctl.train.group": "Group make_group",
     "ckptctl.train.listening": "outlive_stop",
     "ckptctl.train.reader": "Reader",
+    "ckptctl.train.resolving": "resolve",
+    "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -1,0 +1,286 @@
+"""Which step does this job go on from, and does every rank see the same one?
+
+Rank 0 looks and decides, as `pick` does; the others receive its decision, and each
+proves that it sees the same metadata bytes. There are three ways to come without a
+step: a fresh run, nothing usable, and a storage that did not answer. Only the first is
+an answer; the others are errors, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptctl.errors import (
+    CkptctlError,
+    NothingToResume,
+    StorageError,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.findings import Report, Severity
+from ckptctl.formats.layouts import METADATA, compile_pattern
+from ckptctl.judge.empty_roots import check_empty, check_restart
+from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
+from ckptctl.judge.picking import pick
+from ckptctl.judge.results import Answer, PassedOver, Pick
+from ckptctl.judge.roots import list_root
+from ckptctl.judge.verifying import verify
+from ckptctl.model import Level
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.train.group import Group
+
+SETTLE_S = 60.0
+"""How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A newer step that was not taken, and why."""
+
+    step: int | None
+    path: str
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The step to load, None for a fresh run; `digests` are the SHA-256 of its metadata files."""
+
+    step: int | None
+    path: str | None
+    digests: tuple[tuple[str, str], ...] = ()
+    fell_back: bool = False
+    rejected: tuple[Rejected, ...] = ()
+    level: str | None = None
+    written_s: float | None = None
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """How rank 0 looks: what `pick` takes, by the same names."""
+
+    level: Level | str | None = None
+    require: Collection[str] = ()
+    max_fallback: int = 2
+    weights_ok: bool = False
+    require_seal: bool = False
+    key: bytes | None = None
+    pattern: str | None = None
+    grace_s: float = 600.0
+    storage_options: Mapping[str, object] | None = None
+    endpoint_url: str | None = None
+    timeout_s: float = 30.0
+    settle_s: float = field(default=SETTLE_S)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """What opens a store."""
+        return {
+            "storage_options": self.storage_options,
+            "endpoint_url": self.endpoint_url,
+            "timeout_s": self.timeout_s,
+        }
+
+
+def check_root(root: str, looking: Looking) -> None:
+    """Raise where a root without steps is not that of a run that has saved nothing yet.
+
+    Asked before anything is written there: a root that ckptctl has marked would pass for
+    one that is known. Raises `StorageError`, `UsageError`. Cost: one listing.
+    """
+    with open_store(root, **looking.storage) as store:
+        pattern = compile_pattern(looking.pattern)
+        listing = list_root(store, pattern)
+        if not listing.steps:
+            check_empty(store, listing, pattern)
+            check_restart(root, [listing])
+
+
+def decide(
+    resume_from: str | int | None,
+    root: str,
+    looking: Looking,
+    *,
+    skip: Collection[int] = (),
+    never_saved: bool = False,
+) -> Decision:
+    """What one process answers: a step, or a fresh run. `skip` are steps that did not load.
+
+    `never_saved` says that by its own record the run has never brought a save to its end:
+    then a root with nothing but interrupted saves in it is that of a fresh run.
+
+    `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
+    `NothingToResume` where steps are there and none is usable (11), or one could not be
+    looked at (75), and for a named step that is not usable (its verdict's code).
+    """
+    wanted = str(resume_from if resume_from is not None else "none").strip()
+    if wanted in ("none", ""):
+        return _fresh()
+    if wanted == "auto":
+        return _newest(root, looking, skip, never_saved=never_saved)
+    target = f"{root.rstrip('/')}@{wanted}" if wanted.isdecimal() else wanted
+    return _named(target, looking, skip)
+
+
+def _fresh() -> Decision:
+    return Decision(None, None, nonce=_nonce())
+
+
+def _nonce() -> str:
+    return os.urandom(8).hex()
+
+
+def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: bool) -> Decision:
+    found = pick(
+        root,
+        level=None
+        if looking.level == Level.CONTENT
+        else Level(looking.level)
+        if looking.level
+        else None,
+        require=looking.require,
+        weights_ok=looking.weights_ok,
+        skip=skip,
+        max_fallback=looking.max_fallback,
+        pattern=looking.pattern,
+        grace_s=looking.grace_s,
+        require_seal=looking.require_seal,
+        key=looking.key,
+        **looking.storage,
+    )
+    if found.answer is Answer.FRESH and not skip:
+        return _fresh()
+    rejected = tuple(_rejected(over) for over in found.passed_over)
+    if never_saved and found.answer is Answer.NONE_USABLE and _all_interrupted(found):
+        return Decision(None, None, rejected=rejected, nonce=_nonce())
+    if found.chosen is None:
+        raise NothingToResume(
+            found.message,
+            exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
+            next_command=found.next_command or f"ckptctl scan {shlex.quote(root)}",
+        )
+    fell_back = found.answer is Answer.FELL_BACK or bool(skip)
+    return _chosen(found.chosen, rejected, fell_back=fell_back)
+
+
+def _all_interrupted(found: Pick) -> bool:
+    return bool(found.passed_over) and all(over.report.interrupted for over in found.passed_over)
+
+
+def _rejected(over: PassedOver) -> Rejected:
+    report = over.report
+    return Rejected(report.number, report.url, report.verdict.value, over.reason)
+
+
+def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
+    report = verify(
+        target,
+        level=Level.STRUCTURE if looking.level is None else Level(looking.level),
+        require=looking.require,
+        pattern=looking.pattern,
+        grace_s=looking.grace_s,
+        require_seal=looking.require_seal,
+        key=looking.key,
+        **looking.storage,
+    )
+    if not report.usable:
+        raise _not_usable(report)
+    if report.number is None:
+        raise UsageError(f"{report.url}: the name of the folder gives no step number")
+    if report.number in skip:
+        raise NothingToResume(
+            f"{report.url} was asked for, and it could not be loaded",
+            exit_code=11,
+            next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
+        )
+    return _chosen(report, (), fell_back=False)
+
+
+def _not_usable(report: Report) -> CkptctlError:
+    faults = report.with_severity(Severity.FAULT)
+    why = faults[0].message if faults else "a condition that was asked for does not hold"
+    quoted = shlex.quote(report.url)
+    lifts = report.exit_code == 27
+    return NothingToResume(
+        f"{report.url} was asked for, and it is {report.verdict.value}: {why}",
+        exit_code=report.exit_code,
+        next_command=f"ckptctl accept {quoted}" if lifts else f"ckptctl verify {quoted}",
+    )
+
+
+def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) -> Decision:
+    return Decision(
+        report.number,
+        report.url,
+        report.digests,
+        fell_back,
+        rejected,
+        report.level.value,
+        report.written_s,
+        _nonce(),
+    )
+
+
+def prove_seen(decision: Decision, group: Group, looking: Looking) -> None:
+    """Let every rank prove that it sees the metadata that rank 0 decided on.
+
+    Raises the same error on every rank, which names the one that sees something else: its
+    mount is stale or empty. Cost: one read of the metadata on each rank.
+    """
+    path = decision.path
+    if path is None or group.size == 1:
+        return
+    waited_s = 0.0 if group.is_first else looking.settle_s
+    group.from_all(lambda: _see(path, decision.digests, looking, waited_s))
+
+
+def _see(
+    path: str, digests: tuple[tuple[str, str], ...], looking: Looking, settle_s: float
+) -> None:
+    until_s = time.monotonic() + settle_s
+    pause_s = 0.1
+    while (wrong := _differs(path, digests, looking)) is not None:
+        if time.monotonic() + pause_s > until_s:
+            raise StorageUnavailable(
+                f"{path}: {wrong}; this machine does not see what rank 0 sees, so no rank loads. "
+                "Its mount is stale, or it is not mounted there",
+                next_command="findmnt --real",
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+
+
+def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) -> str | None:
+    name = base_name(path)
+    try:
+        with open_store(parent_url(path), **looking.storage) as store:
+            for file, digest in digests:
+                data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
+                found = hashlib.sha256(data).hexdigest()
+                if found != digest:
+                    return f"{file} has digest {found[:12]}…, and rank 0 read {digest[:12]}…"
+    except StorageError as error:
+        return error.message
+    return None
+
+
+def metadata_path(decision: Decision) -> str:
+    """The address of the one metadata file of a step that this package saved or can load."""
+    assert decision.path is not None  # noqa: S101 - asked for where there is a step
+    files = [file for file, _ in decision.digests]
+    if files != [METADATA]:
+        raise UsageError(
+            f"{decision.path} holds {len(files)} metadata files ({', '.join(files[:3])}); "
+            "Checkpointer loads steps with one. `resolve` gives its path to a script that loads "
+            "by itself",
+            next_command=f"ckptctl show {shlex.quote(decision.path)}",
+        )
+    return join_url(decision.path, METADATA)

@@ -1,0 +1,151 @@
+"""What do earlier attempts say against a step, and which steps are of an abandoned branch?
+
+A step after which two attempts failed in the same way, soon after they had resumed from
+it, is marked rejected: it is passed over, and stays where it is. A failure that followed
+another step too is the script's and no step's. Signals, preemption and ends that nobody
+knows anything of never count.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptctl.errors import CkptctlError, StorageError
+from ckptctl.formats.marks import MARKS_FOLDER, Word
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.looking import look
+from ckptctl.judge.marking import mark
+from ckptctl.judge.roots import list_root
+from ckptctl.model import Level
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import base_name, join_url
+from ckptctl.train.ledger import ATTEMPTS_FOLDER, Event, read_attempts
+
+WITHIN_STEPS = 20
+"""A failure so soon after a resume may be the fault of the step that was loaded."""
+
+NOT_FINITE = "non-finite loss"
+
+_OF_OTHERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
+_WORDS_OF_OTHERS = ("connection closed", "connection reset", "timed out", "gloo", "nccl")
+
+
+def signature_of(error: BaseException) -> str | None:
+    """What two failures have in common that are the same; None for one that says nothing.
+
+    The end of another rank, of the storage or of the memory speaks against no step.
+    """
+    if not isinstance(error, Exception) or isinstance(error, (CkptctlError, OSError, MemoryError)):
+        return None
+    said = str(error).lower()
+    if type(error).__name__ in _OF_OTHERS or any(word in said for word in _WORDS_OF_OTHERS):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}" if frames else ""
+    return f"{type(error).__module__}.{type(error).__qualname__}{where}".removeprefix("builtins.")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that failed soon after it had resumed from `step`."""
+
+    attempt: str
+    step: int
+    evidence: str
+
+
+def failures_in(attempts: tuple[tuple[str, tuple[Event, ...]], ...]) -> Iterator[Failure]:
+    """Yield at most one failure for each attempt: the first that says something."""
+    for attempt, events in attempts:
+        resumed = next((e.get("step") for e in events if e.get("event") == "resumed"), None)
+        if not isinstance(resumed, int):
+            continue
+        for event in events:
+            evidence, at = event.get("evidence"), event.get("step")
+            failed = event.get("event") == "failed" and isinstance(evidence, str)
+            if failed and isinstance(at, int) and 0 <= at - resumed <= WITHIN_STEPS:
+                yield Failure(attempt, resumed, str(evidence))
+                break
+
+
+def proven(failures: tuple[Failure, ...]) -> Mapping[int, tuple[Failure, ...]]:
+    """The steps that two attempts or more failed after with one evidence, which no other has."""
+    steps_of: dict[str, set[int]] = {}
+    held: dict[tuple[int, str], list[Failure]] = {}
+    for failure in failures:
+        steps_of.setdefault(failure.evidence, set()).add(failure.step)
+        held.setdefault((failure.step, failure.evidence), []).append(failure)
+    return {
+        step: tuple(against)
+        for (step, evidence), against in held.items()
+        if len(against) >= 2 and len(steps_of[evidence]) == 1
+    }
+
+
+def reject_proven(store: Store, options: Mapping[str, Any], by: str) -> tuple[int, ...]:
+    """Mark the steps rejected that the ledgers prove bad; their numbers.
+
+    A step that bears a word of a person already keeps it. Cost: the ledgers of the newest
+    attempts; a look at `listing` and a write for each step that is marked.
+    """
+    against = proven(tuple(failures_in(read_attempts(store))))
+    if not against:
+        return ()
+    done = []
+    for named in list_root(store).steps:
+        failures = against.get(named.number)
+        if failures is None or _spoken(store, named.name):
+            continue
+        mark(
+            join_url(store.url, named.name),
+            Word.REJECTED,
+            reason=f"{len(failures)} attempts that resumed from it failed alike within "
+            f"{WITHIN_STEPS} steps: {failures[0].evidence}",
+            evidence=[
+                join_url(store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
+                for one in failures[:8]
+            ],
+            by=by,
+            **options,
+        )
+        done.append(named.number)
+    return tuple(done)
+
+
+def _spoken(store: Store, name: str) -> bool:
+    """Whether anybody has accepted or rejected the step before: then it is not for us to say."""
+    try:
+        entries = store.list_dir(f"{name}/{MARKS_FOLDER}")
+    except StorageError:
+        return False
+    words = (Word.REJECTED.value, Word.ACCEPTED.value)
+    return any(f"-{word}-" in base_name(entry.path) for entry in entries for word in words)
+
+
+def supersede_newer(
+    store: Store, step: int, options: Mapping[str, Any], by: str
+) -> tuple[int, ...]:
+    """Mark every step newer than the one resumed from; their numbers, oldest first.
+
+    What never became a step (no metadata) needs no mark: it cannot be taken.
+    """
+    done = []
+    for named in reversed(list_root(store).steps):
+        if named.number <= step:
+            continue
+        looked = look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
+        said = looked.notes.marks if looked.notes else ()
+        if not looked.report.digests or any(one.word is Word.SUPERSEDED for one in said):
+            continue
+        mark(
+            looked.report.url,
+            Word.SUPERSEDED,
+            reason=f"the run went on from step {step}",
+            by=by,
+            **options,
+        )
+        done.append(named.number)
+    return tuple(done)

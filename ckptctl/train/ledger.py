@@ -1,0 +1,123 @@
+"""What did the attempts of this run do, and how did each end?
+
+One file an attempt below `.ckptctl/attempts/` of the root, one JSON object a line,
+only ever added to. Beside it lies the report of the resume. What the record of
+several attempts says against a step is the question of `evidence`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.storage.appending import append_line
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import absolute_url, is_local, join_url
+
+ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
+
+EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
+"""What a line can say. Who reads a ledger passes over events that it does not know."""
+
+_FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
+_MAX_BYTES = 16 << 20
+
+MAX_ATTEMPTS = 20
+"""How many of the newest attempts are read."""
+
+Event = Mapping[str, Any]
+
+
+def new_attempt() -> str:
+    """The name of an attempt that begins now; names sort by time."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return f"{now:%Y%m%dT%H%M%S.%fZ}-{os.urandom(4).hex()}"
+
+
+def utc_now() -> str:
+    """Now, as RFC 3339 in UTC with microseconds."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The record of one attempt, as one of its ranks writes it.
+
+    On a file system every rank adds lines to the one file; an object store cannot
+    append, so there each rank has an object of its own, written anew for each line.
+    """
+
+    store: Store
+    attempt: str
+    rank: int = 0
+    _lines: list[bytes] = field(default_factory=list)
+
+    def add(self, event: str, **fields: object) -> None:
+        """Add one line, durably. Raises `StorageError` where that cannot be."""
+        row = {"at": utc_now(), "event": event, "attempt": self.attempt, **fields}
+        line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        if is_local(self.store.url):
+            path = join_url(absolute_url(self.store.url), f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl")
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            append_line(path, line)
+            return
+        self._lines.append(line)
+        own = "" if self.rank == 0 else f".rank{self.rank}"
+        path = f"{ATTEMPTS_FOLDER}/{self.attempt}{own}.jsonl"
+        self.store.put(path, b"".join(self._lines), replace=True)
+
+
+def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
+    """Write the report of a resume (schema `ckptctl.resume/1`); its address."""
+    path = f"{ATTEMPTS_FOLDER}/{attempt}.resume.json"
+    data = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    store.put(path, data.encode(), replace=True)
+    return join_url(store.url, path)
+
+
+def read_attempts(
+    store: Store, *, last: int = MAX_ATTEMPTS
+) -> tuple[tuple[str, tuple[Event, ...]], ...]:
+    """The newest attempts with their events in order of time, oldest attempt first.
+
+    A ledger is a help and never a condition: a line that was cut short is passed over,
+    and so is a file that cannot be read. Raises `StorageError` where the folder of the
+    attempts cannot be listed. Cost: one listing, one read for each attempt.
+    """
+    try:
+        entries = store.list_dir(ATTEMPTS_FOLDER)
+    except PathNotFound:
+        return ()
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        match = _FILE.fullmatch(entry.path.rpartition("/")[2])
+        if match:
+            names.setdefault(match["attempt"], []).append(entry.path)
+    return tuple(
+        (attempt, _events(store, names[attempt], attempt)) for attempt in sorted(names)[-last:]
+    )
+
+
+def _events(store: Store, paths: list[str], attempt: str) -> tuple[Event, ...]:
+    rows: list[Event] = []
+    for path in paths:
+        try:
+            data = store.read(path, limit=_MAX_BYTES)
+        except StorageError:
+            continue
+        for line in data.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and row.get("attempt") == attempt:
+                rows.append(row)
+    return tuple(sorted(rows, key=lambda row: str(row.get("at", ""))))

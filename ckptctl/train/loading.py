@@ -1,0 +1,92 @@
+"""Did every rank load the step that was decided on?
+
+Reads into the tensors of the job where they lie. What goes wrong is told apart: bytes
+that do not load are a reason to take an older step; a storage that does not answer, too
+little memory or another model are errors, whatever step one would take.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+from typing import Any
+
+from ckptctl.errors import CkptctlError, LoadFailed, ModelDiffers, StorageUnavailable
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
+from ckptctl.model import Metadata
+from ckptctl.storage.opening import base_name, open_store, parent_url
+from ckptctl.train.deciding import Decision, Looking, metadata_path
+from ckptctl.train.group import Group, ranks_lost
+
+_STORAGE_ERRNOS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
+    | {errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
+)
+
+_OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
+"""How torch's planner says that the step holds something else."""
+
+
+def saved_metadata(decision: Decision, looking: Looking) -> Metadata:
+    """The decoded metadata of the step. Cost: one read."""
+    path = metadata_path(decision)
+    folder = parent_url(path)
+    with open_store(parent_url(folder), **looking.storage) as store:
+        data = store.read(f"{base_name(folder)}/{base_name(path)}", limit=MAX_METADATA_BYTES)
+    return decode_metadata(data)
+
+
+def load_into(state: dict[str, Any], decision: Decision, group: Group) -> None:
+    """Read the step into `state`; every rank calls it, with what it holds itself.
+
+    Raises `LoadFailed` where the bytes do not load on this rank or another, and another
+    `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    assert decision.path is not None  # noqa: S101 - asked for where there is a step
+    try:
+        load(
+            state,
+            storage_reader=FileSystemReader(decision.path),
+            process_group=group.handle,
+            no_dist=group.size == 1,
+        )
+    except CheckpointException as error:  # no Exception: it would pass by every other clause
+        raise _meaning(error, decision) from error
+    except RuntimeError as error:
+        if group.size == 1:
+            raise LoadFailed(_words(error, decision)) from error
+        raise ranks_lost(error) from error
+
+
+def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    kinds = [_meaning_of_one(rank, one[0], decision) for rank, one in sorted(failures.items())]
+    # What no older step would mend is what has to be known.
+    kinds.sort(key=lambda one: isinstance(one, LoadFailed))
+    return kinds[0] if kinds else LoadFailed(_words(error, decision))
+
+
+def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> CkptctlError:
+    words = f"rank {rank}: {_words(cause, decision)}"
+    verify = f"ckptctl verify {shlex.quote(decision.path or '')} --level content"
+    if isinstance(cause, CkptctlError) and not isinstance(cause, LoadFailed):
+        return cause
+    if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+        return ModelDiffers(f"{words}; there is too little memory to load it")
+    if any(mark in words for mark in _OTHER_MODEL):
+        return ModelDiffers(f"{words}; it was saved by another model, or another optimizer")
+    if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRNOS:
+        return StorageUnavailable(f"{words}; nothing is known about the step", next_command=verify)
+    if isinstance(cause, (TimeoutError, ConnectionError)):
+        return StorageUnavailable(words, next_command=verify)
+    return LoadFailed(words, next_command=verify)
+
+
+def _words(cause: BaseException, decision: Decision) -> str:
+    first = (str(cause).splitlines() or [""])[0][:300]
+    return f"{decision.path} could not be loaded ({type(cause).__name__}: {first})"

@@ -1,0 +1,57 @@
+"""Which path does a script that loads by itself give to its loader?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ckptctl.model import Level
+from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_seen
+from ckptctl.train.group import PATIENCE_S, make_group
+
+
+def resolve(
+    resume_from: str | int | None,
+    root: str,
+    *,
+    level: Level | str | None = None,
+    require: Collection[str] = (),
+    max_fallback: int = 2,
+    weights_ok: bool = False,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+    settle_s: float = SETTLE_S,
+    patience_s: float = PATIENCE_S,
+) -> str | None:
+    """The path of the step to resume from, the same on every rank; None for a fresh run.
+
+    `resume_from` is `auto` (the newest usable step under `root`), `none`, a step number, or
+    the path of a step, which must be usable. Every rank of the job calls this; without a
+    process group the answer is that of one process. Nothing is written.
+
+    Raises `NothingToResume` where steps are there and none is usable (`exit_code` 11) or
+    where one could not be looked at (75), `StorageError` where the root could not be, or
+    where a rank sees another storage than rank 0 (`settle_s` seconds after the first try).
+    A run is never called fresh where that is not certain.
+
+    Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
+    """
+    group = make_group(patience_s)
+    looking = Looking(
+        level=level,
+        require=require,
+        max_fallback=max_fallback,
+        weights_ok=weights_ok,
+        pattern=pattern,
+        grace_s=grace_s,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+        settle_s=settle_s,
+    )
+
+    decision = group.from_first(lambda: decide(resume_from, root, looking))
+    prove_seen(decision, group, looking)
+    return decision.path

@@ -1,0 +1,77 @@
+"""What are the random numbers of this rank, and how do they go on after a resume?
+
+The states of python, numpy (where it was imported), torch and every CUDA device, in
+plain values that a `weights_only` load takes. Every rank has its own, and they are
+kept under a key of its own: under a shared one DCP would keep that of one rank alone.
+At another number of ranks there is nothing to restore, and new states are derived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any, cast
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of all generators of this process."""
+    import torch
+
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = tuple(torch.cuda.get_rng_state_all())
+    if "numpy" in sys.modules:
+        state["numpy"] = _numpy_state()
+    return state
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    import numpy as np
+    import torch
+
+    name, key, place, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
+    return (str(name), torch.from_numpy(key.astype("int64")), int(place), int(has_gauss), gauss)
+
+
+def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
+    """Set all generators to a state that was saved; what could not be set, in words."""
+    import torch
+
+    lost: list[str] = []
+    random.setstate(_as_tuples(state["python"]))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        name, key, place, has_gauss, gauss = state["numpy"]
+        np.random.set_state((name, key.numpy().astype("uint32"), place, has_gauss, gauss))
+    saved = state.get("cuda", ())
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, one in enumerate(saved[:n_devices]):
+        torch.cuda.set_rng_state(one, device)
+    if n_devices < len(saved):
+        lost.append(f"rng of {len(saved) - n_devices} of {len(saved)} CUDA devices")
+    return tuple(lost)
+
+
+def _as_tuples(value: Any) -> Any:
+    # `random.setstate` takes tuples alone; a load may give lists.
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Set all generators to a state derived from the run's seed, the step and the rank.
+
+    The same three give the same numbers, and no two ranks or steps share any.
+    """
+    import torch
+
+    words = hashlib.sha256(f"ckptctl {seed} {step} {rank}".encode()).digest()
+    derived = int.from_bytes(words[:8], "big")
+    random.seed(derived)
+    torch.manual_seed(derived % 2**63)  # seeds every CUDA device, too
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(derived % 2**32)

@@ -1,0 +1,265 @@
+"""How does a step get into the root, whole or recognisably not?
+
+Into a folder that did not exist: shards first, the metadata after all of them, then,
+with the folders flushed, the seal. Right before each of them the attempt proves that
+the root is still its own. What is written is the question of `state`, when it is
+written that of `checkpointer`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptctl import __version__
+from ckptctl.checks.byte_pass import Limits
+from ckptctl.errors import CkptctlError, SaveFailed, StorageError, UsageError
+from ckptctl.findings import Severity, Verdict
+from ckptctl.formats.digests import Algorithm
+from ckptctl.formats.layouts import OWN_FOLDER, shard_rank, step_name
+from ckptctl.formats.seals import SEAL, Seal, SealedFile, seal_bytes
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.fencing import Token, check_token
+from ckptctl.judge.looking import list_step, look
+from ckptctl.judge.roots import list_root
+from ckptctl.judge.sealing import digested, identity_of, is_sealed
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import absolute_url, is_local, join_url
+from ckptctl.train.group import Group, ranks_lost
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
+"""Where steps lie that a later save of the same number took the place of."""
+
+_GRACE_S = 0.0  # our own save is over when it is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """What a save needs to know: the root, whose it is, and how steps are named there."""
+
+    store: Store
+    group: Group
+    token: Token
+    step_format: str
+    key: bytes | None = None
+
+    def url_of(self, step: int) -> str:
+        """The address of a step of this root."""
+        return join_url(self.store.url, self.name_of(step))
+
+    def name_of(self, step: int) -> str:
+        """The folder of a step."""
+        return self.step_format.format(step)
+
+
+def check_step_format(step_format: str) -> None:
+    """Raise `UsageError` for a form of names that `pick` would not take for steps."""
+    try:
+        name = step_format.format(1200)
+    except (IndexError, KeyError, ValueError):
+        name = step_format
+    named = step_name(name)
+    if named is None or named.number != 1200 or named.bare or "/" in name:
+        raise UsageError(
+            f"{step_format!r} makes names such as {name!r}, which are no steps; "
+            "'step_{}' is the usual form"
+        )
+
+
+def make_place(saver: Saver, step: int) -> str | None:
+    """Make the folder of a step that was not there; on rank 0 alone.
+
+    What lies there unfinished, rejected or superseded is moved aside; its new address.
+    Raises `UsageError` where a whole step of that number is there, `Fenced`.
+    """
+    name = saver.name_of(step)
+    check_token(saver.store, saver.token)
+    taken = [one for one in list_root(saver.store).steps if one.number == step]
+    moved = None
+    for one in taken:
+        looked = look(saver.store, one, conditions((), None, None, _GRACE_S))
+        report = looked.report
+        if report.verdict is Verdict.COMPLETE or report.verdict is Verdict.UNVERIFIABLE:
+            raise UsageError(
+                f"{report.url} is there already, and it is {report.verdict.value}: it is not "
+                "written over",
+                next_command=f"ckptctl verify {shlex.quote(report.url)}",
+            )
+        if report.verdict is Verdict.UNKNOWN:
+            raise SaveFailed(
+                f"step {step} was not saved: {report.url} is there, and could not be looked at",
+                next_command=f"ckptctl verify {shlex.quote(report.url)}",
+            )
+        moved = _move_aside(saver, one.name)
+    folder = _local_path(saver, name)
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        raise SaveFailed(f"step {step} was not saved: {folder}: {error.strerror}") from error
+    return moved
+
+
+def _move_aside(saver: Saver, name: str) -> str:
+    """Rename a folder of the root into `.ckptctl/aside/`, durably; its new address."""
+    aside = _local_path(saver, ASIDE_FOLDER)
+    target = f"{aside}/{name}.{saver.token.number:06}.{os.urandom(2).hex()}"
+    try:
+        os.makedirs(aside, exist_ok=True)
+        os.rename(_local_path(saver, name), target)
+        for folder in (aside, _local_path(saver, "")):
+            sync_folder(folder)
+    except OSError as error:
+        raise SaveFailed(
+            f"{join_url(saver.store.url, name)} could not be moved aside: {error.strerror}"
+        ) from error
+    return target
+
+
+def _local_path(saver: Saver, path: str) -> str:
+    return join_url(absolute_url(saver.store.url), path)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
+    """Write shards and metadata; every rank calls it. Raises `SaveFailed`, `Fenced`.
+
+    The metadata is published by rank 0, after all ranks have written and flushed theirs.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    path = _local_path(saver, saver.name_of(step))
+    alone = saver.group.size == 1
+    fenced: list[CkptctlError] = []
+    writer = _writer(path, saver, fenced)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on saving without a process group
+            save(
+                state,
+                storage_writer=writer,
+                process_group=saver.group.handle,
+                no_dist=alone,
+            )
+    except CheckpointException as error:  # no Exception: it would pass by every other clause
+        if fenced:
+            raise fenced[0] from error
+        raise SaveFailed(
+            f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
+            next_command=f"ckptctl scan {shlex.quote(saver.store.url)}",
+        ) from error
+    except RuntimeError as error:
+        if alone:
+            raise
+        raise ranks_lost(error) from error
+
+
+def _writer(path: str, saver: Saver, fenced: list[CkptctlError]) -> FileSystemWriter:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    class FencedWriter(FileSystemWriter):
+        """Publishes metadata only for the attempt that holds the root."""
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            """Runs on rank 0, when every rank has reported what it wrote."""
+            try:
+                check_token(saver.store, saver.token)
+            except CkptctlError as error:
+                fenced.append(error)
+                raise
+            super().finish(metadata, results)
+
+    return FencedWriter(path)
+
+
+def failures_of(error: BaseException) -> str:
+    """What went wrong on which ranks, in one line."""
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    told = [
+        f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+        for rank, (cause, _) in sorted(failures.items())
+    ]
+    more = f" (and {len(told) - 2} more ranks)" if len(told) > 2 else ""
+    return ("; ".join(told[:2]) + more)[:600] or type(error).__name__
+
+
+def seal_step(saver: Saver, step: int, *, seal: bool = True) -> None:
+    """Flush the folders, look at the step, and seal it; every rank calls it.
+
+    Each rank reads and digests the files that it wrote. Raises `SaveFailed` where what
+    was written is not a whole step, `Fenced`, `StorageError`.
+    """
+    name = saver.name_of(step)
+    files = saver.group.from_first(lambda: _flushed(saver, name))
+    if not seal:
+        return
+    algorithm = Algorithm.XXH3 if saver.key is None else Algorithm.SHA256
+    own = [file for file in files if _digester(file, saver.group.size) == saver.group.rank]
+    shares = saver.group.from_all(lambda: digested(saver.store, name, own, algorithm, Limits()))
+    sealed = sorted((file for share in shares for file in share), key=lambda file: file.path)
+    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed), algorithm))
+
+
+def _flushed(saver: Saver, name: str) -> Sequence[FileInfo]:
+    if is_local(saver.store.url):
+        for folder in (name, ""):
+            sync_folder(_local_path(saver, folder))
+    return [file for file in list_step(saver.store, name) if is_sealed(file)]
+
+
+def _digester(file: FileInfo, n_ranks: int) -> int:
+    """The rank that digests a file: the one that wrote it."""
+    rank = shard_rank(file.path)
+    return 0 if rank is None else rank % n_ranks
+
+
+def _put_seal(
+    saver: Saver, step: int, sealed: tuple[SealedFile, ...], algorithm: Algorithm
+) -> None:
+    name = saver.name_of(step)
+    named = step_name(name)
+    looked = look(
+        saver.store,
+        named or name,
+        conditions((), None, saver.group.size, _GRACE_S),
+    )
+    report = looked.report
+    if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
+        faults = report.with_severity(Severity.FAULT)
+        raise SaveFailed(
+            f"step {step} was written, and is {report.verdict.value}: {faults[0].message}; it is "
+            "not sealed, and will not be taken",
+            next_command=f"ckptctl verify {shlex.quote(report.url)}",
+        )
+    made = Seal(
+        algorithm,
+        identity_of(looked, saver.group.size),
+        sealed,
+        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        f"ckptctl {__version__}",
+    )
+    check_token(saver.store, saver.token)
+    try:
+        saver.store.put(f"{name}/{SEAL}", seal_bytes(made, saver.key))
+    except StorageError as error:
+        raise SaveFailed(
+            f"step {step} is whole and was not sealed: {error.message}",
+            next_command=f"ckptctl seal {shlex.quote(report.url)}",
+        ) from error

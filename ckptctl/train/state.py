@@ -1,0 +1,258 @@
+"""What does a step hold, and how does it come back into the objects of a training script?
+
+Model and optimizer go through `torch.distributed.checkpoint.state_dict`, sharded as they
+are. What is small and plain (scheduler, random numbers, the place in the data) is kept
+as one value an entry, so that not even an empty dict is lost on the way; what exists once
+per rank has a key of its own. Which step is loaded, and what happens when that fails, is
+decided elsewhere.
+
+    model.*                optimizer.*              sharded tensors
+    scheduler, grad_scaler                          one value each
+    rng.rank_0 …           dataloader.dp_rank_0 …   one value for each rank
+    dataloader.global                               the position of a `GlobalLoader`
+    extra.NAME                                      whatever else is `Stateful`
+    train_state.step, .tokens, .samples, .world_size, .dp_size, .seed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ckptctl.errors import ModelDiffers, UsageError
+from ckptctl.model import Metadata
+from ckptctl.train.rng import rng_state
+from ckptctl.train.samples import GlobalLoader
+
+
+class Stateful(Protocol):
+    """Anything that gives its state as a dict and takes it back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The objects of a training script whose state is saved. None is what it does not have."""
+
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Stateful | None = None
+    dataloader: Any = None
+    grad_scaler: Stateful | None = None
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def has_global_loader(self) -> bool:
+        """The data goes on at a position that any number of ranks can share."""
+        return isinstance(self.dataloader, GlobalLoader)
+
+    @property
+    def keeps_data(self) -> bool:
+        """The dataloader says where it is."""
+        return hasattr(self.dataloader, "state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose state this is: the rank among all, and among the data-parallel ones."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def rng_key(self) -> str:
+        """The key of this rank's random numbers."""
+        return f"rank_{self.rank}"
+
+    @property
+    def data_key(self) -> str:
+        """The key of this data-parallel rank's place in the data."""
+        return f"dp_rank_{self.dp_rank}"
+
+
+GLOBAL_DATA = "global"
+
+
+def collect(parts: Parts, place: Place, progress: Mapping[str, int]) -> dict[str, Any]:
+    """The state of this rank, as it is given to DCP. Every rank must call it."""
+    state = _sharded(parts)
+    for name in ("scheduler", "grad_scaler"):
+        part = getattr(parts, name)
+        if part is not None:
+            state[name] = _kept(part.state_dict())
+    own: dict[str, Any] = {"state": rng_state()}
+    generator = loader_generator(parts)
+    if generator is not None:
+        own["dataloader"] = generator.get_state()
+    state["rng"] = {place.rng_key: _kept(own)}
+    if parts.has_global_loader:
+        state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
+    elif parts.keeps_data:
+        state["dataloader"] = {place.data_key: _kept(parts.dataloader.state_dict())}
+    if parts.extra:
+        state["extra"] = {name: _extra(one.state_dict()) for name, one in parts.extra.items()}
+    state["train_state"] = {
+        **progress,
+        "world_size": place.world_size,
+        "dp_size": place.dp_size,
+    }
+    return state
+
+
+def _sharded(parts: Parts) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    state: dict[str, Any] = {}
+    if parts.model is not None:
+        state["model"] = get_model_state_dict(parts.model)
+    if parts.optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(parts.model, parts.optimizer)
+    return state
+
+
+def loader_generator(parts: Parts) -> Any:
+    """The dataloader's own generator; None for a loader that has none, or needs none."""
+    if parts.dataloader is None or parts.has_global_loader:
+        return None
+    return getattr(parts.dataloader, "generator", None)
+
+
+def give_generator(parts: Parts, place: Place, seed: int) -> None:
+    """Give a dataloader without a generator one of its own.
+
+    `iter(loader)` draws a seed for its workers. Drawn from the global generator, every
+    resume would shift the random numbers of the training by one.
+    """
+    loader = parts.dataloader
+    if parts.has_global_loader or getattr(loader, "generator", True) is not None:
+        return
+    import torch
+
+    loader.generator = torch.Generator()
+    loader.generator.manual_seed((seed * 1_000_003 + place.dp_rank) % 2**63)
+
+
+def _kept(value: Any) -> tuple[Any]:
+    # DCP takes dicts and lists apart, loses empty ones and turns keys into text; a tuple is
+    # one entry, and comes back as it was.
+    return (value,)
+
+
+def _extra(state: dict[str, Any]) -> Any:
+    """Sharded where there are tensors in it, else one value."""
+    return state if any(True for _ in _tensors(state, "")) else _kept(state)
+
+
+def check_readable(state: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where a value that is kept whole could not be loaded again.
+
+    What is loaded must be made of plain values and tensors: nothing from a checkpoint
+    ever runs. Cost: a copy of the small entries in memory.
+    """
+    import io
+
+    import torch
+
+    for name, value in _values(state, ""):
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise UsageError(
+                f"the state of {name} cannot be saved: it would not load again with "
+                f"weights_only=True ({str(error).splitlines()[0][:160]}); give plain values"
+            ) from error
+
+
+def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        here = f"{name}.{key}" if name else str(key)
+        if isinstance(value, tuple):
+            yield here, value
+        elif isinstance(value, Mapping) and here not in ("model", "optimizer"):
+            yield from _values(value, here)
+
+
+def template(parts: Parts, place: Place, saved: Metadata) -> dict[str, Any]:
+    """What DCP loads into, on this rank: the tensors as they are, and a place for each value.
+
+    Only what the step holds is asked for. Raises `ModelDiffers` where a tensor of the model
+    or the optimizer is not in the step, or has another shape there.
+    """
+    state = _sharded(parts)
+    for name in list(state):
+        if not any(_belongs(fqn, name) for fqn in (*saved.tensors, *saved.bytes_entries)):
+            del state[name]
+    check_fits(state, saved)
+    held = saved.bytes_entries
+    for name in ("scheduler", "grad_scaler"):
+        if getattr(parts, name) is not None and name in held:
+            state[name] = _kept(None)
+    if f"rng.{place.rng_key}" in held:
+        state["rng"] = {place.rng_key: _kept(None)}
+    for key in (GLOBAL_DATA, place.data_key):
+        if f"dataloader.{key}" in held:
+            state.setdefault("dataloader", {})[key] = _kept(None)
+    extra = {
+        name: _kept(None) if f"extra.{name}" in held else one.state_dict()
+        for name, one in parts.extra.items()
+        if any(_belongs(fqn, f"extra.{name}") for fqn in (*saved.tensors, *held))
+    }
+    if extra:
+        state["extra"] = extra
+    numbers = [fqn.partition(".")[2] for fqn in held if fqn.startswith("train_state.")]
+    state["train_state"] = dict.fromkeys(numbers, 0)
+    return state
+
+
+def _belongs(fqn: str, name: str) -> bool:
+    return fqn == name or fqn.startswith(f"{name}.")
+
+
+def check_fits(state: Mapping[str, Any], saved: Metadata) -> None:
+    """Raise `ModelDiffers` unless every tensor is in the step, with the same global shape."""
+    missing, differing = [], []
+    for fqn, tensor in _tensors(state, ""):
+        entry = saved.tensors.get(fqn)
+        if entry is None:
+            missing.append(fqn)
+        elif entry.shape != tuple(tensor.shape):
+            differing.append(f"{fqn} is {tuple(tensor.shape)} here and {entry.shape} in the step")
+    if differing:
+        raise ModelDiffers(
+            f"{len(differing)} tensors have another shape in the step: {differing[0]}; it was "
+            "saved by another model"
+        )
+    if missing:
+        raise ModelDiffers(
+            f"{len(missing)} tensors of this job are not in the step, {missing[0]} for one; it "
+            "was saved by another model, or another optimizer"
+        )
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for key, one in enumerate(value):
+            yield from _tensors(one, f"{name}.{key}")

@@ -1,0 +1,58 @@
+"""Running `small_job.py`, and reading what it printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import clean_environment
+
+JOB = Path(__file__).with_name("small_job.py")
+N_SAMPLES = 96
+
+
+def run_job(folder: Path, *options: object, name: str = "run", **variables: str):
+    """Run the job to its end, through all its lives; what it printed is in `folder/NAME.jsonl`."""
+    return subprocess.run(
+        [
+            *(sys.executable, str(JOB), "--root", str(folder / name)),
+            *("--out", str(folder / f"{name}.jsonl"), *map(str, options)),
+        ],
+        env=clean_environment(
+            PYTHONPATH=str(JOB.parent.parent.parent), OMP_NUM_THREADS="1", **variables
+        ),
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def codes_of(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """How each life ended."""
+    assert done.stdout, done.stderr
+    codes: list[int] = json.loads(done.stdout.splitlines()[-1])["codes"]
+    return codes
+
+
+def rows_of(folder: Path, name: str = "run") -> dict[int, dict]:
+    """What the run came to: for each step the line of the life that kept it."""
+    lines = (folder / f"{name}.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def losses(rows: dict[int, dict]) -> dict[int, float]:
+    return {step: row["loss"] for step, row in rows.items()}
+
+
+def samples(rows: dict[int, dict]) -> list[int]:
+    """All samples consumed, in the order of the run."""
+    return [each for step in sorted(rows) for each in rows[step]["ids"]]
+
+
+def report_of(folder: Path, name: str = "run") -> dict:
+    """The report of the newest resume."""
+    newest = max((folder / name / ".ckptctl" / "attempts").glob("*.resume.json"))
+    found: dict = json.loads(newest.read_text())
+    return found
