@@ -201,3 +201,10 @@ class SaveFailed(CkptctlError):
 
     exit_code = 75
     code = "save.failed"
+
+
+class GpuFailed(CkptctlError):
+    """The GPU of a rank does not answer, or computes wrongly; another node may do."""
+
+    exit_code = 75
+    code = "gpu.failed"

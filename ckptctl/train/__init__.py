@@ -16,23 +16,33 @@ if TYPE_CHECKING:
     from ckptctl.train.graceful import GracefulStop
     from ckptctl.train.group import Group, make_group
     from ckptctl.train.listening import outlive_stop
+    from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
+    from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
 
 __all__ = [
+    "Action",
     "Checkpointer",
     "Cluster",
     "GlobalLoader",
+    "GpuReport",
     "GracefulStop",
     "Group",
+    "Kind",
+    "Liveness",
+    "LossGuard",
+    "LossVerdict",
     "Order",
     "Reader",
     "SamplesDigest",
     "Start",
+    "check_gpu",
     "cluster_context",
     "make_group",
     "outlive_stop",
+    "ping",
     "resolve",
     "samples_digest",
 ]
@@ -43,6 +53,8 @@ _HOMES = {
     "ckptctl.train.graceful": "GracefulStop",
     "ckptctl.train.group": "Group make_group",
     "ckptctl.train.listening": "outlive_stop",
+    "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
+    "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.resolving": "resolve",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",

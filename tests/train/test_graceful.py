@@ -7,30 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from command_line import clean_environment
+from train_ranks import JOIN, ends, ranks, wait_for
 
 from ckptctl.errors import UsageError
 from ckptctl.train.graceful import GracefulStop
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}
 
-JOIN = """
-import datetime, os, sys, time
-import torch.distributed as dist
-rank, size, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if size > 1:
-    dist.init_process_group("gloo", init_method="file://" + meet, rank=rank, world_size=size)
-from ckptctl.train import GracefulStop
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
-
 TRAIN = """
+from ckptctl.train import GracefulStop
 with GracefulStop() as stop:
     for step in range(1, 2000):
         say("step", step)
@@ -41,44 +30,6 @@ with GracefulStop() as stop:
 say(stop.document())
 sys.exit(stop.exit_code)
 """
-
-
-@contextmanager
-def ranks(code: str, size: int, tmp_path: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
-    """`size` processes that run `code` after they have joined; each leads a group of its own."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN + code, str(rank), str(size), str(tmp_path / "meet")],
-            env=clean_environment(**env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
-def wait_for(process: subprocess.Popen, line: str) -> None:
-    """Read what a process says up to a line that begins so."""
-    while text := process.stdout.readline():
-        if text.startswith(line):
-            return
-    raise AssertionError(f"it ended without {line!r}: {process.stderr.read()}")
-
-
-def ends(started: Sequence[subprocess.Popen]) -> list[tuple[int, list[str], str]]:
-    said = [process.communicate(timeout=120) for process in started]
-    return [
-        (process.returncode, out.splitlines(), err)
-        for process, (out, err) in zip(started, said, strict=True)
-    ]
 
 
 # Deadlines against notices
@@ -148,7 +99,7 @@ def test_handlers_are_given_back_and_a_stop_that_nobody_asked_for_ends_with_0():
 @pytest.mark.torch
 def test_a_second_signal_is_an_echo_at_first_and_means_now_later(tmp_path: Path):
     hang = """
-from ckptctl.train import graceful
+from ckptctl.train import GracefulStop, graceful
 graceful.ECHO_S = 1.0
 with GracefulStop() as stop:
     say("ready")
@@ -177,6 +128,7 @@ def test_a_rank_that_hangs_in_a_collective_is_ended_before_the_kill_and_says_whe
     # The main thread is in C: no Python handler would ever run.
     hang = """
 import torch
+from ckptctl.train import GracefulStop
 with GracefulStop(deadline_s=1.0) as stop:
     say("ready")
     if rank == 0:
@@ -226,7 +178,7 @@ def test_a_rank_that_is_gone_is_an_error_in_the_others_and_no_stop(tmp_path: Pat
 
 LOADER = """
 from torch.utils.data import DataLoader, Dataset
-from ckptctl.train import outlive_stop
+from ckptctl.train import GracefulStop, outlive_stop
 class Slow(Dataset):
     def __len__(self):
         return 10_000

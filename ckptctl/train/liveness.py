@@ -1,0 +1,158 @@
+"""Do all ranks still answer, and does the GPU of each still compute?
+
+A dead peer shows up as a collective that never ends, half an hour later and without a
+name. A ping has a timeout of its own and names who did not answer. It says nothing
+about how fast a rank is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ckptctl.errors import GpuFailed, RanksLost, UsageError
+from ckptctl.train.group import Group, make_group, ranks_lost
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+TIMEOUT_S = 60.0
+
+_POLL_S = 0.01
+_SIDE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """What looking at one GPU found: `fault` in words, None where nothing is wrong.
+
+    `free` and `total` are bytes of its memory, None where they could not be asked for.
+    """
+
+    device: str
+    fault: str | None
+    free: int | None = None
+    total: int | None = None
+
+
+class Liveness:
+    """Pings the ranks, and looks at their GPUs, every `every` steps.
+
+    ```python
+    alive = Liveness(every=500)
+    for step in range(start, n_steps + 1):
+        alive.check(step)
+    ```
+
+    Every rank makes one, once its process group is there, and calls `check` for every
+    step; `group` can be shared. Every 500 steps costs nothing that can be measured.
+    """
+
+    def __init__(
+        self, *, every: int, timeout_s: float = TIMEOUT_S, group: Group | None = None
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"every is {every}; it must be 1 or more")
+        self._every = every
+        self._timeout_s = timeout_s
+        self._group = make_group() if group is None else group
+
+    def check(self, step: int) -> bool:
+        """Whether it looked at this step. Raises `RanksLost` and `GpuFailed`, on every rank."""
+        if step % self._every:
+            return False
+        ping(self._group, timeout_s=self._timeout_s)
+        reports = self._group.gather((self._group.host, check_gpu(timeout_s=self._timeout_s)))
+        for rank, (host, report) in enumerate(reports):
+            if report is not None and report.fault is not None:
+                raise GpuFailed(
+                    f"rank {rank} on {host}: {report.device} {report.fault}",
+                    next_command="nvidia-smi --query-gpu=index,name,pstate,ecc.errors.uncorrected"
+                    ".volatile.total --format=csv",
+                )
+        return True
+
+
+def ping(group: Group | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
+    """Seconds until every rank had answered. Every rank calls it.
+
+    First over gloo, where those that do not come are counted by rank; then over the
+    process group that the training uses (NCCL). Raises `RanksLost` after `timeout_s`.
+    """
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s is {timeout_s}; it must be above 0")
+    group = make_group() if group is None else group
+    if group.size == 1:
+        return 0.0
+    import torch.distributed as dist
+
+    began_s = time.monotonic()
+    try:
+        dist.monitored_barrier(group.handle, timedelta(seconds=timeout_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise ranks_lost(error) from error
+    _reduce(dist.group.WORLD, timeout_s)
+    return time.monotonic() - began_s
+
+
+def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """One number through the training's own process group, waited for with a clock."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = "nccl" in str(dist.get_backend(world)) and torch.cuda.is_available()
+    one = torch.ones(1, device="cuda" if on_gpu else "cpu")
+    try:
+        work = dist.all_reduce(one, group=world, async_op=True)
+        until_s = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                raise RanksLost(
+                    f"the ranks answer over gloo, but {dist.get_backend(world)} gave no answer "
+                    f"in {timeout_s:g} s: a GPU or its network hangs",
+                    next_command="ckptctl classify LOG",
+                )
+            time.sleep(_POLL_S)
+        work.wait()
+    except RuntimeError as error:
+        raise ranks_lost(error) from error
+
+
+def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) -> GpuReport | None:
+    """Does the GPU of this process compute, and in time? None where the process has no GPU.
+
+    A product of two matrices of small whole numbers, whose result is known exactly. What
+    hangs is left behind in a thread. Cost: some milliseconds, 1 MB of the GPU's memory.
+    """
+    import torch
+
+    if device is None:
+        if not torch.cuda.is_available():
+            return None
+        device = torch.cuda.current_device()
+    asked = torch.device(device)
+    found: list[GpuReport] = []
+    look = threading.Thread(target=lambda: found.append(_look(asked)), daemon=True)
+    look.start()
+    look.join(timeout_s)
+    return found[0] if found else GpuReport(str(asked), f"gave no answer in {timeout_s:g} s")
+
+
+def _look(device: torch.device) -> GpuReport:
+    import torch
+
+    try:
+        rows = torch.arange(_SIDE, device=device, dtype=torch.float32).remainder(7)
+        product = torch.ones(_SIDE, _SIDE, device=device) @ rows.expand(_SIDE, _SIDE).T
+        expected = float(sum(number % 7 for number in range(_SIDE)))
+        wrong = int((product != expected).sum().item())
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return GpuReport(str(device), f"failed: {first[:200]}")
+    fault = f"computes wrongly: {wrong:,} of {_SIDE * _SIDE:,} numbers" if wrong else None
+    return GpuReport(str(device), fault, free, total)

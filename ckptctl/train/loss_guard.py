@@ -1,0 +1,202 @@
+"""Is the loss of this step one to learn from, and do all ranks say so?
+
+A loss that is not finite, or that stands far above the recent ones, is seen by all
+ranks at the same step, before the optimizer has used it. Whether the loss continued
+across a resume is a question for `ckptctl loss`, asked of the log.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import SupportsFloat
+
+from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.train.group import Group, make_group
+from ckptctl.train.tainted import reject_since
+
+_MIN_RECENT = 10  # fewer losses say nothing about what is usual
+
+
+class Action(str, Enum):
+    """What to do about a loss."""
+
+    GO_ON = "go-on"
+    WARN = "warn"
+    SKIP = "skip"
+    STOP = "stop"
+
+
+class Kind(str, Enum):
+    """What is wrong with a loss, if anything."""
+
+    SOUND = "sound"
+    SPIKE = "spike"
+    NOT_FINITE = "not-finite"
+
+
+@dataclass(frozen=True, slots=True)
+class LossVerdict:
+    """What all ranks do about the loss of `step`.
+
+    `rank` is one on which it is bad, `in_a_row` how many steps up to this one were bad.
+    `rejected` are the addresses of the steps that were marked, on rank 0.
+    """
+
+    step: int
+    action: Action
+    kind: Kind
+    message: str
+    rank: int | None = None
+    in_a_row: int = 0
+    rejected: tuple[str, ...] = ()
+    next_command: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong with the loss."""
+        return self.kind is Kind.SOUND
+
+    @property
+    def skip(self) -> bool:
+        """The update is not to be made: zero the gradients and go on."""
+        return self.action is Action.SKIP
+
+    @property
+    def stop(self) -> bool:
+        """The training is to stop, and not to be resumed from the newest step."""
+        return self.action is Action.STOP
+
+
+class LossGuard:
+    """Looks at each loss before the optimizer uses it.
+
+    ```python
+    guard = LossGuard("skip", root=root)
+    for step in range(start, n_steps + 1):
+        loss = model(batch).loss
+        verdict = guard.check(step, loss)
+        if verdict.stop:
+            sys.exit(verdict.message)
+        if verdict.skip:
+            continue
+        loss.backward()
+    ```
+
+    `action` is what to do about a bad loss: `warn`, `skip` the update, or `stop`. After
+    `after` bad ones in a row it is `stop` in any case: then the weights themselves are
+    suspect, and with a `root` the steps that were saved since are rejected, or the newest
+    one where none was, so that `pick` and `resume` take an older one. A loss is a spike
+    above `spike_factor` times the largest of the last `recent` sound ones; 0 looks for none.
+    Every rank makes one, once its process group is there; `group` can be shared.
+
+    Cost of `check`: one reduction of two numbers among the ranks, and the wait for the
+    loss itself where it is on a GPU.
+    """
+
+    def __init__(
+        self,
+        action: Action | str = Action.WARN,
+        *,
+        spike_factor: float = 10.0,
+        recent: int = 100,
+        after: int = 10,
+        root: str | os.PathLike[str] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._action = _known(action)
+        if not (spike_factor == 0 or spike_factor > 1):
+            raise UsageError(f"spike_factor is {spike_factor}; it must be above 1, or 0 for none")
+        for name, value in (("after", after), ("recent", recent)):
+            if value < 1:
+                raise UsageError(f"{name} is {value}; it must be 1 or more")
+        self._factor = spike_factor
+        self._recent: deque[float] = deque(maxlen=recent)
+        self._after = after
+        self._root = None if root is None else os.fspath(root)
+        self._group = make_group() if group is None else group
+        self._in_a_row = 0
+        self._first_bad = 0
+
+    def check(self, step: int, loss: SupportsFloat) -> LossVerdict:
+        """What to do about the loss of `step`, the same on every rank. Every rank calls it.
+
+        Raises `RanksLost` where a rank is gone.
+        """
+        value = float(loss)
+        own = self._kind(value)
+        rank = self._group.rank
+        # Where several ranks see something, the last of those that see the worst is named.
+        order = list(Kind).index(own)
+        (worst,) = self._group.most(order * self._group.size + (rank if order else 0))
+        kind = list(Kind)[worst // self._group.size]
+        if kind is Kind.SOUND:
+            self._recent.append(value)
+            self._in_a_row = 0
+            return LossVerdict(step, Action.GO_ON, kind, f"step {step}: the loss is {value:g}")
+        if not self._in_a_row:
+            self._first_bad = step
+        self._in_a_row += 1
+        named = worst % self._group.size
+        return self._bad(step, kind, named, self._words(kind, value, named))
+
+    def _kind(self, value: float) -> Kind:
+        if not math.isfinite(value):
+            return Kind.NOT_FINITE
+        limit = self._limit()
+        return Kind.SPIKE if limit is not None and value > limit else Kind.SOUND
+
+    def _limit(self) -> float | None:
+        """Above this a loss is a spike; None where nothing can be said."""
+        if not self._factor or len(self._recent) < _MIN_RECENT:
+            return None
+        highest = max(self._recent)
+        return highest * self._factor if highest > 0 else None
+
+    def _words(self, kind: Kind, value: float, rank: int) -> str:
+        here = rank == self._group.rank
+        what = f"the loss is {value:g}" if here else "the loss is bad"
+        if kind is Kind.NOT_FINITE and not here:
+            what = "the loss is not finite"
+        if kind is Kind.SPIKE:
+            what += f", more than {self._factor:g} times the largest of the last ones"
+        return what + (f" (on rank {rank})" if self._group.size > 1 else "")
+
+    def _bad(self, step: int, kind: Kind, rank: int, what: str) -> LossVerdict:
+        stop = self._action is Action.STOP or self._in_a_row >= self._after
+        if not stop:
+            return LossVerdict(
+                step, self._action, kind, f"step {step}: {what}", rank, self._in_a_row
+            )
+        rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
+        message = f"step {step}: {what}{rows}; do not resume from the newest step"
+        rejected: tuple[str, ...] = ()
+        command = None if self._root is None else f"ckptctl pick {shlex.quote(self._root)}"
+        if self._root is not None and self._group.is_first:
+            reason = f"the loss went bad at step {self._first_bad}, and training stopped at {step}"
+            try:
+                rejected = reject_since(self._root, self._first_bad, reason)
+            except CkptctlError as error:
+                # The training stops all the same: a person has to write the mark.
+                message += f": {error.message}"
+                command = error.next_command
+        return LossVerdict(
+            step, Action.STOP, kind, message, rank, self._in_a_row, rejected, command
+        )
+
+
+def _known(action: Action | str) -> Action:
+    words = [one.value for one in Action if one is not Action.GO_ON]
+    if action not in words:
+        raise UsageError(f"{str(action)!r} is no action; they are {', '.join(words)}")
+    return Action(action)
+
+
+def _nth(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    ending = "th" if 10 < number % 100 < 14 else endings.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,38 @@
+"""Which saved steps hold weights that a bad loss came from, or went into?
+
+The loss of step N is computed with the weights that step N - 1 left: a step saved at
+N - 1 or later is suspect. Where none was saved since, the newest one leads to the same
+place again, so that one is passed over. A rejection can be taken back: `ckptctl accept`.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from ckptctl.errors import CkptctlError, StorageUnavailable
+from ckptctl.formats.marks import Word
+from ckptctl.judge.marking import mark
+from ckptctl.judge.roots import list_root
+from ckptctl.storage.opening import join_url, open_store
+
+
+def reject_since(root: str, first_bad: int, reason: str) -> tuple[str, ...]:
+    """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
+
+    Raises `StorageError` where the root cannot be listed or a mark cannot be written,
+    with the command that writes it. Cost: one listing, and for each a look and a write.
+    """
+    with open_store(root) as store:
+        steps = list_root(store).steps
+    tainted = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
+    addresses = [join_url(root, step.name) for step in tainted]
+    for address in addresses:
+        try:
+            mark(address, Word.REJECTED, reason=reason, by="ckptctl.train.LossGuard")
+        except CkptctlError as error:
+            command = f"ckptctl reject {shlex.quote(address)} --reason {shlex.quote(reason)}"
+            raise StorageUnavailable(
+                f"{address} could not be rejected ({error.message}): it is not to be resumed from",
+                next_command=command,
+            ) from error
+    return tuple(addresses)
