@@ -152,6 +152,19 @@ class OwnFileUnsupported(OwnFileUnreadable):
     code = "own-file.unsupported"
 
 
+class LogUnreadable(CkptctlError):
+    """A training log is damaged, or is none: nothing can be said of the loss."""
+
+    exit_code = 31
+    code = "loss.unreadable"
+
+
+class LogWithoutLoss(LogUnreadable):
+    """The logs were read, and no step with a loss is in them."""
+
+    code = "loss.no-loss"
+
+
 class NothingToResume(CkptctlError):
     """No step was chosen; `exit_code` (10, 11 or 75) says which of the three answers it is."""
 

@@ -1,0 +1,295 @@
+"""Which programs print a training step as one line of text, and how?
+
+A table, one entry a program: what its line begins with, what its names and values
+look like, what its end is. A line that the terminal or a log collector wrapped is put
+together again as far as its end. Formats of several lines are in `blocks`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.errors import UsageError
+from ckptctl.loss.formats.clocks import clock_in
+from ckptctl.loss.formats.keys import FIELDS, RowMaker, parse_step
+from ckptctl.loss.rows import Place, Row
+
+_MAX_WRAPS = 8
+
+_VALUE = r"(\d{1,3}(?:,\d{3})+(?![\d.])|[^\s,|\]]+)"
+_BARS = r"([A-Za-z][^|:]*):\s*" + _VALUE
+_COLONS = r"([A-Za-z][\w/]*):\s*" + _VALUE
+_EQUALS = r"([A-Za-z][\w/]*)=" + _VALUE
+
+
+@dataclass(frozen=True, slots=True)
+class LineFormat:
+    """How one program prints a step.
+
+    `hint` is in every such line. `head` finds its beginning and the step, in the group
+    `step` or as `it` of `per` a round of `epoch`; other groups are fields of the row.
+    `pairs` finds names with values, from `head` on. A line in which `tail` is found is
+    whole. `averages` says that the loss is the mean since the row before. `weak` is a
+    format that others are preferred to.
+    """
+
+    name: str
+    hint: str
+    head: re.Pattern[str]
+    pairs: re.Pattern[str] | None = None
+    tail: re.Pattern[str] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    averages: bool = False
+    weak: bool = False
+
+
+def _format(
+    name: str,
+    hint: str,
+    head: str,
+    pairs: str | None = None,
+    *,
+    tail: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    averages: bool = False,
+    weak: bool = False,
+) -> LineFormat:
+    compiled = [None if each is None else re.compile(each) for each in (pairs, tail)]
+    return LineFormat(
+        name, hint, re.compile(head), compiled[0], compiled[1], keys or {}, averages, weak
+    )
+
+
+LINE_FORMATS = (
+    _format(
+        "megatron",
+        "iteration",
+        r"\biteration\s+(?P<step>\d+)\s*/\s*\d+\s*\|",
+        _BARS + r"\s*(?=\|)",
+        tail=r"number of (?:nan|skipped) iterations:\s*\d+\s*\|",
+        averages=True,
+    ),
+    _format(
+        "nanotron",
+        "iteration:",
+        r"\biteration:\s*(?P<step>\d+)\s*/\s*\d+\s*\|",
+        _BARS,
+        tail=r"grad_norm:\s*\S+",
+    ),
+    _format(
+        "torchtitan",
+        "step:",
+        r"(?<!validate )\bstep:\s*(?P<step>\d+)\s+(?=loss:)",
+        _COLONS,
+        tail=r"mfu:\s*\S+",
+    ),
+    _format(
+        "nanogpt",
+        "iter ",
+        r"\biter\s+(?P<step>\d+):\s+(?=loss)",
+        r"([a-z]+) ([^\s,]+)",
+        tail=r"time \S+ms",
+    ),
+    _format(
+        "modded-nanogpt",
+        "train_time:",
+        r"\bstep:(?P<step>\d+)/\d+\s+(?=\w+:)",
+        _COLONS,
+        tail=r"train_time:\S+",
+        keys={"step_avg": "step_time_s"},
+    ),
+    _format(
+        "kempnerforge",
+        "[step ",
+        r"\[step (?P<step>\d+)\]\s+(?=loss=)",
+        _EQUALS,
+        tail=r"step_time=\S+",
+    ),
+    _format(
+        "maxtext",
+        "completed step:",
+        r"\bcompleted step: (?P<step>\d+),",
+        _COLONS,
+        tail=r"\bloss: \S+",
+    ),
+    _format(
+        "levanter",
+        "Progress on:train",
+        # `12.3kit` names a hundred steps; such a row could not be compared with any.
+        r"\bProgress on:train\s+(?P<step>\d+)(?:\.0)?it/",
+        r"(loss)=([^\s,]+)",
+        tail=r"postfix:",
+    ),
+    _format(
+        "torchtune",
+        "Step ",
+        r"\bStep (?P<step>\d+) \|\s*(?=\w+:)",
+        _COLONS,
+        tail=r"peak_memory\w*:|tokens_per_second\w*:.*\b(?:lr|loss):",
+    ),
+    _format(
+        "fairseq",
+        "num_updates=",
+        r"\bepoch \d+:\s*\d+ / \d+ .*?\bnum_updates=(?P<step>\d+)",
+        _EQUALS,
+        tail=r"\bwall=\S+",
+        averages=True,
+    ),
+    _format(
+        "detectron2",
+        "total_loss:",
+        r"\biter:\s*(?P<step>\d+)\s+(?=total_loss:)",
+        _COLONS,
+        tail=r"\blr:\s*\S+",
+    ),
+    _format(
+        "mmengine",
+        "Epoch",
+        r"\bEpoch(?:\(train\))?\s*\[(?P<epoch>\d+)\]\[\s*(?P<it>\d+)/(?P<per>\d+)\]",
+        _COLONS,
+        tail=r"\bloss:\s*\S+",
+        averages=True,
+    ),
+    _format(
+        "mmengine-iter",
+        "Iter",
+        r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]",
+        _COLONS,
+        tail=r"\bloss:\s*\S+",
+        averages=True,
+    ),
+    _format(
+        "pith-train",
+        "step ",
+        r"\bstep (?P<step>\d+)/\d+ \|",
+        r"([a-z][a-z-]*) ([^\s|]+)",
+        tail=r"tokens-per-second \S+",
+    ),
+    _format(
+        "deepspeed-pipe",
+        "steps: ",
+        r"\bsteps: (?P<step>\d+) (?=loss:)",
+        r"([a-z][a-z/]*(?: time \(s\))?):\s*(\S+)",
+        tail=r"samples/sec:\s*\S+",
+    ),
+    _format(
+        "rwkv",
+        "-",
+        r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
+    ),
+    _format(
+        "mlflow-metric",
+        " ",
+        r"^(?P<at>\d{13}) (?P<loss>\S+) (?P<step>\d+)$",
+    ),
+    _format(
+        "deepspeed",
+        "skipped=",
+        r"\bstep=(?P<step>\d+), skipped=\d+, ",
+        r"(lr)=\[([^\],]+)",
+        weak=True,
+    ),
+    _format(
+        "plain",
+        "oss",
+        # Somebody's own training loop: a step, and a loss behind it.
+        r"(?i)^(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_))"
+        r".*?\b(?:global[ _]?step|step|iter|iteration|update)s?\b[ :=#\[(]{1,3}(?P<step>\d[\d,]*)"
+        r"(?=\D.*?\bloss)",
+        r"([A-Za-z][\w/]*(?: norm| rate)?)[ :=]{1,3}([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
+        weak=True,
+    ),
+)
+
+
+def pattern_format(pattern: str) -> LineFormat:
+    """A format of the caller's own: a regular expression whose groups are named as fields.
+
+    Raises `UsageError` where it is none, or names no step.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"--pattern {pattern!r} is no regular expression: {error}") from error
+    unknown = sorted(set(compiled.groupindex) - set(FIELDS))
+    if unknown or "step" not in compiled.groupindex:
+        wrong = f"names {unknown[0]!r}" if unknown else "has no group named step"
+        raise UsageError(
+            f"--pattern {pattern!r} {wrong}; its groups are named as the fields of a row: "
+            + ", ".join(FIELDS)
+        )
+    return LineFormat("pattern", "", compiled)
+
+
+class LineReader:
+    """Reads the lines of one rank in one format of one line a step."""
+
+    def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
+        self.format = form
+        self._maker = RowMaker({**form.keys, **(keys or {})})
+        self._held: tuple[str, Place] | None = None
+        self._joined = ""
+        self._n_wraps = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line may belong to a row that is not whole yet."""
+        return self._held is not None
+
+    def read(self, text: str, place: Place) -> Iterator[Row]:
+        """The rows that are whole with this line."""
+        head = None
+        if self.format.hint in text:
+            head = self.format.head.search(text)
+        if head is None:
+            if self._held is not None:
+                yield from self._wrapped(text)
+            return
+        yield from self.end()
+        if self.format.tail is None or self.format.tail.search(text, head.start()):
+            yield from self._row(text, place)
+            return
+        self._held, self._joined, self._n_wraps = (text, place), text, 0
+
+    def end(self) -> Iterator[Row]:
+        """The row that waited for the end of its line: it has none."""
+        held, self._held = self._held, None
+        if held is not None:
+            yield from self._row(*held)
+
+    def _wrapped(self, text: str) -> Iterator[Row]:
+        if self._held is None or self.format.tail is None:
+            return
+        # A terminal breaks anywhere; a formatter breaks at a space and indents what follows.
+        self._joined += " " + text.lstrip() if text[:1].isspace() else text
+        self._n_wraps += 1
+        if self.format.tail.search(self._joined):
+            place, self._held = self._held[1], None
+            yield from self._row(self._joined, place)
+        elif self._n_wraps >= _MAX_WRAPS:
+            yield from self.end()
+
+    def _row(self, text: str, place: Place) -> Iterator[Row]:
+        head = self.format.head.search(text)
+        if head is None:
+            return
+        groups = {name: value for name, value in head.groupdict().items() if value is not None}
+        step = _step(groups)
+        if step is None:
+            return
+        pairs = [(name, value) for name, value in groups.items() if name in FIELDS]
+        if self.format.pairs is not None:
+            pairs += self.format.pairs.findall(text, head.start())
+        row = self._maker.row(pairs, place, step=step, at=clock_in(text))
+        if row is not None:
+            yield row
+
+
+def _step(groups: Mapping[str, str]) -> int | None:
+    if "step" in groups:
+        return parse_step(groups["step"])
+    if "per" in groups:
+        return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
+    return None

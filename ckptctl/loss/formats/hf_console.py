@@ -1,0 +1,82 @@
+"""Which rows are in what a Hugging Face trainer prints?
+
+It prints a dictionary without a step, and a progress bar that has it: the bar is drawn
+again right behind the dictionary, with the step that the dictionary is of. Without
+bars the rows have no step; `trainer_state.json` has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ckptctl.loss.formats.keys import RowMaker
+from ckptctl.loss.rows import Place, Row
+
+_DICTIONARY = re.compile(r"\{[^{}]*'loss': [^{}]*\}")
+_PAIR = re.compile(r"'([\w/]+)': '?([^,'}]+)'?")
+# The bar of a download or of a tokenizer has words before it.
+_BAR = re.compile(r"^\s*\d{1,3}%\|.*?\|\s*(?P<step>\d+)/(?P<total>\d+) \[")
+
+
+class HfConsoleReader:
+    """Reads one rank's dictionaries and bars. `n_without_step` counts rows that were lost."""
+
+    name = "hf-console"
+    hint = "'loss': "
+    bar_hint = "%|"
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._maker = RowMaker(keys)
+        self._bar: tuple[int, int] | None = None
+        self._latest: tuple[int, int] | None = None
+        self._total: int | None = None
+        self._held: tuple[str, Place] | None = None
+        self.n_without_step = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether a dictionary waits for its bar."""
+        return self._held is not None
+
+    def read(self, text: str, place: Place) -> Iterator[Row]:
+        """The row of the dictionary that this bar follows."""
+        bar = _BAR.match(text) if self.bar_hint in text else None
+        if bar is not None:
+            yield from self._drawn((int(bar["step"]), int(bar["total"])))
+        if self.hint not in text:
+            return
+        found = _DICTIONARY.search(text)
+        if found is not None:
+            yield from self.end()
+            self._held = (found[0], place)
+
+    def end(self) -> Iterator[Row]:
+        """The row of the dictionary that no bar followed: the bar before it is the nearest."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        text, place = held
+        pairs = _PAIR.findall(text)
+        named = any(self._maker.field(name) == "step" for name, _ in pairs)
+        step = None if named or self._bar is None else self._bar[0]
+        row = self._maker.row(pairs, place, step=step)
+        if row is None:
+            self.n_without_step += 1
+        else:
+            yield row
+
+    def _drawn(self, bar: tuple[int, int]) -> Iterator[Row]:
+        # An evaluation has a bar of its own, with another total, and no dictionary of a
+        # loss between two of its drawings.
+        if self._held is None:
+            if self._total in (None, bar[1]):
+                self._bar = bar
+            self._latest = bar
+            return
+        if self._latest is not None and self._latest[1] == bar[1]:
+            self._total = bar[1]
+        self._latest = bar
+        if self._total in (None, bar[1]):
+            self._total, self._bar = bar[1], bar
+            yield from self.end()

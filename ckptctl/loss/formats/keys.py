@@ -1,0 +1,188 @@
+"""Which field of a row does the name of a metric mean?
+
+Every trainer has names of its own for the same dozen things. Names are compared
+without case, spaces and punctuation, so `train/CE loss` and `train_ce_loss` are one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from ckptctl.errors import UsageError
+from ckptctl.loss.formats.clocks import parse_clock
+from ckptctl.loss.numbers import Precision, parse_number
+from ckptctl.loss.rows import Number, Place, Row
+
+NUMBERS = ("loss", "lr", "grad_norm", "tokens", "samples", "throughput", "step_time_s", "mfu")
+"""The fields of a row that are numbers as printed."""
+
+FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest")
+"""What a pattern's named group, or a key map, can stand for."""
+
+# Where a record has several, the one that stands first counts.
+_NAMES = {
+    "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
+        globalstepmaxsteps currentsteps currentstep steps batch _step timebatch""",
+    "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
+        traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
+        losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
+        trainsamplestrainloss trainlossepoch""",
+    "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
+        lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
+        traininnerlr trainsampleslr""",
+    "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
+        l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
+    "tokens": """consumedtokens totaltokens tokens tokensseen numtokens numinputtokensseen
+        trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
+        traintokens ntokensseen metricstokens""",
+    "samples": "consumedsamples samples samplesseen numsamples timesample traintimesample",
+    "throughput": """tokenspersec tokenspersecond toks tps wps tokenssdevice
+        throughputdevicetps throughputtokenspersec trainthroughputtokenspersec
+        throughputmetricstps tokenspersecondpergpu throughputtps
+        samplespersec samplespersecond sps samplessec throughputsamplespersec
+        trainthroughputsamplespersec""",
+    "step_time_s": """steptime steptimes itertimes iterationtime timeperiteration secperstep
+        seconds time itertime""",
+    "step_time_ms": """elapsedtimeperiterationms timeperiterationms steptimems itertimems ms
+        dtms""",
+    "mfu": "mfu throughputdevicemfu trainmfu perfmfu throughputmfu",
+    "at": "at timestamp _timestamp walltime createdat ts datetime",
+    "samples_digest": "samplesdigest",
+}
+_WORTH = {
+    name: (field, rank)
+    for field, names in _NAMES.items()
+    for rank, name in enumerate(names.split())
+}
+
+# The last record of a Hugging Face trainer sums the run up; its loss is no step's.
+_SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
+
+# A clock in seconds of this century is no step time.
+_EPOCH_S = 1e8
+
+_PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
+_names_seen: dict[str, str] = {}
+
+
+def plain_name(name: str) -> str:
+    """The name without case, spaces and punctuation; a leading `_` stays."""
+    plain = _names_seen.get(name)
+    if plain is None:
+        plain = _PUNCTUATION.sub("", name.lower())
+        if len(_names_seen) < 10_000:
+            _names_seen[name] = plain
+    return plain
+
+
+def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
+    """The key map, from a name in the log to a field; raises `UsageError` for no such field."""
+    for name, field in keys.items():
+        if field not in FIELDS:
+            raise UsageError(
+                f"--key {name}={field}: a row has no {field}; it has {', '.join(FIELDS)}"
+            )
+    return keys
+
+
+class RowMaker:
+    """Makes rows of the names and texts that one log has.
+
+    `keys` says what the log's own names mean and wins over the table.
+    """
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._own = {plain_name(name): (field, -1) for name, field in (keys or {}).items()}
+        self._precision = {name: Precision() for name in NUMBERS}
+
+    @property
+    def own(self) -> bool:
+        """Whether the log has names of its own."""
+        return bool(self._own)
+
+    def knows(self, name: str) -> bool:
+        """Whether a metric of this name fills a field of a row."""
+        return self.field(name) is not None
+
+    def field(self, name: str) -> str | None:
+        """The field that a metric of this name fills."""
+        plain = plain_name(name)
+        worth = self._own.get(plain) or _WORTH.get(plain)
+        return None if worth is None else worth[0]
+
+    def row(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        place: Place,
+        *,
+        step: int | None = None,
+        at: float | None = None,
+    ) -> Row | None:
+        """The row that a record's names and texts come to; None where it names no step."""
+        best: dict[str, tuple[int, str]] = {}
+        names = set()
+        for name, text in pairs:
+            plain = plain_name(name)
+            names.add(plain)
+            worth = self._own.get(plain) or _WORTH.get(plain)
+            if worth is not None and worth[1] < best.get(worth[0], (1_000_000, ""))[0]:
+                best[worth[0]] = (worth[1], text)
+        if names & _SUMMARY and "loss" not in names:
+            return None
+        if step is None:
+            if "step" not in best:
+                return None
+            step = parse_step(best["step"][1])
+            if step is None:
+                return None
+        values = self._values({field: text for field, (_, text) in best.items()})
+        clock = parse_clock(best["at"][1]) if "at" in best else None
+        interval = best.get("interval")
+        digest = best.get("samples_digest")
+        return Row(
+            step=step,
+            place=place,
+            at=clock if clock is not None else at,
+            interval=parse_step(interval[1]) if interval else None,
+            samples_digest=digest[1] if digest else None,
+            **values,
+        )
+
+    def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
+        values: dict[str, Number | None] = {}
+        for field in NUMBERS:
+            text = texts.get(field)
+            if text is None:
+                continue
+            number = parse_number(text)
+            values[field] = None if number is None else self._precision[field].refine(number)
+        if values.get("step_time_s") is None and "step_time_ms" in texts:
+            values["step_time_s"] = _scaled(parse_number(texts["step_time_ms"]), 0.001)
+        elif (seconds := values.get("step_time_s")) is not None and seconds.value > _EPOCH_S:
+            values["step_time_s"] = None
+        values["mfu"] = _fraction(values.get("mfu"), texts.get("mfu", ""))
+        return values
+
+
+def parse_step(text: str) -> int | None:
+    """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None where it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        number = parse_number(text.partition("/")[0])
+    if number is None or not math.isfinite(number.value) or number.value != int(number.value):
+        return None
+    return int(number.value)
+
+
+def _scaled(number: Number | None, factor: float) -> Number | None:
+    return None if number is None else Number(number.value * factor, number.quantum * factor)
+
+
+def _fraction(mfu: Number | None, text: str) -> Number | None:
+    # nanoGPT prints -100 % as long as it does not know; above 1 it can only be per cent.
+    if mfu is not None and mfu.value > 1 and "%" not in text:
+        mfu = _scaled(mfu, 0.01)
+    return mfu if mfu is not None and 0 <= mfu.value <= 1 else None

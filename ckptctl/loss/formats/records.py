@@ -1,0 +1,197 @@
+"""Which rows are in JSON lines and in tables with a header?
+
+One record a line. Several records of one step, as loggers write that keep each metric
+for itself, are one row. Names are looked up in `keys`, or in the caller's key map.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptctl.loss.formats.keys import FIELDS, RowMaker, plain_name
+from ckptctl.loss.rows import Place, Row
+
+_NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
+_SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
+_MAX_DEPTH = 3
+_DELIMITERS = (",", "\t", ";")
+
+
+class StepMerger:
+    """Puts neighbouring records of one step together, as long as they do not contradict."""
+
+    def __init__(self) -> None:
+        self._held: Row | None = None
+
+    def add(self, row: Row) -> Iterator[Row]:
+        """Take the next record; yields the row that it does not belong to."""
+        if not _says_anything(row):
+            return
+        held = self._held
+        if held is not None and held.step == row.step:
+            both = _united(held, row)
+            if both is not None:
+                self._held = both
+                return
+        self._held = row
+        if held is not None:
+            yield held
+
+    def end(self) -> Iterator[Row]:
+        """The last row."""
+        held, self._held = self._held, None
+        if held is not None:
+            yield held
+
+
+def _says_anything(row: Row) -> bool:
+    return any(
+        getattr(row, name) is not None for name in FIELDS if name not in ("step", "at", "interval")
+    )
+
+
+def _united(first: Row, second: Row) -> Row | None:
+    added: dict[str, Any] = {}
+    for name in FIELDS:
+        if name in ("step", "at"):
+            continue
+        value = getattr(second, name)
+        if value is None:
+            continue
+        if getattr(first, name) is not None:
+            return None
+        added[name] = value
+    return replace(first, **added)
+
+
+class _Raw(str):
+    """The text of a number in JSON, told from the text of a string."""
+
+    __slots__ = ()
+
+
+def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
+    """Names and texts of a record, the names of nested ones joined with `/`."""
+    for name, value in record.items():
+        if isinstance(value, str):
+            yield name, value
+        elif isinstance(value, dict) and depth > 1:
+            yield from ((f"{name}/{below}", text) for below, text in flat_pairs(value, depth - 1))
+
+
+def decode_record(text: str) -> dict[str, Any] | None:
+    """A JSON object whose numbers are still texts; None where `text` is none."""
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+_DECODER = json.JSONDecoder(parse_float=_Raw, parse_int=_Raw, parse_constant=_Raw)
+
+
+def is_training(record: Mapping[str, Any]) -> bool:
+    """Whether a record speaks of training: not of validation, and of a step of the whole run."""
+    for name in _SPLIT_KEYS & record.keys():
+        if str(record[name]).lower() in _NOT_TRAINING:
+            return False
+    # mmcv counts `iter` anew in every epoch.
+    return not ("mode" in record and "iter" in record and "step" not in record)
+
+
+class JsonLinesReader:
+    """Reads lines that are, or end in, one JSON object."""
+
+    name = "jsonl"
+    hint = "{"
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._maker = RowMaker(keys)
+        self._merger = StepMerger()
+
+    open = False
+
+    def read(self, text: str, place: Place) -> Iterator[Row]:
+        """The rows that are whole with this line."""
+        at = text.find("{")
+        # metaseq writes the object behind the name of its logger.
+        if at < 0 or (text[:at].strip() and "train_inner" not in text[:at]):
+            return
+        record = decode_record(text[at:].strip())
+        if record is None:
+            return
+        history = record.get("log_history")
+        for each in history if isinstance(history, list) else [record]:
+            if isinstance(each, dict):
+                yield from self.add(each, place)
+
+    def add(self, record: Mapping[str, Any], place: Place) -> Iterator[Row]:
+        """The rows that are whole with this record."""
+        if not is_training(record):
+            return
+        row = self._maker.row(flat_pairs(record), place)
+        if row is not None:
+            yield from self._merger.add(row)
+
+    def end(self) -> Iterator[Row]:
+        """The last row."""
+        yield from self._merger.end()
+
+
+class TableReader:
+    """Reads lines of a table: Lightning's `metrics.csv`, and others with a header."""
+
+    name = "csv"
+    hint = ""
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._maker = RowMaker(keys)
+        self._merger = StepMerger()
+        self._names: tuple[str, ...] = ()
+        self._delimiter = ""
+
+    open = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a header was seen."""
+        return bool(self._names)
+
+    def read(self, text: str, place: Place) -> Iterator[Row]:
+        """The rows that are whole with this line."""
+        if self._header(text) or not self._names:
+            return
+        cells = _cells(text, self._delimiter)
+        pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
+        row = self._maker.row(pairs, place)
+        if row is not None:
+            yield from self._merger.add(row)
+
+    def end(self) -> Iterator[Row]:
+        """The last row."""
+        yield from self._merger.end()
+
+    def _header(self, text: str) -> bool:
+        # A job that resumes into the same file writes the header again.
+        if "step" not in text and "iter" not in text and not self._maker.own:
+            return False
+        for delimiter in _DELIMITERS:
+            cells = _cells(text, delimiter) if delimiter in text else []
+            fields = {self._maker.field(name) for name in cells}
+            if {"step", "loss"} <= fields and all(plain_name(name) for name in cells):
+                self._names, self._delimiter = tuple(cells), delimiter
+                return True
+        return False
+
+
+def _cells(text: str, delimiter: str) -> list[str]:
+    try:
+        (cells,) = csv.reader([text], delimiter=delimiter)
+    except (csv.Error, ValueError):
+        return []
+    return [cell.strip() for cell in cells]

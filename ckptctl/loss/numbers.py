@@ -1,0 +1,86 @@
+"""What number does a piece of text say, and how finely was it printed?
+
+Every spelling that a training log has: thousands separators, suffixes, percent
+signs, NaN and infinity. What a number means is the question of `formats.keys`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ckptctl.loss.rows import Number
+
+_NUMBER = re.compile(
+    r"(?P<digits>[-+]?(?:\d[\d,_]*\.?\d*|\.\d+))(?:[eE](?P<power>[-+]?\d{1,4}))?"
+    r"\s?(?P<suffix>[KkMGTPB])?(?P<unit>%|ms|s|sec)?"
+)
+# As Python, C, Java, JSON libraries and the old Windows runtime print them.
+_NAN = re.compile(r"[-+]?(?:nan(?:\([^)]*\))?|1\.#(?:QNAN|SNAN|IND)0*|1\.\$)", re.IGNORECASE)
+_INFINITY = re.compile(r"(?P<sign>[-+]?)(?:inf(?:inity)?|1\.#INF0*|∞)", re.IGNORECASE)
+
+_SUFFIXES = {"K": 3, "k": 3, "M": 6, "G": 9, "B": 9, "T": 12, "P": 15}
+_UNITS = {"%": -2, "ms": -3}
+
+# More digits than this are a whole float, printed so that it reads back.
+_WHOLE_DIGITS = 15
+
+
+def parse_number(text: str) -> Number | None:
+    """The number that `text` is, in whole units: `1.2K` is 1200, `50%` 0.5, `30ms` 0.03.
+
+    None where it is none. NaN and infinity have quantum 0.
+    """
+    text = text.strip().strip("'\"")
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return _not_finite(text)
+    digits = match["digits"].replace(",", "").replace("_", "")
+    power = int(match["power"] or 0) + _SUFFIXES.get(match["suffix"], 0)
+    power += _UNITS.get(match["unit"], 0)
+    decimals = len(digits.partition(".")[2])
+    quantum = 0.0 if _significant(digits) > _WHOLE_DIGITS else float(f"1e{power - decimals}")
+    return Number(float(f"{digits}e{power}"), quantum)
+
+
+def _not_finite(text: str) -> Number | None:
+    if _NAN.fullmatch(text):
+        return Number(math.nan, 0.0)
+    infinity = _INFINITY.fullmatch(text)
+    if infinity:
+        return Number(-math.inf if infinity["sign"] == "-" else math.inf, 0.0)
+    return None
+
+
+def _significant(digits: str) -> int:
+    return len(digits.lstrip("+-0.").replace(".", ""))
+
+
+class Precision:
+    """How finely one column of a log is printed, where trailing zeros may be left out.
+
+    `2.5` among numbers of four decimals is no coarser than they are. The finest seen
+    so far counts, in decimals and in significant digits, and the coarser of the two
+    is believed: `round(x, 4)` fixes the one, `%.4g` the other.
+    """
+
+    __slots__ = ("_decimals", "_digits")
+
+    def __init__(self) -> None:
+        self._decimals = -400
+        self._digits = 0
+
+    def refine(self, number: Number) -> Number:
+        """The number with the unit that its column has; whole floats stay whole."""
+        if number.quantum == 0:
+            return number
+        decimals = -round(math.log10(number.quantum))
+        self._decimals = max(self._decimals, decimals)
+        power = -self._decimals
+        if number.value:
+            magnitude = math.floor(math.log10(abs(number.value)))
+            self._digits = max(self._digits, magnitude + decimals + 1)
+            power = max(power, magnitude - self._digits + 1)
+        if power >= -decimals:
+            return number
+        return Number(number.value, float(f"1e{power}"))

@@ -1,0 +1,270 @@
+"""Which rows and markers are in a log of text, in whatever format it is?
+
+The first format that finds a row is the log's, from then on lines without its words
+are passed over. Rows of formats that are easily mistaken wait for a few lines, so that
+a better one can still be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from ckptctl.errors import UsageError
+from ckptctl.loss.formats import markers
+from ckptctl.loss.formats.blocks import BLOCK_FORMATS, BlockReader
+from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
+from ckptctl.loss.formats.hf_console import HfConsoleReader
+from ckptctl.loss.formats.records import JsonLinesReader, TableReader
+from ckptctl.loss.lines import LineCutter, split_prefix
+from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.speakers import Speakers
+
+_WEAK_ROWS = 8
+
+Keys = Mapping[str, str] | None
+
+
+class RankReader(Protocol):
+    """Reads the lines of one rank in one format."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line may belong to what this one began."""
+        ...
+
+    def read(self, text: str, place: Place) -> Iterator[Row]:
+        """The rows that are whole with this line."""
+        ...
+
+    def end(self) -> Iterator[Row]:
+        """The rows that waited for more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """A format of text: how one rank's reader is made, and how sure its rows are.
+
+    `hints` are words of which each of its lines has one. `needs_loss` says that a row
+    without a loss does not yet tell that the log has this format; `weak` that any other
+    is preferred. `averages` and `first_alone`: see `Averages`.
+    """
+
+    name: str
+    hints: tuple[str, ...]
+    reader: Callable[[Keys], RankReader]
+    needs_loss: bool = False
+    weak: bool = False
+    averages: bool = False
+    first_alone: bool = False
+
+
+TEXT_FORMATS: tuple[TextFormat, ...] = (
+    TextFormat("csv", ("",), TableReader, needs_loss=True),
+    TextFormat("jsonl", (JsonLinesReader.hint,), JsonLinesReader, needs_loss=True),
+    TextFormat(
+        "hf-console",
+        (HfConsoleReader.hint, HfConsoleReader.bar_hint),
+        HfConsoleReader,
+        averages=True,
+    ),
+    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
+    *(
+        TextFormat(
+            form.name,
+            (form.hint,),
+            partial(LineReader, form),
+            weak=form.weak,
+            averages=form.averages,
+            first_alone=form.name == "megatron",
+        )
+        for form in LINE_FORMATS
+    ),
+)
+
+
+class Averages:
+    """Says of how many steps each loss is the mean, for a format that prints means.
+
+    Megatron prints the first step of every process alone and keeps it in the mean of
+    the next row, so that one is the mean of a step more (Megatron-LM 0.15,
+    `training.py`, `should_reset`).
+    """
+
+    def __init__(self, *, first_alone: bool) -> None:
+        self._first_alone = first_alone
+        self._last: int | None = None
+        self._n_rows = 0
+
+    def restart(self) -> None:
+        """A process begins."""
+        self._last, self._n_rows = None, 0
+
+    def told(self, row: Row) -> Row:
+        """The row with its interval."""
+        if self._last is not None and row.step <= self._last:
+            self.restart()
+        self._n_rows += 1
+        last, self._last = self._last, row.step
+        if last is None:
+            return replace(row, interval=1) if self._first_alone else row
+        kept = 1 if self._first_alone and self._n_rows == 2 else 0
+        return replace(row, interval=row.step - last + kept)
+
+
+class TextLog:
+    """One log of text, fed in pieces of any length; `name` is what its rows say."""
+
+    def __init__(
+        self, name: str, *, form: str | None = None, pattern: str | None = None, keys: Keys = None
+    ) -> None:
+        self._name = name
+        self._keys = keys
+        self._cutter = LineCutter()
+        self._speakers = Speakers()
+        self._averages: Averages | None = None
+        self._candidates = _candidates(form, pattern)
+        self._chosen: TextFormat | None = None
+        self._readers: dict[tuple[str, int | None], RankReader] = {}
+        self._weak: list[tuple[TextFormat, int | None, Row]] = []
+        self._hints: tuple[bytes, ...] = ()
+        self._open = False
+        if len(self._candidates) == 1:
+            self._choose(self._candidates[0])
+
+    @property
+    def format(self) -> str | None:
+        """The name of the format; None as long as nothing was found."""
+        return None if self._chosen is None else self._chosen.name
+
+    @property
+    def n_without_step(self) -> int:
+        """Losses that were seen and left out because nothing says of which step they are."""
+        return sum(
+            reader.n_without_step
+            for reader in self._readers.values()
+            if isinstance(reader, HfConsoleReader)
+        )
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """What is whole with these bytes; to be taken before the next ones are fed."""
+        return self._whole(self._cutter.take(data))
+
+    def end(self) -> Iterator[Row | Marker]:
+        """What waited for more."""
+        yield from self._whole(self._cutter.end())
+        yield from self._ended()
+        if self._chosen is None:
+            yield from self._settle_weak()
+        for row in self._speakers.end():
+            yield self._told(row)
+
+    def _whole(self, whole: bytes) -> Iterator[Row | Marker]:
+        if not whole:
+            return
+        words = [word for word in markers.HINTS if word in whole]
+        hints = [hint for hint in self._hints if hint in whole]
+        if self._chosen is not None and not (hints or words or self._open):
+            self._cutter.skip(whole)
+            return
+        for number, line in self._cutter.lines(whole):
+            if words and any(word in line for word in words):
+                text = line.decode("utf-8", "replace")
+                yield from self._marker_or_rows(text, number)
+            elif self._chosen is None or self._open or any(hint in line for hint in hints):
+                yield from self._rows(line.decode("utf-8", "replace"), number)
+                # The format may have been found in the middle of these lines.
+                if not hints:
+                    hints = [hint for hint in self._hints if hint in whole]
+
+    def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
+        rank, rest = split_prefix(text)
+        marker = markers.read_marker(rest, Place(self._name, number))
+        if marker is None:
+            yield from self._rows(text, number)
+            return
+        yield from self._ended()
+        told = self._speakers.marker(rank, marker)
+        if told is not None:
+            if self._averages is not None:
+                self._averages.restart()
+            yield told
+
+    def _ended(self) -> Iterator[Row]:
+        for (name, rank), reader in list(self._readers.items()):
+            form = self._chosen or next(each for each in self._candidates if each.name == name)
+            for row in reader.end():
+                yield from self._found(form, rank, row)
+        self._open = False
+
+    def _rows(self, text: str, number: int) -> Iterator[Row]:
+        rank, text = split_prefix(text)
+        place = Place(self._name, number)
+        if self._open and rank is None:
+            rank = self._rank_of_open()
+        for form in self._candidates:
+            reader = self._readers.get((form.name, rank))
+            if not any(hint in text for hint in form.hints) and not (reader and reader.open):
+                continue
+            if reader is None:
+                reader = self._readers[form.name, rank] = form.reader(self._keys)
+            for row in reader.read(text, place):
+                yield from self._found(form, rank, row)
+            if self._chosen is form:
+                break
+        self._open = any(reader.open for reader in self._readers.values())
+
+    def _rank_of_open(self) -> int | None:
+        # What a terminal wrapped has lost its prefix.
+        ranks = [rank for (_, rank), reader in self._readers.items() if reader.open]
+        return ranks[0] if len(ranks) == 1 else None
+
+    def _found(self, form: TextFormat, rank: int | None, row: Row) -> Iterator[Row]:
+        if self._chosen is None:
+            if form.weak:
+                self._weak.append((form, rank, row))
+                if len(self._weak) >= _WEAK_ROWS:
+                    yield from self._settle_weak()
+                return
+            if form.needs_loss and row.loss is None:
+                return
+            self._choose(form)
+        if self._chosen is form:
+            for taken in self._speakers.row(rank, row):
+                yield self._told(taken)
+
+    def _settle_weak(self) -> Iterator[Row]:
+        waiting, self._weak = self._weak, []
+        with_loss = [form for form, _, row in waiting if row.loss is not None]
+        if not with_loss:
+            return
+        self._choose(with_loss[0])
+        for form, rank, row in waiting:
+            yield from self._found(form, rank, row)
+
+    def _choose(self, form: TextFormat) -> None:
+        self._chosen = form
+        self._candidates = (form,)
+        self._weak = []
+        self._hints = tuple(hint.encode() for hint in form.hints)
+        self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
+        if form.averages:
+            self._averages = Averages(first_alone=form.first_alone)
+
+    def _told(self, row: Row) -> Row:
+        return row if self._averages is None else self._averages.told(row)
+
+
+def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
+    if pattern is not None:
+        own = pattern_format(pattern)
+        return (TextFormat(own.name, (own.hint,), partial(LineReader, own)),)
+    if form is None:
+        return TEXT_FORMATS
+    named = tuple(each for each in TEXT_FORMATS if each.name == form)
+    if not named:
+        raise UsageError(f"--format {form}: there is no such format")
+    return named
