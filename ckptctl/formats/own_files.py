@@ -48,14 +48,15 @@ def read_back(
     schema: str,
     fields: Collection[str],
     *,
+    optional: Collection[str] = (),
     beside: Collection[str] = (),
     max_objects: int,
 ) -> tuple[Fields, Fields]:
     """The fields of a stored document, and those `beside` them that the digest does not cover.
 
-    `schema` is `NAME/1`; `fields` are the names that must be there, and no others;
-    `beside` are optional. `max_objects` bounds the lists and objects in the
-    document before any is made. Raises `OwnFileUnsupported` for another version,
+    `schema` is `NAME/1`; `fields` are the names that must be there, `optional` those that
+    may be, and no others; `beside` are optional, too. `max_objects` bounds the lists and
+    objects in the document before any is made. Raises `OwnFileUnsupported` for another version,
     `OwnFileUnreadable` for anything else that is wrong.
     """
     # Counted inside strings too: a name with a thousand braces is no name of ours.
@@ -65,7 +66,7 @@ def read_back(
     _check_schema(document, schema)
     found_beside = {name: document.pop(name) for name in beside if name in document}
     digest = document.pop("digest", None)
-    same_names(document, fields, "it")
+    same_names(document, {*fields, *(set(optional) & document.keys())}, "it")
     if digest != digest_of(document):
         raise OwnFileUnreadable("it does not match its own digest: it was changed or damaged")
     return document, found_beside

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
@@ -81,10 +81,25 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a step comes from: the attempt that saved it, and the step it had resumed from.
+
+    `resumed_from` is None for an attempt that began the run. `job` and `node` are the
+    scheduler's job and the machine of rank 0, empty where nothing says them.
+    """
+
+    attempt: str
+    resumed_from: int | None = None
+    job: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Seal:
     """A seal; `sealed_at` is RFC 3339, `files` are sorted by path.
 
-    `hmac` is there where it was made with a key.
+    `hmac` is there where it was made with a key. `origin` says which attempt saved the
+    step, where one of `ckptctl.train` did.
     """
 
     algorithm: Algorithm
@@ -93,6 +108,7 @@ class Seal:
     sealed_at: str
     tool: str
     hmac: str | None = None
+    origin: Origin | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -126,7 +142,12 @@ def parse_seal(data: bytes) -> Seal:
     `OwnFileUnsupported` for one that a newer ckptctl made.
     """
     fields, beside = read_back(
-        data, SCHEMA, _SEAL_FIELDS, beside=("hmac",), max_objects=_MAX_OBJECTS
+        data,
+        SCHEMA,
+        _SEAL_FIELDS,
+        optional=("origin",),
+        beside=("hmac",),
+        max_objects=_MAX_OBJECTS,
     )
     algorithm = _algorithm(fields["algorithm"])
     if fields["block_bytes"] != BLOCK_BYTES:
@@ -146,6 +167,7 @@ def parse_seal(data: bytes) -> Seal:
         text_in(fields["sealed_at"], "sealed_at"),
         text_in(fields["tool"], "tool"),
         hex_in(beside["hmac"], "hmac", _SHA256_DIGITS) if has_hmac else None,
+        _origin(object_in(fields["origin"], "origin")) if "origin" in fields else None,
     )
 
 
@@ -166,7 +188,9 @@ _FILE_FIELDS = ("path", "size", "written_ms", "digest", "blocks")
 
 def _fields_of(seal: Seal) -> Fields:
     step = seal.step
+    origin: Fields = {} if seal.origin is None else {"origin": asdict(seal.origin)}
     return {
+        **origin,
         "schema": SCHEMA,
         "tool": seal.tool,
         "sealed_at": seal.sealed_at,
@@ -226,6 +250,19 @@ def _identity(step: Fields) -> Identity:
         world_size=optional_count_in(step["world_size"], "step.world_size"),
         state=texts_in(step["state"], "step.state"),
         tokens=optional_count_in(step["tokens"], "step.tokens"),
+    )
+
+
+_ORIGIN_FIELDS = ("attempt", "resumed_from", "job", "node")
+
+
+def _origin(origin: Fields) -> Origin:
+    same_names(origin, _ORIGIN_FIELDS, "its origin")
+    return Origin(
+        text_in(origin["attempt"], "origin.attempt"),
+        optional_count_in(origin["resumed_from"], "origin.resumed_from"),
+        text_in(origin["job"], "origin.job"),
+        text_in(origin["node"], "origin.node"),
     )
 
 

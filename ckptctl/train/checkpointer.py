@@ -26,10 +26,12 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.judge.fencing import Token, take_token
+from ckptctl.formats.seals import Origin
+from ckptctl.judge.fencing import Token, check_token, take_token
+from ckptctl.judge.pruning import remove_step, surplus
 from ckptctl.judge.roots import list_root
 from ckptctl.model import Level
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import is_local, join_url, open_store
 from ckptctl.train.cluster import cluster_context
 from ckptctl.train.deciding import (
     SETTLE_S,
@@ -43,6 +45,7 @@ from ckptctl.train.deciding import (
 from ckptctl.train.evidence import NOT_FINITE, reject_proven, signature_of, supersede_newer
 from ckptctl.train.group import PATIENCE_S, Group, make_group
 from ckptctl.train.ledger import (
+    ATTEMPTS_FOLDER,
     MAX_ATTEMPTS,
     Ledger,
     new_attempt,
@@ -55,6 +58,7 @@ from ckptctl.train.restoring import Inventory, Policies, Progress, progress_of, 
 from ckptctl.train.saving import (
     Saver,
     check_step_format,
+    clear_aside,
     make_place,
     seal_step,
     write_step,
@@ -148,6 +152,8 @@ class Checkpointer:
             raise UsageError("an optimizer was given without its model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
+        if keep is not None and not is_local(root):
+            raise UsageError("keep removes steps of file systems; a bucket has lifecycle rules")
         check_step_format(step_format)
         self.root = root
         self.group: Group = make_group(patience_s)
@@ -221,7 +227,7 @@ class Checkpointer:
             fell_back=report["fell_back"],
             rejected=rejected,
             report=report,
-            report_path=f"{self._store.url}/.ckptctl/attempts/{token.attempt}.resume.json",
+            report_path=join_url(self._store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json"),
         )
 
     def _check_before(self, resume_from: str | int | None) -> None:
@@ -298,7 +304,7 @@ class Checkpointer:
 
         try:
             self.group.from_all(prepare)
-            self.group.from_all(lambda: load_into(made, decision, self.group))
+            self.group.from_all(lambda: load_into(made, decision, self.group, self._looking))
         except LoadFailed as error:
             return error, {}
         return None, made
@@ -426,7 +432,14 @@ class Checkpointer:
         if self._attempt is None:
             raise UsageError("call resume() before the first save, also for a fresh run")
         attempt = self._attempt
-        return attempt, Saver(self._store, group, attempt.token, self._step_format, self._key)
+        origin = Origin(
+            attempt.token.attempt,
+            attempt.resumed_from,
+            str(attempt.cluster.get("job") or ""),
+            str(attempt.cluster.get("node") or ""),
+        )
+        saver = Saver(self._store, group, attempt.token, self._step_format, self._key, origin)
+        return attempt, saver
 
     def _check_next(self, attempt: _Attempt, step: int) -> None:
         if step <= attempt.saved:
@@ -473,6 +486,22 @@ class Checkpointer:
             took_s=round(time.monotonic() - began_s, 3),
             moved_aside=moved,
         )
+        if self._keep is not None:
+            self._prune(saver, attempt, self._keep)
+
+    def _prune(self, saver: Saver, attempt: _Attempt, keep: int) -> None:
+        """Remove what is older than the steps that are kept; on rank 0 alone.
+
+        The save has succeeded by now: what cannot be removed is told, and ends nothing.
+        """
+        protected = {step for step in (attempt.resumed_from, attempt.saved) if step is not None}
+        for old in surplus(self._store, keep, protected):
+            check_token(self._store, saver.token)
+            try:
+                remove_step(self._store, old.named.name)
+            except StorageError as error:
+                self._tell(f"step {old.named.number} was not removed: {error.message}")
+        clear_aside(saver, keep)
 
     # The record of this attempt
 
@@ -573,6 +602,7 @@ class Checkpointer:
             sys.excepthook = self._hooks[0]
         self._hooks = None
         self._pool.shutdown(wait=False)
+        self._stager.close()
         attempt = self._attempt
         if attempt is None or attempt.over:
             return

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import errno
 import shlex
+import warnings
 from typing import Any
 
-from ckptctl.errors import CkptctlError, LoadFailed, ModelDiffers, StorageUnavailable
+from ckptctl.errors import (
+    CkptctlError,
+    LoadFailed,
+    ModelDiffers,
+    PathNotFound,
+    StepDamaged,
+    StorageUnavailable,
+)
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Metadata
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name, open_store, parent_url
 from ckptctl.train.deciding import Decision, Looking, metadata_path
 from ckptctl.train.group import Group, ranks_lost
@@ -37,30 +46,40 @@ def saved_metadata(decision: Decision, looking: Looking) -> Metadata:
     return decode_metadata(data)
 
 
-def load_into(state: dict[str, Any], decision: Decision, group: Group) -> None:
+def load_into(state: dict[str, Any], decision: Decision, group: Group, looking: Looking) -> None:
     """Read the step into `state`; every rank calls it, with what it holds itself.
 
     Raises `LoadFailed` where the bytes do not load on this rank or another, and another
     `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from ckptctl.train.reader import Reader
+
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
+    reader = Reader(
+        decision.path,
+        storage_options=looking.storage_options,
+        endpoint_url=looking.endpoint_url,
+    )
     try:
-        load(
-            state,
-            storage_reader=FileSystemReader(decision.path),
-            process_group=group.handle,
-            no_dist=group.size == 1,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on loading without a process group
+            load(
+                state,
+                storage_reader=reader,
+                process_group=group.handle,
+                no_dist=group.size == 1,
+            )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
         raise _meaning(error, decision) from error
     except RuntimeError as error:
         if group.size == 1:
             raise LoadFailed(_words(error, decision)) from error
         raise ranks_lost(error) from error
+    finally:
+        reader.close()
 
 
 def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
@@ -74,7 +93,9 @@ def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
 def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> CkptctlError:
     words = f"rank {rank}: {_words(cause, decision)}"
     verify = f"ckptctl verify {shlex.quote(decision.path or '')} --level content"
-    if isinstance(cause, CkptctlError) and not isinstance(cause, LoadFailed):
+    if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
+        return LoadFailed(f"rank {rank}: {cause.message}", next_command=verify)
+    if isinstance(cause, CkptctlError):
         return cause
     if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
         return ModelDiffers(f"{words}; there is too little memory to load it")

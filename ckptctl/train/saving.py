@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,19 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl import __version__
 from ckptctl.checks.byte_pass import Limits
-from ckptctl.errors import CkptctlError, SaveFailed, StorageError, UsageError
+from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
 from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.layouts import OWN_FOLDER, shard_rank, step_name
-from ckptctl.formats.seals import SEAL, Seal, SealedFile, seal_bytes
+from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
 from ckptctl.judge.looking import list_step, look
+from ckptctl.judge.pruning import remove_step
 from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, is_local, join_url
+from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
 from ckptctl.train.group import Group, ranks_lost
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""
+
+_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
 
 _GRACE_S = 0.0  # our own save is over when it is looked at
 
@@ -51,6 +55,7 @@ class Saver:
     token: Token
     step_format: str
     key: bytes | None = None
+    origin: Origin | None = None
 
     def url_of(self, step: int) -> str:
         """The address of a step of this root."""
@@ -122,6 +127,26 @@ def _move_aside(saver: Saver, name: str) -> str:
             f"{join_url(saver.store.url, name)} could not be moved aside: {error.strerror}"
         ) from error
     return target
+
+
+def clear_aside(saver: Saver, keep: int) -> None:
+    """Remove what was moved aside for steps that are older than all that is kept.
+
+    Nobody but a person looks into that folder; without an end it would fill the disk.
+    """
+    kept = [step.number for step in list_root(saver.store).steps]
+    if len(kept) < keep:
+        return
+    try:
+        entries = saver.store.list_dir(ASIDE_FOLDER)
+    except PathNotFound:
+        return
+    for entry in entries:
+        match = _ASIDE.fullmatch(base_name(entry.path))
+        named = step_name(match["name"]) if match and entry.kind == "dir" else None
+        if named is not None and named.number < min(kept):
+            check_token(saver.store, saver.token)
+            remove_step(saver.store, entry.path)
 
 
 def _local_path(saver: Saver, path: str) -> str:
@@ -254,6 +279,7 @@ def _put_seal(
         sealed,
         datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         f"ckptctl {__version__}",
+        origin=saver.origin,
     )
     check_token(saver.store, saver.token)
     try:

@@ -6,10 +6,7 @@ training costs one copy of what this rank holds, however many there are.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
-
-_SHARDED = ("model", "optimizer", "extra")
 
 
 class Stager:
@@ -20,10 +17,47 @@ class Stager:
 
     def staged(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same state, of which nothing is shared with the objects of the training."""
-        from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
         if self._stager is None:
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
-        sharded = {name: state[name] for name in _SHARDED if name in state}
-        rest = {name: copy.deepcopy(state[name]) for name in state if name not in _SHARDED}
-        return {**self._stager.stage(sharded), **rest} if sharded else rest
+            self._stager = _new_stager()
+        copied: dict[str, Any] = self._stager.stage(state)
+        return copied
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        if hasattr(self._stager, "close"):
+            self._stager.close()
+        self._stager = None
+
+
+def _new_stager() -> Any:
+    import torch
+    from torch.distributed.checkpoint import staging
+
+    if not hasattr(staging, "DefaultStager"):  # torch before 2.9
+        return _CopyingStager()
+    on_gpu = torch.cuda.is_available()
+    return staging.DefaultStager(
+        staging.StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+    )
+
+
+class _CopyingStager:
+    """Copies anew each time. DTensors keep their place in the mesh, and lose their device."""
+
+    def stage(self, state: Any) -> Any:
+        import copy
+
+        import torch
+
+        if isinstance(state, torch.Tensor):
+            return state.detach().to("cpu", copy=True)
+        if isinstance(state, dict):
+            return {key: self.stage(value) for key, value in state.items()}
+        if isinstance(state, (list, tuple)):
+            return type(state)(self.stage(value) for value in state)
+        return copy.deepcopy(state)
