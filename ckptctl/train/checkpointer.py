@@ -487,14 +487,13 @@ class Checkpointer:
             moved_aside=moved,
         )
         if self._keep is not None:
-            self._prune(saver, attempt, self._keep)
+            self._prune(saver, {step, attempt.resumed_from or 0}, self._keep)
 
-    def _prune(self, saver: Saver, attempt: _Attempt, keep: int) -> None:
+    def _prune(self, saver: Saver, protected: Collection[int], keep: int) -> None:
         """Remove what is older than the steps that are kept; on rank 0 alone.
 
         The save has succeeded by now: what cannot be removed is told, and ends nothing.
         """
-        protected = {step for step in (attempt.resumed_from, attempt.saved) if step is not None}
         for old in surplus(self._store, keep, protected):
             check_token(self._store, saver.token)
             try:

@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8, help="samples, over all ranks")
+    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--resume-from", default="auto")
     parser.add_argument("--kill", nargs="*", default=[])
     parser.add_argument("--forget", default="", help="what the script forgets to give")
@@ -136,7 +137,7 @@ def rank_main(
     if kill is not None and ":" in kill:
         arm(kill)
     torch.manual_seed(1)
-    model = build()
+    model = build(options.dropout)
     if n_ranks > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -186,9 +187,8 @@ def rank_main(
                     save(step, tokens=step * options.batch * LENGTH, loss=shown["loss"])
         ckpt.close()
     except CkptctlError as error:
-        print(f"rank {rank}: {type(error).__name__}: {error.message}", file=sys.stderr)
-        if n_ranks > 1 and not os.environ.get("NO_BARRIER"):
-            os._exit(error.exit_code)
+        # In one piece: the ranks share the stream.
+        os.write(2, f"rank {rank}: {type(error).__name__}: {error.message}\n".encode())
         return error.exit_code
     if n_ranks > 1:
         dist.destroy_process_group()
@@ -263,7 +263,7 @@ class Lines:
         return torch.tensor(line), index
 
 
-def build() -> Any:
+def build(dropout: float = 0.2) -> Any:
     import torch
     from torch import nn
 
@@ -272,7 +272,7 @@ def build() -> Any:
             super().__init__()
             self.letters = nn.Embedding(LETTERS, WIDTH)
             self.layer = nn.TransformerEncoderLayer(
-                WIDTH, 2, 2 * WIDTH, dropout=0.2, batch_first=True
+                WIDTH, 2, 2 * WIDTH, dropout=dropout, batch_first=True
             )
             self.head = nn.Linear(WIDTH, LETTERS)
 

@@ -1,0 +1,573 @@
+"""One process: what is restored, what is refused, and what becomes of broken steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from command_line import validated
+
+torch = pytest.importorskip("torch")
+
+from one_process import N_STEPS, Job, run  # noqa: E402
+from small_job import Lines  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+import ckptctl  # noqa: E402
+from ckptctl.errors import (  # noqa: E402
+    Fenced,
+    ModelDiffers,
+    NothingToResume,
+    SaveFailed,
+    StateRefused,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.train import Checkpointer, GlobalLoader, resolve  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Job:
+    """What one process comes to that nobody kills; its root is there to be copied."""
+    root = tmp_path_factory.mktemp("unbroken") / "run"
+    job = run(root)
+    job.root = root
+    return job
+
+
+@pytest.fixture
+def root(unbroken, tmp_path) -> Path:
+    """A root with steps 3, 6, 9 and 12."""
+    return Path(shutil.copytree(unbroken.root, tmp_path / "run"))
+
+
+@pytest.fixture
+def half(unbroken, root) -> Path:
+    """The same, killed after step 6."""
+    for step in (9, 12):
+        shutil.rmtree(root / f"step_{step}")
+    return root
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def flip_tensor(step: Path) -> None:
+    """Flip a byte in the middle of the largest record: only reading the bytes shows it."""
+    from ckptctl.formats.metadata import decode_metadata
+
+    metadata = decode_metadata((step / ".metadata").read_bytes())
+    ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
+    largest = max(ranges, key=lambda one: one.length)
+    flip(step / largest.file, largest.offset + largest.length // 2)
+
+
+# What is restored
+
+
+def test_a_resumed_run_goes_on_to_the_last_bit(unbroken, half):
+    job = run(half)
+    assert job.start.step == 6
+    assert job.losses == {step: unbroken.losses[step] for step in range(7, N_STEPS + 1)}
+    assert job.samples == {step: unbroken.samples[step] for step in range(7, N_STEPS + 1)}
+
+
+@pytest.mark.parametrize("forgotten", ["optimizer", "scheduler", "dataloader"])
+def test_what_a_script_forgets_to_give_shows_in_the_losses(unbroken, half, forgotten):
+    job = run(half, forget=forgotten)
+    assert job.losses != {step: unbroken.losses[step] for step in range(7, N_STEPS + 1)}
+
+
+def test_random_numbers_that_are_forgotten_show_in_the_losses(unbroken, half):
+    job = Job(half)
+    start = job.resume()
+    torch.manual_seed(100)
+    job.train(start.step + 1, N_STEPS)
+    job.die()
+    assert job.losses[7] != unbroken.losses[7]
+    assert job.samples[7] == unbroken.samples[7]
+
+
+def test_a_step_that_is_forgotten_shows_when_it_is_saved_again(half):
+    job = Job(half)
+    job.resume()
+    with pytest.raises(UsageError, match="step 3 cannot be saved: the run is at step 6"):
+        job.train(1, 3)
+    job.die()
+
+
+def test_every_kind_of_state_is_needed_unless_the_script_lets_it_go(half):
+    job = Job(half, forget="optimizer")
+    job.resume()
+    job.train(7, 9)
+    job.die()
+    whole = Job(half)
+    with pytest.raises(StateRefused, match="step 9 cannot restore optimizer") as refused:
+        whole.resume(9)
+    assert refused.value.exit_code == 23
+    whole.die()
+    careless = Job(half, accept_lost=("optimizer",))
+    start = careless.resume(9)
+    assert start.report["state"]["lost"] == ["optimizer"]
+    careless.die()
+
+
+def test_states_of_any_form_come_back_as_they_were(tmp_path):
+    class Meter:
+        def __init__(self):
+            self.state = {}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    meter = Meter()
+    meter.state = {"empty": {}, 3: [1.5, None, ()], "nested": {"list": [], "text": "so"}}
+    job = Job(tmp_path / "run", extra={"meter": meter})
+    job.resume()
+    job.train(1, 3)
+    job.die()
+    again = Meter()
+    later = Job(tmp_path / "run", extra={"meter": again})
+    later.resume()
+    assert again.state == meter.state
+    later.die()
+
+
+def test_a_state_that_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
+    class Bad:
+        def state_dict(self):
+            return {"path": Path("somewhere")}
+
+        def load_state_dict(self, state):
+            pass
+
+    job = Job(tmp_path / "run", extra={"bad": Bad()})
+    job.resume()
+    with pytest.raises(UsageError, match=r"the state of extra\.bad cannot be saved"):
+        job.train(1, 3)
+    assert not (tmp_path / "run" / "step_3").exists()
+    job.die()
+
+
+def test_another_model_is_an_error_and_no_reason_to_fall_back(half):
+    job = Job(half, forget="optimizer")
+    job.ckpt.parts.model.head = torch.nn.Linear(16, 7)
+    with pytest.raises(ModelDiffers, match=r"head\.weight is \(7, 16\) here and \(11, 16\)"):
+        job.resume()
+    job.die()
+
+
+def test_a_loader_that_says_nothing_of_its_place_is_told_before_it_does_harm(tmp_path):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, 3)
+    job.die()
+    plain = Job(tmp_path / "run", dataloader=DataLoader(Lines(), batch_size=8))
+    with pytest.raises(StateRefused, match="data"):
+        plain.resume()
+    plain.die()
+
+
+def test_another_data_set_is_told_before_it_does_harm(half):
+    class Fewer(Lines):
+        def __len__(self):
+            return 90
+
+    other = Job(half, dataloader=GlobalLoader(Fewer(), 8, seed=3))
+    with pytest.raises(StateRefused, match="the data set is not the one of the step"):
+        other.resume()
+    other.die()
+    told = Job(half, dataloader=GlobalLoader(Fewer(), 8, seed=3), accept_repetition=True)
+    told.resume()
+    assert any("the same positions are other samples" in line for line in told.said)
+    told.die()
+
+
+def test_another_global_batch_and_another_seed_are_told(half):
+    job = Job(half, dataloader=GlobalLoader(Lines(), 6, seed=4))
+    job.resume()
+    assert "note: global_batch was 8 and is 6 now" in job.said
+    assert "note: seed was 3 and is 4 now; the saved one goes on" in job.said
+    assert job.loader.order.seed == 3
+    job.die()
+
+
+# Fresh, none usable, could not look
+
+
+def test_an_absent_root_is_a_fresh_run_and_bears_a_sentinel_from_then_on(tmp_path):
+    job = Job(tmp_path / "run")
+    start = job.resume()
+    assert (start.fresh, start.step, start.path, start.fell_back) == (True, 0, None, False)
+    validated((tmp_path / "run" / ".ckptctl" / "root.json").read_text())
+    validated((tmp_path / "run" / ".ckptctl" / "fence" / "0000000001.json").read_text())
+    assert validated(Path(start.report_path).read_text())["step"] is None
+    job.die()
+
+
+def test_a_restarted_job_that_finds_nothing_is_told_that_its_storage_is_missing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    job = Job(tmp_path / "run")
+    with pytest.raises(StorageUnavailable, match="SLURM_RESTART_COUNT is 2"):
+        job.resume()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(StorageUnavailable):
+        resolve("auto", str(tmp_path / "run"))
+    job.die()
+
+
+def test_a_restarted_job_that_had_begun_and_saved_nothing_begins_again(tmp_path, monkeypatch):
+    Job(tmp_path / "run").resume()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    job = Job(tmp_path / "run")
+    assert job.resume().fresh
+    job.die()
+
+
+def test_a_fresh_start_is_never_taken_over_damaged_steps(half):
+    for step in (3, 6):
+        flip(half / f"step_{step}" / ".metadata", 5)
+    job = Job(half)
+    with pytest.raises(NothingToResume) as none:
+        job.resume()
+    assert none.value.exit_code == 11
+    with pytest.raises(UsageError, match="needs a root of its own"):
+        job.ckpt.resume("none")
+    job.die()
+
+
+def test_a_first_save_that_was_cut_short_is_no_reason_to_stay_away(tmp_path):
+    begun = Job(tmp_path / "run")
+    begun.resume()
+    begun.train(1, 3)
+    (tmp_path / "run" / "step_3" / ".metadata").unlink()
+    shutil.rmtree(tmp_path / "run" / "step_3" / ".ckptctl")
+    begun.die()
+    job = Job(tmp_path / "run")
+    with pytest.raises(NothingToResume):  # the record says that step 3 was saved: it is lost
+        job.resume()
+    job.die()
+    for ledger in (tmp_path / "run" / ".ckptctl" / "attempts").glob("*.jsonl"):
+        kept = [line for line in ledger.read_text().splitlines() if '"saved"' not in line]
+        ledger.write_text("".join(line + "\n" for line in kept))
+    job = Job(tmp_path / "run")
+    start = job.resume()
+    assert start.fresh
+    assert [one.step for one in start.rejected] == [3]
+    job.train(1, 3)
+    assert len(list((tmp_path / "run" / ".ckptctl" / "aside").iterdir())) == 1
+    job.die()
+
+
+def test_a_run_from_the_beginning_needs_a_root_of_its_own(half):
+    job = Job(half)
+    with pytest.raises(UsageError, match="holds 2 steps, step_6 the newest"):
+        job.resume("none")
+    job.die()
+
+
+# Falling back
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_tensor,
+        lambda step: flip(step / ".metadata", 5),
+        lambda step: os.truncate(step / "__0_0.distcp", 1000),
+        lambda step: (step / "__0_0.distcp").unlink(),
+        lambda step: (step / ".metadata").unlink(),
+        shutil.rmtree,
+    ],
+    ids=["flipped tensor", "metadata", "short", "no shard", "no metadata", "gone"],
+)
+def test_a_damaged_step_is_passed_over_and_never_again_taken(root, damage):
+    damage(root / "step_12")
+    job = Job(root)
+    start = job.resume()
+    assert start.step == 9
+    job.train(10, 12)
+    job.die()
+    later = Job(root)
+    assert later.resume().step == 12
+    later.die()
+
+
+def test_a_step_that_does_not_load_is_told_with_the_reason(root):
+    flip_tensor(root / "step_12")
+    job = Job(root, level="listing")
+    start = job.resume()
+    assert (start.step, start.fell_back) == (9, True)
+    (refused,) = start.rejected
+    assert refused.step == 12
+    assert "checksum" in refused.reason
+    assert start.report["superseded"] == [12]
+    assert ckptctl.verify(str(root / "step_12")).verdict.value == "superseded"
+    assert any(line.startswith("not from step 12: ") for line in job.said)
+    job.die()
+
+
+def test_a_step_that_is_removed_between_choice_and_load_is_passed_over(root, monkeypatch):
+    from ckptctl.train import checkpointer
+
+    def prove(decision, group, looking):
+        if decision.step == 12:
+            shutil.rmtree(decision.path)
+
+    monkeypatch.setattr(checkpointer, "prove_seen", prove)
+    job = Job(root)
+    start = job.resume()
+    assert (start.step, start.fell_back) == (9, True)
+    job.die()
+
+
+def test_too_many_steps_that_do_not_load_make_the_storage_suspect(root):
+    for step in (6, 9, 12):
+        flip_tensor(root / f"step_{step}")
+    job = Job(root, level="listing")
+    with pytest.raises(NothingToResume, match="suspect the storage path itself"):
+        job.resume()
+    job.die()
+
+
+def test_a_named_step_that_does_not_load_is_not_replaced_by_another(root):
+    flip_tensor(root / "step_9")
+    job = Job(root, level="listing")
+    with pytest.raises(NothingToResume, match="could not be loaded"):
+        job.resume(9)
+    job.die()
+
+
+# Lineage, and one writer
+
+
+def test_resuming_from_an_older_step_supersedes_the_newer_ones(root):
+    job = Job(root)
+    start = job.resume(6)
+    assert start.report["superseded"] == [9, 12]
+    job.train(7, 9)
+    job.die()
+    assert len(list((root / ".ckptctl" / "aside").glob("step_9.*"))) == 1
+    found = ckptctl.pick(str(root))
+    assert found.step == 9
+    seal = json.loads((root / "step_9" / ".ckptctl" / "seal.json").read_text())
+    assert seal["origin"]["attempt"] == start.report["attempt"]
+    assert seal["origin"]["resumed_from"] == 6
+
+
+def test_of_two_jobs_on_one_root_the_later_one_writes(half):
+    first, second = Job(half), Job(half)
+    first.resume()
+    second.resume()
+    with pytest.raises(Fenced, match="has taken the root over") as fenced:
+        first.train(7, 9)
+    assert fenced.value.exit_code == 93
+    assert not (half / "step_9").exists()
+    second.train(7, 9)
+    assert ckptctl.verify(str(half / "step_9"), require_seal=True).usable
+    for job in (first, second):
+        job.die()
+
+
+@pytest.mark.parametrize(("asked", "left"), [(2, "no metadata"), (3, "no seal")])
+def test_an_orphan_that_wakes_up_in_a_save_publishes_nothing_more(half, monkeypatch, asked, left):
+    from ckptctl.train import saving
+
+    orphan, heir = Job(half), Job(half)
+    orphan.resume()
+    n_asked = 0
+    check = saving.check_token
+
+    def taken_over(*args):
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == asked:
+            heir.resume()
+        check(*args)
+
+    monkeypatch.setattr(saving, "check_token", taken_over)
+    with pytest.raises(Fenced):
+        orphan.train(7, 9)
+    assert (half / "step_9" / ".metadata").exists() is (left == "no seal")
+    assert not (half / "step_9" / ".ckptctl" / "seal.json").exists()
+    for job in (orphan, heir):
+        job.die()
+
+
+# What attempts say
+
+
+def fail(root: Path, error: BaseException | None = None, *, at: int = 8, loss: float = 1.0) -> int:
+    """An attempt that resumes, comes to a step and fails; where it had resumed from."""
+    job = Job(root)
+    step = job.resume().step
+    job.ckpt.note(at, loss=loss)
+    if error is not None:
+        with suppress(BaseException), job.ckpt:
+            raise error
+    else:
+        job.die()
+    return step
+
+
+def test_a_step_that_two_attempts_fail_after_alike_is_passed_over(half):
+    assert [fail(half, loss=math.nan) for _ in range(2)] == [6, 6]
+    job = Job(half)
+    start = job.resume()
+    assert start.step == 3
+    report = ckptctl.verify(str(half / "step_6"))
+    assert report.verdict.value == "rejected"
+    assert "non-finite loss" in report.findings[0].message
+    job.die()
+
+
+def test_what_says_nothing_against_a_step_never_counts(half):
+    endings = [
+        KeyboardInterrupt(),
+        SystemExit(1),
+        RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"),
+        OSError(5, "Input/output error"),
+        ValueError("a bug"),
+        TypeError("another"),
+        None,
+        None,
+    ]
+    assert [fail(half, error) for error in endings] == [6] * len(endings)
+
+
+def test_a_failure_long_after_the_resume_says_nothing_against_the_step(half):
+    assert [fail(half, ValueError("late"), at=27) for _ in range(3)] == [6, 6, 6]
+
+
+def test_a_failure_that_follows_every_step_is_no_step_s_fault(root):
+    before = [fail(root, ValueError("a bug in the script"), at=13) for _ in range(2)]
+    assert before == [12, 12]
+    after = [fail(root, ValueError("a bug in the script"), at=10) for _ in range(3)]
+    assert after == [9, 9, 9]
+
+
+# Saving
+
+
+def test_a_whole_step_is_not_written_over(root):
+    job = Job(root)
+    job.resume(6)
+    ckptctl.mark(str(root / "step_9"), "accepted")
+    with pytest.raises(UsageError, match="step_9 is there already, and it is complete"):
+        job.train(7, 9)
+    assert ckptctl.verify(str(root / "step_9"), level="content", require_seal=True).usable
+    job.die()
+
+
+def test_a_disk_that_is_full_leaves_older_steps_and_says_so(half, monkeypatch):
+    from torch.distributed.checkpoint import filesystem
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    job = Job(half)
+    job.resume()
+    with monkeypatch.context() as patched:
+        patched.setattr(filesystem.FileSystem, "create_stream", full)
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            job.train(7, 9)
+    assert ckptctl.pick(str(half), grace_s=0).step == 6
+    job.train(9, 9)  # the next try takes its place
+    assert ckptctl.pick(str(half)).step == 9
+    job.die()
+
+
+def test_only_whole_and_sealed_steps_count_as_kept(root):
+    shutil.rmtree(root / "step_9" / ".ckptctl")  # whole, and not sealed
+    ckptctl.mark(str(root / "step_3"), "pinned")
+    job = Job(root, keep=2)
+    job.resume()
+    job.train(13, 18)
+    assert sorted(path.name for path in root.glob("step_*")) == [
+        *("step_12", "step_15", "step_18", "step_3")
+    ]
+    job.die()
+
+
+def test_the_step_resumed_from_stays(root):
+    job = Job(root, keep=1)
+    job.resume()
+    job.train(13, 18)
+    assert sorted(path.name for path in root.glob("step_*")) == ["step_12", "step_18"]
+    job.die()
+
+
+def test_a_save_beside_the_training_holds_what_was_there_when_it_began(unbroken, tmp_path):
+    job = Job(tmp_path / "run")
+    job.resume()
+    job.train(1, N_STEPS, save=job.ckpt.save_async)
+    job.ckpt.close()
+    for step in (3, 6, 9, 12):
+        assert ckptctl.verify(str(tmp_path / "run" / f"step_{step}"), require_seal=True).usable
+    shutil.rmtree(tmp_path / "run" / "step_12")
+    assert run(tmp_path / "run").losses == {step: unbroken.losses[step] for step in (10, 11, 12)}
+
+
+def test_what_goes_wrong_beside_the_training_is_raised_at_the_next_call(half):
+    job, other = Job(half), Job(half)
+    job.resume()
+    other.resume()
+    job.train(7, 9, save=job.ckpt.save_async)
+    with pytest.raises(Fenced):
+        job.ckpt.save(10)
+    job.ckpt.flush()  # raised once
+    for each in (job, other):
+        each.die()
+
+
+@pytest.mark.parametrize("step_format", ["step", "{}", "weights_{}", "step_{}/x", "step_{:x}"])
+def test_names_that_nobody_would_take_for_steps_are_refused(tmp_path, step_format):
+    with pytest.raises(UsageError, match="are no steps"):
+        Checkpointer(str(tmp_path), step_format=step_format)
+
+
+def test_steps_are_named_as_other_frameworks_do(tmp_path):
+    job = Job(tmp_path / "run", step_format="step-{:08}")
+    job.resume()
+    job.train(1, 3)
+    assert ckptctl.pick(str(tmp_path / "run")).path.endswith("step-00000003")
+    job.die()
+
+
+# resolve
+
+
+def test_resolve_answers_as_pick_does(root):
+    assert resolve("auto", str(root)) == ckptctl.pick(str(root)).path
+    assert resolve("9", str(root)) == str(root / "step_9")
+    assert resolve(9, str(root)) == str(root / "step_9")
+    assert resolve(str(root / "step_6"), str(root)) == str(root / "step_6")
+    assert resolve("none", str(root)) is None
+    assert resolve("auto", str(root / "nothing-yet")) is None
+    flip(root / "step_12" / ".metadata", 5)
+    assert resolve("auto", str(root)) == str(root / "step_9")
+    with pytest.raises(NothingToResume, match="step_12 was asked for, and it is corrupt") as bad:
+        resolve(12, str(root))
+    assert bad.value.exit_code == 21
+
+
+def test_processes_that_do_not_know_of_each_other_are_told(tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="init_process_group"):
+        resolve("auto", str(tmp_path))
