@@ -11,11 +11,13 @@ from pathlib import Path
 from command_line import clean_environment
 
 JOIN = """
-import datetime, os, sys, time
+import atexit, os, sys, time
 import torch.distributed as dist
 rank, size, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if size > 1:
     dist.init_process_group("gloo", init_method="file://" + meet, rank=rank, world_size=size)
+    # gloo may abort a process that just ends while its peers do.
+    atexit.register(dist.destroy_process_group)
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
