@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptctl.cost.estimating import RecoveryCost, recovery_cost
     from ckptctl.errors import (
         AccessDenied,
         CkptctlError,
@@ -46,6 +47,7 @@ __all__ = [
     "PassedOver",
     "PathNotFound",
     "Pick",
+    "RecoveryCost",
     "Report",
     "Scan",
     "Sealed",
@@ -60,6 +62,7 @@ __all__ = [
     "WorldSize",
     "mark",
     "pick",
+    "recovery_cost",
     "scan",
     "seal",
     "show",
@@ -67,6 +70,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ckptctl.cost.estimating": "RecoveryCost recovery_cost",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"

@@ -34,6 +34,7 @@ COMMANDS = (
     "reject",
     "accept",
     "pin",
+    "cost",
     "runbook",
     "explain",
 )

@@ -21,6 +21,7 @@ from ckptctl.judge.results import Contents, Marked, Pick, Scan, Sealed
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from ckptctl.cost.estimating import RecoveryCost
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
 
@@ -66,6 +67,11 @@ def sealed_document(sealed: Sealed) -> Document:
 def marked_document(marked: Marked) -> Document:
     """The document of `reject`, `accept` and `pin`."""
     return {**_envelope("marked", marked.exit_code), **_rest(marked)}
+
+
+def cost_document(found: RecoveryCost) -> Document:
+    """The document of `cost`."""
+    return {**_envelope("cost", found.exit_code), **_rest(found)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

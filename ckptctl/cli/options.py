@@ -380,11 +380,11 @@ def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, words)))
 
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def parse_duration(text: str | None) -> float | None:
-    """The seconds in `--deadline`: `90`, `120s`, `5m`, `1.5h`."""
+def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
+    """The seconds in an option that is a time: `90`, `120s`, `5m`, `1.5h`, `2d`."""
     if text is None:
         return None
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
@@ -392,8 +392,10 @@ def parse_duration(text: str | None) -> float | None:
     if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
         return float(number) * _SECONDS[unit]
     raise UsageError(
-        f"--deadline is a time like 90, 120s or 5m, not {text!r}",
-        next_command="ckptctl verify STEP --level content --deadline 120s",
+        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}",
+        next_command="ckptctl verify STEP --level content --deadline 120s"
+        if name == "--deadline"
+        else None,
     )
 
 

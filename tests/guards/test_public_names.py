@@ -10,6 +10,7 @@ PUBLIC = {
     *("mark", "pick", "scan", "seal", "show", "verify"),
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "Word",
+    *("RecoveryCost", "recovery_cost"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),

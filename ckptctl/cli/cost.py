@@ -1,0 +1,109 @@
+"""`ckptctl cost`: what a failure costs, and how often it is best to save."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import cost_document
+from ckptctl.cli.options import PatternOpt, Storage, option, parse_duration
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.cost import cost_lines
+
+EXAMPLES = (
+    "ckptctl cost /shared/ckpt/run-1234 --mtbf 8h --load 4m --reschedule 5m",
+    "ckptctl cost --interval 1h --save-time 60 --nodes 2048 --failures-per-node-day 0.0065",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+_TIME = "TIME"
+
+
+def cost(
+    root: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ROOT]",
+            help="Folder or URL of a run: its interval and the time of a save are measured there.",
+        ),
+    ] = None,
+    interval: Annotated[
+        str | None,
+        option("--interval", metavar=_TIME, help="From save to save: 30m, 1.5h, 3600."),
+    ] = None,
+    save_time: Annotated[
+        str | None,
+        option("--save-time", metavar=_TIME, help="How long training stands still for a save."),
+    ] = None,
+    mtbf: Annotated[
+        str | None,
+        option("--mtbf", metavar=_TIME, help="Mean time between failures of the whole job."),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        option("--nodes", metavar="N", min=1, help="Nodes of the job, for --mtbf by their rate."),
+    ] = None,
+    failures_per_node_day: Annotated[
+        float | None,
+        option(
+            "--failures-per-node-day",
+            metavar="RATE",
+            min=0,
+            help="How often a node fails a day; 0.0065 and 0.00234 were measured on two clusters.",
+        ),
+    ] = None,
+    reschedule: Annotated[
+        str | None,
+        option("--reschedule", metavar=_TIME, help="T1: from the failure to new processes."),
+    ] = None,
+    connect: Annotated[
+        str | None,
+        option("--connect", metavar=_TIME, help="T2: until the ranks have found each other."),
+    ] = None,
+    load: Annotated[
+        str | None,
+        option("--load", metavar=_TIME, help="T3: until the checkpoint is loaded."),
+    ] = None,
+    compiling: Annotated[
+        str | None,
+        option("--compile", metavar=_TIME, help="T4: until the model is compiled."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        option("--gpus", metavar="N", min=1, help="GPUs of the job: say it in GPU hours too."),
+    ] = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """What does a failure of this run cost, and how often is it best to save?
+
+    T = T0 + T1 + T2 + T3 + T4: half an interval is trained again, then rescheduling, connecting,
+    loading and compiling. With a mean time between failures: the best interval (Young, Daly), and
+    the share of time that is training which is kept. With --quiet the best interval is printed, in
+    seconds.
+    """
+    found = ckptctl.recovery_cost(
+        root,
+        interval_s=parse_duration(interval, "--interval"),
+        save_s=parse_duration(save_time, "--save-time"),
+        mtbf_s=parse_duration(mtbf, "--mtbf"),
+        n_nodes=nodes,
+        failures_per_node_day=failures_per_node_day,
+        reschedule_s=parse_duration(reschedule, "--reschedule") or 0.0,
+        connect_s=parse_duration(connect, "--connect") or 0.0,
+        load_s=parse_duration(load, "--load") or 0.0,
+        compile_s=parse_duration(compiling, "--compile") or 0.0,
+        n_gpus=gpus,
+        pattern=pattern,
+        **storage,
+    )
+    out.answer(
+        lambda: cost_document(found),
+        lambda: cost_lines(found),
+        bare=() if found.daly_s is None else (f"{found.daly_s:.0f}",),
+    )
+    return found.exit_code

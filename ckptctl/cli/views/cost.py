@@ -1,0 +1,53 @@
+"""How does `cost` lay out its table?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
+from ckptctl.cli.views.common import next_line
+from ckptctl.cli.words import size
+from ckptctl.cost.estimating import RecoveryCost, in_words
+
+_NAMES = {
+    "interval": "from save to save",
+    "save": "a save takes",
+    "mtbf": "between failures",
+    "reschedule": "T1 rescheduling",
+    "connect": "T2 connecting",
+    "load": "T3 loading",
+    "compile": "T4 compiling",
+    "step": "size of a step",
+}
+
+
+def cost_lines(found: RecoveryCost) -> Iterator[Line]:
+    """The answer, what it rests on, and what follows from it."""
+    yield line(Span(found.message, "strong"), hang=2)
+    yield EMPTY
+    for one in found.given:
+        value = size(round(one.value)) if one.unit == "B" else in_words(one.value)
+        if one.value or one.source != "given":
+            yield _row(_NAMES[one.name], value, one.source)
+    yield EMPTY
+    if found.rollback_s is not None and found.per_failure_s is not None:
+        yield _row("T0 trained again", in_words(found.rollback_s), "half an interval")
+        yield _row("a failure costs", in_words(found.per_failure_s), "T0 + T1 + T2 + T3 + T4")
+    if found.lost_gpu_hours_per_failure is not None:
+        yield _row("in GPU hours", f"{found.lost_gpu_hours_per_failure:,.1f}", "")
+    for name, best_s, source in (
+        ("best, Daly", found.daly_s, "training between two saves"),
+        ("best, Young", found.young_s, "the same, first order"),
+        ("best, available", found.available_s, "from save to save"),
+    ):
+        if best_s is not None:
+            yield _row(name, in_words(best_s), source)
+    if found.share is not None:
+        yield _row("effective time", f"{found.share:.1%}", "of all time, as it is saved now")
+    if found.best_share is not None:
+        yield _row("at the best", f"{found.best_share:.1%}", "with Daly's interval")
+    yield from next_line(found.next_command)
+
+
+def _row(name: str, value: str, source: str) -> Line:
+    return line("  ", padded(name, 18), padded(value, 12, right=True), "  ", source, hang=34)

@@ -1,0 +1,63 @@
+"""What follows from how often a job fails, how long a save takes and how long a restart?
+
+Formulas, nothing else: nothing is measured and nothing is read here. All times are in
+seconds. The interval of Young and Daly is the time of training between two saves; the
+one that is best for availability counts the save too.
+
+Sources: J. W. Young, 1974; J. T. Daly, 2006; Saxena et al., arXiv 2410.18124; Kokolis
+et al., arXiv 2410.21680.
+"""
+
+from __future__ import annotations
+
+import math
+
+DAY_S = 86_400.0
+
+
+def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
+    """Mean time between failures of a job on `n_nodes`, in seconds.
+
+    Measured fleets: 0.0065 and 0.00234 failures a node and day (Kokolis et al.). Holds
+    for large jobs; small ones were seen to fail less often than this says.
+    """
+    return DAY_S / (n_nodes * failures_per_node_day)
+
+
+def young_interval(save_s: float, mtbf_s: float) -> float:
+    """The first-order best interval between saves: the square root of twice the product."""
+    return math.sqrt(2 * save_s * mtbf_s)
+
+
+def daly_interval(save_s: float, mtbf_s: float) -> float:
+    """The higher-order best interval; the mean time between failures where saves are slow."""
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = save_s / (2 * mtbf_s)
+    return young_interval(save_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - save_s
+
+
+def available_interval(save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """The interval from save to save, the save included, with the most time of training."""
+    return save_s + math.sqrt(2 * (mtbf_s + restart_s) * save_s + save_s**2)
+
+
+def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Of all time, the share that is training which is kept: between 0 and 1.
+
+    Exact where failures come independently of each other (exponentially distributed),
+    also in the middle of a save or of a restart.
+    """
+    if not interval_s > 0:
+        return 0.0
+    try:
+        cycle = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
+    except OverflowError:
+        return 0.0
+    return min(1.0, interval_s / (mtbf_s * cycle))
+
+
+def first_order_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """The same as anyone can work it out on paper: right where failures are rare, 0 at least."""
+    lost = save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
+    return max(0.0, 1 - lost)
