@@ -11,7 +11,7 @@ READY := .venv/.ready
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Train a small model, kill it in the middle of a save, ask which step to resume from
+demo: $(READY) ## Train a small model, kill it in the middle of a save, resume to the last digit
 	@$(BIN)/python examples/demo/run.py
 
 test: lint ## Everything that CI runs: lint, types, tests

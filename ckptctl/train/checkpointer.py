@@ -172,6 +172,7 @@ class Checkpointer:
             require=require,
             max_fallback=max_fallback,
             key=key,
+            grace_s=0.0,  # whoever was saving here cannot publish any more
             storage_options=storage_options,
             endpoint_url=endpoint_url,
             timeout_s=timeout_s,

@@ -1,14 +1,15 @@
-"""A job dies in the middle of a save: which step does it resume from?
+"""A job dies in the middle of a save: which step does it resume from, and does it go on?
 
-Trains a small model on four ranks, has it killed while it saves, and asks
-`ckptctl` about what is left. Every command is shown before it runs, and can be
-repeated by hand. Ends with a code other than 0 when anything is not as it is
+Trains a small model on four ranks, has it killed while it saves, asks `ckptctl`
+about what is left, and starts the job again. Every command is shown before it
+runs, and can be repeated by hand. Ends with a code other than 0 when anything is not as it is
 said to be. Works below `demo/` in the current folder, from nothing each time.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -26,12 +27,14 @@ HALF = f"{ROOT}/step_{STEPS}"
 
 def main() -> None:
     shutil.rmtree("demo", ignore_errors=True)
+    os.makedirs("demo")
     _say(
         f"Four ranks train a small language model and save every {SAVE_EVERY} steps. "
         f"While they save step {STEPS}, all of them are killed, as when a node is lost."
     )
     train = f"torchrun --standalone --nproc-per-node 4 {TRAIN} --root {ROOT} --steps {STEPS}"
-    _run(f"{train} --save-every {SAVE_EVERY} --die-during-save {STEPS}", expect=-signal.SIGKILL)
+    train += f" --save-every {SAVE_EVERY}"
+    killed = _run(f"{train} --die-during-save {STEPS}", expect=-signal.SIGKILL, capture=True)
     _check_that_the_save_was_cut_short()
 
     _say("Which steps are there now, and which of them would `pick` take?")
@@ -50,7 +53,30 @@ def main() -> None:
     path = _run(f"ckptctl pick {ROOT}", expect=0, capture=True).strip()
     if path != WHOLE:
         _fail(f"pick answered {path!r}, and the newest whole step is {WHOLE!r}")
-    print(f"\nresume from: {path}", flush=True)
+
+    _say(
+        "The same job, started again: `--resume-from auto` takes that step by itself, on every "
+        f"rank. Step {STEPS} is then saved anew; what was left of it is kept aside."
+    )
+    resumed = _run(f"{train} --resume-from auto", expect=0, capture=True)
+    _run(f"ckptctl verify {HALF} --level content --require-seal", expect=0)
+
+    before, after = _losses(killed), _losses(resumed)
+    again = sorted(before.keys() & after.keys())
+    if again != [70, 80] or any(before[step] != after[step] for step in again):
+        _fail(f"the losses were {before} and are {after}: the resume was not exact")
+    _say(
+        "The resumed run went through steps 70 and 80 a second time, and came to the same losses "
+        "in every digit: weights, optimizer, schedule, random numbers and data were all restored."
+    )
+    print(f"\nresumed from: {path}\nloss at step {again[-1]}: {after[again[-1]]}", flush=True)
+
+
+def _losses(printed: str) -> dict[int, str]:
+    """The losses that a training job has printed, by step, in all their digits."""
+    return {
+        int(step): loss for step, loss in re.findall(r"^step +(\d+) +loss (\S+)", printed, re.M)
+    }
 
 
 def _run(command: str, *, expect: int, capture: bool = False) -> str:
@@ -58,19 +84,20 @@ def _run(command: str, *, expect: int, capture: bool = False) -> str:
     print(f"\n$ {command}", flush=True)
     # The commands of the environment that runs this, whether it is activated or not.
     tools = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-    done = subprocess.run(
+    written = []
+    with subprocess.Popen(
         shlex.split(command),
-        check=False,
         stdout=subprocess.PIPE if capture else None,
         text=True,
         env={**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1"},
-    )
-    if capture:
-        print(done.stdout, end="", flush=True)
-    if done.returncode != expect:
-        _fail(f"{command}: {_ending(done.returncode)}, expected: {_ending(expect)}")
-    print(f"({_ending(done.returncode)})", flush=True)
-    return done.stdout or ""
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            written.append(line)
+    if process.returncode != expect:
+        _fail(f"{command}: {_ending(process.returncode)}, expected: {_ending(expect)}")
+    print(f"({_ending(process.returncode)})", flush=True)
+    return "".join(written)
 
 
 def _check_that_the_save_was_cut_short() -> None:

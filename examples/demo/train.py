@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 4 train.py --root DIR --steps 80 --save-every 20
 
 A language model of two layers learns sums such as `17 plus 25 is 42.`, spread
-over the ranks by `fully_shard`. A checkpoint holds all that a resume needs:
-weights, optimizer, scheduler, step, and for each rank its random numbers and
-its place in the data.
+over the ranks by `fully_shard`. `Checkpointer` saves all that a resume needs:
+weights, optimizer, scheduler, step, the random numbers of every rank and the
+place in the data. Started again, the job goes on from the newest whole step.
 
 `--die-during-save N` ends the job with SIGKILL while step N is being written.
 """
@@ -19,20 +19,20 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
+
+from ckptctl.train import Checkpointer, GlobalLoader
 
 LETTERS = "\n .0123456789ilpsu"
 WIDTH = 64
@@ -59,14 +59,17 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)
-    data = Data(Sums())
+    loader = GlobalLoader(Sums(), BATCH * mesh.size(), seed=0)
     random.seed(rank)
     torch.manual_seed(rank)
 
-    if rank == 0:
-        n_weights = sum(p.numel() for p in model.parameters())
-        print(f"{dist.get_world_size()} ranks, {n_weights:,} weights", flush=True)
-    for step, batch in enumerate(data.batches(options.steps), start=1):
+    ckpt = Checkpointer(
+        options.root, model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader
+    )
+    start = ckpt.resume(options.resume_from)
+    batches = iter(loader)
+    for step in range(start.step + 1, options.steps + 1):
+        batch = next(batches)
         logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -76,72 +79,48 @@ def main() -> None:
         if step % 10 == 0:
             _print_loss(step, loss.detach())
         if step % options.save_every == 0:
-            parameters, moments = get_state_dict(model, optimizer)
-            rng = {"torch": torch.get_rng_state(), "python": random.getstate()}
-            state = {
-                "model": parameters,
-                "optimizer": moments,
-                "scheduler": scheduler.state_dict(),
-                "rng": {f"rank_{rank}": rng},
-                "dataloader": {f"dp_rank_{rank}": data.state_dict()},
-                "train_state": {"step": step, "tokens": step * BATCH * LENGTH * mesh.size()},
-            }
-            save(state, f"{options.root}/step_{step}", die=step == options.die_during_save)
+            if step == options.die_during_save:
+                _die_in_the_next_save()
+            ckpt.save(step, tokens=loader.position * LENGTH)
+            if rank == 0:
+                print(f"saved step {step}", flush=True)
+    ckpt.close()
     dist.destroy_process_group()
 
 
-def save(state: dict[str, Any], path: str, *, die: bool) -> None:
-    """Save on all ranks; with `die`, the job does not live to see the end of it."""
-    writer = DyingWriter(path) if die else dcp.FileSystemWriter(path)
-    dcp.save(state, storage_writer=writer)
-    if dist.get_rank() == 0:
-        print(f"saved {path}", flush=True)
-
-
-class DyingWriter(dcp.FileSystemWriter):
-    """A writer whose job is killed while the shard file of rank 1 grows.
+def _die_in_the_next_save() -> None:
+    """Have the whole job killed while the shard file of rank 1 grows.
 
     The metadata is written last, after every rank has reported. Rank 1 never
     does, so there is none; how far the other ranks came is left to chance, as
     it is when a node is lost.
     """
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() != DYING_RANK:
+        return
+    myself = pids.pop(DYING_RANK)
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        pids: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
-        if dist.get_rank() == DYING_RANK:
-            myself = pids.pop(DYING_RANK)
-            self.fs = DyingFileSystem((os.getppid(), *pids, myself))
-
-
-class DyingFileSystem(FileSystem):
-    """Opens files that kill the processes `pids` once they hold `DYING_BYTES`."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self.pids = pids
+    class DyingFile(io.FileIO):
+        def write(self, data: Any) -> int:
+            n_bytes = super().write(data)
+            if self.tell() > DYING_BYTES:
+                for pid in (os.getppid(), *pids, myself):
+                    os.kill(pid, signal.SIGKILL)
+            return n_bytes
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A file to write one shard into, the last one that this job opens."""
-        pids = self.pids
-
-        class DyingFile(io.FileIO):
-            def write(self, data: Any) -> int:
-                n_bytes = super().write(data)
-                if self.tell() > DYING_BYTES:
-                    for pid in pids:
-                        os.kill(pid, signal.SIGKILL)
-                return n_bytes
-
+    def create_stream(_: FileSystem, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with io.BufferedWriter(DyingFile(path, mode)) as stream:
             yield stream
+
+    FileSystem.create_stream = create_stream  # type: ignore[method-assign,assignment]
 
 
 def _print_loss(step: int, loss: torch.Tensor) -> None:
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
-        print(f"step {step:>4}  loss {loss.item() / dist.get_world_size():.3f}", flush=True)
+        print(f"step {step:>4}  loss {loss.item() / dist.get_world_size()!r}", flush=True)
 
 
 class Sums(Dataset[torch.Tensor]):
@@ -157,38 +136,6 @@ class Sums(Dataset[torch.Tensor]):
             a, b = draw.randrange(50), draw.randrange(50)
             text += f"{a} plus {b} is {a + b}.\n"
         return torch.tensor([LETTERS.index(letter) for letter in text[: LENGTH + 1]])
-
-
-class Data:
-    """The batches of one rank, and the place in them.
-
-    torchdata's `StatefulDataLoader` keeps the place; without torchdata, a count
-    of batches does.
-    """
-
-    def __init__(self, dataset: Dataset[torch.Tensor]) -> None:
-        sampler: DistributedSampler[torch.Tensor] = DistributedSampler(dataset, seed=0)
-        self.n_batches = 0
-        try:
-            from torchdata.stateful_dataloader import StatefulDataLoader
-        except ImportError:
-            self.loader: Any = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
-        else:
-            self.loader = StatefulDataLoader(dataset, batch_size=BATCH, sampler=sampler)
-
-    def batches(self, n: int) -> Iterator[torch.Tensor]:
-        """The next `n` batches, `LENGTH + 1` letters a line."""
-        lines = iter(self.loader)
-        for _ in range(n):
-            self.n_batches += 1
-            yield next(lines)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place, in the loader's own words where it has any."""
-        if hasattr(self.loader, "state_dict"):
-            state: dict[str, Any] = self.loader.state_dict()
-            return state
-        return {"_num_yielded": self.n_batches}
 
 
 class Block(nn.Module):
@@ -237,6 +184,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--root", required=True, metavar="DIR", help="checkpoint root")
     parser.add_argument("--steps", type=int, default=80, metavar="N")
     parser.add_argument("--save-every", type=int, default=20, metavar="N", help="steps")
+    parser.add_argument(
+        "--resume-from", default="auto", metavar="STEP", help="auto, none, a step or a path"
+    )
     parser.add_argument(
         "--die-during-save", type=int, metavar="N", help="end with SIGKILL while saving step N"
     )

@@ -20,7 +20,9 @@ INSTALLED = shutil.which("ckptctl", path=os.path.dirname(sys.executable))
 def test_a_job_killed_in_the_middle_of_a_save_resumes_from_the_step_before(tmp_path: Path):
     done = subprocess.run([sys.executable, RUN], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "resume from: demo/checkpoints/step_60"
-    half = tmp_path / "demo" / "checkpoints" / "step_80"
+    resumed, loss = done.stdout.splitlines()[-2:]
+    assert resumed == "resumed from: demo/checkpoints/step_60"
+    assert loss.startswith("loss at step 80: 0.")
+    (half,) = (tmp_path / "demo" / "checkpoints" / ".ckptctl" / "aside").glob("step_80.*")
     assert (half / "__1_0.distcp").stat().st_size < 300_000
     assert not (half / ".metadata").exists()
