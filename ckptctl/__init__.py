@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         StorageUnavailable,
         UsageError,
     )
+    from ckptctl.failures.classifying import classify
+    from ckptctl.failures.evidence import Evidence
+    from ckptctl.failures.results import Classification
     from ckptctl.findings import Finding, Report, Severity, Verdict
     from ckptctl.formats.marks import Mark, Word
     from ckptctl.judge.marking import mark
@@ -37,7 +40,9 @@ __all__ = [
     "AccessDenied",
     "Answer",
     "CkptctlError",
+    "Classification",
     "Contents",
+    "Evidence",
     "Finding",
     "Level",
     "Mark",
@@ -60,6 +65,7 @@ __all__ = [
     "Verdict",
     "Word",
     "WorldSize",
+    "classify",
     "mark",
     "pick",
     "recovery_cost",
@@ -75,6 +81,9 @@ _HOMES = {
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"
     ),
+    "ckptctl.failures.classifying": "classify",
+    "ckptctl.failures.evidence": "Evidence",
+    "ckptctl.failures.results": "Classification",
     "ckptctl.findings": "Finding Report Severity Verdict",
     "ckptctl.formats.marks": "Mark Word",
     "ckptctl.judge.marking": "mark",

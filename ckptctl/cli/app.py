@@ -36,6 +36,7 @@ COMMANDS = (
     "pin",
     "cost",
     "runbook",
+    "classify",
     "explain",
 )
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ckptctl
 from ckptctl.errors import CkptctlError
+from ckptctl.failures.results import Classification
 from ckptctl.findings import Finding, Report
 from ckptctl.judge.results import Contents, Marked, Pick, Scan, Sealed
 
@@ -72,6 +73,11 @@ def marked_document(marked: Marked) -> Document:
 def cost_document(found: RecoveryCost) -> Document:
     """The document of `cost`."""
     return {**_envelope("cost", found.exit_code), **_rest(found)}
+
+
+def classify_document(answer: Classification) -> Document:
+    """The document of `classify`."""
+    return {**_envelope("classify", answer.exit_code), **_rest(answer)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

@@ -1,0 +1,85 @@
+"""`ckptctl classify`: infrastructure or job?"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import classify_document
+from ckptctl.cli.options import Storage, option
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.failures import classification_lines
+
+EXAMPLES = (
+    "ckptctl classify slurm-4711.out dmesg-node017.log --exit-code 1",
+    "sacct -j 4711 -P -o JobID,State,ExitCode | ckptctl classify slurm-4711.out -",
+    "ckptctl classify --state OOMKilled --exit-code 137 --scheduler kubernetes",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+class SchedulerChoice(str, Enum):
+    """Who reports the exit code, for the command line."""
+
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    TORCHRUN = "torchrun"
+    FT_LAUNCHER = "ft_launcher"
+    SHELL = "shell"
+
+
+def classify(
+    logs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[LOG]...",
+            help="Files, folders of logs, URLs, or - for standard input; packed or not, of the "
+            "ranks, the launcher, the kernel, the scheduler; torchrun's error files too.",
+        ),
+    ] = None,
+    exit_code: Annotated[
+        str | None,
+        option(
+            "--exit-code",
+            metavar="N",
+            help="What the job ended with: 137, -9, or SLURM's 0:9.",
+        ),
+    ] = None,
+    state: Annotated[
+        str | None,
+        option(
+            "--state",
+            metavar="WORD",
+            help="What the scheduler calls the end: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
+        ),
+    ] = None,
+    scheduler: Annotated[
+        SchedulerChoice | None,
+        option("--scheduler", help="Who reports the exit code: 1 of torchrun says nothing."),
+    ] = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Did the infrastructure fail or the job, and what is to be done?
+
+    The first cause is looked for, not the last line: what other ranks say after it is shown as
+    its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever
+    the answer; with --quiet the class alone is printed, for a script to branch on.
+    """
+    answer = ckptctl.classify(
+        logs or (),
+        exit_code=exit_code,
+        state=state,
+        scheduler=scheduler.value if scheduler else None,
+        **storage,
+    )
+    out.answer(
+        lambda: classify_document(answer),
+        lambda: classification_lines(answer),
+        bare=(answer.failure,),
+    )
+    return answer.exit_code

@@ -1,0 +1,72 @@
+"""What does `classify` show?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.views.common import next_line, section
+from ckptctl.cli.words import count
+from ckptctl.failures.classes import Domain
+from ckptctl.failures.evidence import Evidence, Role
+from ckptctl.failures.results import Classification
+
+_STYLES: dict[Domain, Style] = {
+    Domain.INFRASTRUCTURE: "bad",
+    Domain.JOB: "bad",
+    Domain.STOPPED: "warn",
+    Domain.UNKNOWN: "warn",
+    Domain.NONE: "good",
+}
+_FEW = 4
+
+
+def classification_lines(answer: Classification) -> list[Line]:
+    """The class, what was decisive, what followed from it, and what to do."""
+    head = [Span(answer.domain.value, _STYLES[answer.domain])]
+    if answer.failure != answer.domain.value:
+        head.append(Span(f"  {answer.failure}", "strong"))
+    return [
+        line(*head, f"  (confidence {answer.confidence})"),
+        line(f"  {answer.message}", hang=4),
+        EMPTY,
+        *section(_listed("", answer.evidence)),
+        *section(_listed("what followed", answer.consequences)),
+        *section(_listed("other evidence", answer.others)),
+        *section(_listed("training went on after", answer.survived)),
+        line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),
+        line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
+        line(
+            f"{count(answer.n_lines, 'line')} of {count(answer.n_files, 'log')} read"
+            if answer.n_files
+            else "no log was read"
+        ),
+        *next_line(answer.next_command),
+    ]
+
+
+_RESTART = {
+    "free": "yes, and not counted against a budget",
+    "yes": "yes, within the budget",
+    "once": "once; when the same comes again, stop",
+    "no": "no, not before a person has looked",
+}
+
+
+def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:
+    if title and evidence:
+        yield line(f"{title}:")
+    for each in evidence[:_FEW]:
+        yield from _shown(each)
+    if len(evidence) > _FEW:
+        yield line(f"  and {len(evidence) - _FEW:,} more (--json has them)")
+
+
+def _shown(each: Evidence) -> Iterator[Line]:
+    style: Style = "bad" if each.role in (Role.CAUSE, Role.ROOT) and not each.survived else ""
+    times = f" ({each.count:,} times)" if each.count > 1 else ""
+    place = f"{each.file}:{each.line}" if each.line else f"{each.file} {each.text}"
+    yield line("  ", padded(each.role.value, 7, style), f"  {each.says}{times}", hang=11)
+    yield line("           ", Span(place, "name"), solid=True)
+    if each.line:
+        yield line(f"           {each.text}", hang=13)

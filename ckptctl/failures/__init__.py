@@ -1,0 +1,1 @@
+"""Infrastructure or job? What logs, exit codes and schedulers say of a failure."""

@@ -1,0 +1,154 @@
+"""Which of the evidence explains the end, and how sure is that?
+
+The first root beats the cascade over the ranks; whoever knows (the kernel, the
+scheduler) beats what a program made of it. What the evidence is, is the question of
+`matching`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from ckptctl.failures.evidence import Evidence, Role
+
+SAME_MOMENT_S = 60.0
+"""Clocks of two machines within this say nothing about which of two events was first."""
+
+# What a program says of a failure whose cause another may know better.
+_YIELDING = (
+    *("python.", "cuda.", "nccl.", "collective.", "compile."),
+    *("told.", "exit.", "divergence.loss"),
+)
+_FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
+# Suspicions that every other one explains: ranks wait, or lose a peer, for any reason.
+_WEAK = (
+    *("nccl.", "collective.", "told.sigkill", "slurm.task-killed"),
+    *("exit.", "divergence.loss", "xid.other"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decisive evidence, None where there is none; and the rest, sorted by what it is."""
+
+    decisive: Evidence | None
+    agreeing: tuple[Evidence, ...]
+    consequences: tuple[Evidence, ...]
+    others: tuple[Evidence, ...]
+    confidence: str
+
+
+def decide(
+    evidence: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None = None
+) -> Decision:
+    """Weigh evidence that is in the order of the logs and their lines.
+
+    `first_failed` is the host and the rank that a launcher names as the first.
+    """
+    alive = [each for each in evidence if not each.survived]
+    decisive = _decisive(alive, first_failed)
+    if decisive is None:
+        cascades = tuple(each for each in alive if each.role is Role.CASCADE)
+        others = tuple(each for each in alive if each.role is Role.REMARK)
+        return Decision(None, (), cascades, others, "low")
+    rest = [each for each in alive if each is not decisive]
+    agreeing = tuple(e for e in rest if e.failure == decisive.failure and _leads(e))
+    consequences = tuple(e for e in rest if e not in agreeing and _follows(e, decisive))
+    others = tuple(e for e in rest if e not in agreeing and e not in consequences)
+    return Decision(
+        decisive, agreeing, consequences, others, _confidence(decisive, agreeing, others)
+    )
+
+
+def _leads(evidence: Evidence) -> bool:
+    return evidence.role in (Role.CAUSE, Role.ROOT, Role.SUSPECT)
+
+
+def _decisive(
+    alive: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
+) -> Evidence | None:
+    roots = [each for each in alive if each.role in (Role.CAUSE, Role.ROOT)]
+    if roots:
+        return _first_root(roots, first_failed)
+    suspects = [each for each in alive if each.role is Role.SUSPECT]
+    strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
+    hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
+    # A killed process explains the peers that waited for it, never the other way round.
+    return _first(strong or [e for e in suspects if e not in hangs] or hangs)
+
+
+def _first_root(
+    roots: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
+) -> Evidence:
+    first = _first(roots) or roots[0]
+    if first.role is Role.ROOT and first_failed is not None and first_failed[1] is not None:
+        named = [each for each in roots if each.rank == first_failed[1]]
+        first = _first(named) or first
+    better = [each for each in roots if _knows_better(each, first)]
+    return _first(better) or first
+
+
+def _knows_better(other: Evidence, first: Evidence) -> bool:
+    if first.role is not Role.ROOT or not first.rule.startswith(_YIELDING) or other is first:
+        return False
+    if not _may_be_the_same_moment(first, other):
+        return False
+    if other.role is Role.CAUSE:
+        return other.failure in _FIRM
+    # The exception that was raised while another was handled says more than that one.
+    generic = first.rule.startswith("python.") and not other.rule.startswith("python.")
+    return generic and other.file == first.file and other.rank == first.rank
+
+
+def _may_be_the_same_moment(first: Evidence, second: Evidence) -> bool:
+    if first.at_s is None or second.at_s is None:
+        return True
+    return abs(first.at_s - second.at_s) <= SAME_MOMENT_S
+
+
+def _first(evidence: Iterable[Evidence]) -> Evidence | None:
+    taken = list(evidence)
+    return reduce(_earlier, taken) if taken else None
+
+
+def _earlier(first: Evidence, second: Evidence) -> Evidence:
+    """The earlier of the two by clock, or by line of the same log; else the weightier."""
+    if first.file == second.file:
+        return second if second.line < first.line else first
+    if first.at_s is not None and second.at_s is not None:
+        apart = second.at_s - first.at_s
+        if abs(apart) > SAME_MOMENT_S:
+            return second if apart < 0 else first
+    if first.role is not second.role:
+        return min(first, second, key=lambda each: each.role.weight)
+    if first.at_s is not None and second.at_s is not None:
+        return second if second.at_s < first.at_s else first
+    return first
+
+
+def _follows(evidence: Evidence, decisive: Evidence) -> bool:
+    if evidence.role is Role.CASCADE:
+        return True
+    if evidence.role is Role.REMARK:
+        return False
+    return evidence.role.weight > decisive.role.weight or _earlier(decisive, evidence) is decisive
+
+
+_LEVELS = ("low", "medium", "high")
+
+
+def _confidence(
+    decisive: Evidence, agreeing: Sequence[Evidence], others: Sequence[Evidence]
+) -> str:
+    level = {Role.CAUSE: 2, Role.ROOT: 2}.get(decisive.role, 0)
+    if decisive.role is Role.ROOT and decisive.rule.startswith(("python.", "config.", "data.")):
+        level = 1
+    if decisive.failure == "unknown":
+        return "low"
+    if {each.rule for each in agreeing} - {decisive.rule}:
+        level += 1
+    if any(_leads(each) for each in others):
+        level -= 1
+    return _LEVELS[max(0, min(level, 2))]

@@ -1,0 +1,266 @@
+"""Who wrote a line of a log, when, how loud, and what does it say?
+
+Takes timestamps, rank prefixes, host names, logger names and levels off the front,
+in whatever order launchers and schedulers have put them there. What the message
+means is the question of `matching`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+
+DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
+_MAX_PREFIXES = 10
+_YEARLESS_AHEAD = timedelta(days=2)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line taken apart. `level` is None where the line has none.
+
+    `at_s` is seconds since 1970 by the clock of the line; a clock without a time zone
+    is taken for UTC, one without a year for the last such day. `kernel`: the line comes
+    from a kernel log. `error_file`: from a file that torch's `@record` wrote.
+    """
+
+    message: str
+    at_s: float | None = None
+    host: str | None = None
+    rank: int | None = None
+    device: str | None = None
+    level: int | None = None
+    kernel: bool = False
+    error_file: bool = False
+
+
+_LEVELS: Mapping[str, int] = {
+    **dict.fromkeys(("TRACE", "DEBUG", "D"), DEBUG),
+    **dict.fromkeys(("INFO", "NOTICE", "I"), INFO),
+    **dict.fromkeys(("WARN", "WARNING", "W"), WARNING),
+    **dict.fromkeys(("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "CRIT"), ERROR),
+}
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH = "(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+_CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
+_LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
+_PROGRAMS = (
+    "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
+    "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
+)
+# Each takes one prefix off; a group says what was learned from it.
+_PREFIXES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
+        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _]" + _CLOCK + r"(?P<z>Z| ?UTC|"
+        r"[+-]\d\d:?\d\d)?[\])]?(?:\s*[|,:-]+\s+|:|\s+|$)",
+        # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
+        r"\[[A-Z][a-z]{2} " + _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
+        _MONTH + r" +(?P<d>\d+) " + _CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
+        rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
+        r"(?P<kernel>kernel): ",
+        r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
+        r"<\d+>",
+        r"\[\s*\d+\.\d{1,9}\](?:\[\s*[TC]?\d+\])? (?P<kernel>)",
+        # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1]
+        r"\[?(?P<level>[IWEF])(?P<mo>\d\d)(?P<d>\d\d) " + _CLOCK + r" +(?:\d+ +)?"
+        r"[\w./<>-]+:\d+\]\s*",
+        # Ranks: torchrun, srun -l, MPI, Horovod, Ray
+        r"\[(?:rank|default|worker|local_rank|global_rank)[ _:=]?(?P<rank>\d+)\]:? ?",
+        r"\[(?P<host>[A-Za-z][\w.-]*):(?P<rank>\d+)\]:?\s+",
+        r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>: ?",
+        r"\[(?P<rank>\d+)\](?:<std(?:err|out)>)?: ?",
+        r"\s{0,4}(?P<rank>\d{1,6}): (?=\D)",
+        r"[Rr]ank (?P<rank>\d+)\s*[:|-]\s+",
+        r"\((?:\w+ )?pid=\d+(?:, ip=(?P<host>[\d.]+))?\)\s*",
+        # kubectl logs --prefix, docker compose
+        r"\[?pod/(?P<pod>[\w.-]+)/?[\w.-]*\]?:? +",
+        # node017:1234:1300 [3] NCCL WARN, with or without file:line
+        r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
+        r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?NCCL (?P<loud>WARN|ERROR|INFO|TRACE|CALL|VERSION)\b ?",
+        # pdsh and clush: node017: text
+        r"(?P<host>[a-z][a-z-]*[a-z0-9.-]*\d[a-z0-9.-]*): (?=\S)",
+        # levels and loggers
+        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
+        r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
+        r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
+        r"\[?[\w./<>-]+\.(?:py|cc|cpp|cu|go|rs|c):\d+(?::[\w<>]+)?\]?(?::\d+)?(?:\s*[:|-])?\s+",
+        r"\[(?:[a-z_]\w*\.)+\w+\]\s*",
+        r"(?:- )+",
+    )
+)
+_LOGFMT = re.compile(
+    r"(?:^|\s)(?P<key>level|lvl|msg|message|ts|time|host|error|err)="
+    r'(?P<value>"(?:[^"\\]|\\.)*"|\S+)'
+)
+
+
+def take_apart(raw: str) -> LogLine:
+    """The line without its prefixes, and what these say."""
+    text = raw.rstrip()
+    stripped = text.lstrip()
+    if stripped.startswith("{"):
+        found = _from_json(stripped)
+        if found is not None:
+            return found
+    found = LogLine(text)
+    for _ in range(_MAX_PREFIXES):
+        for prefix in _PREFIXES:
+            match = prefix.match(text)
+            if match and match.end() > 0:
+                found = _learned(found, match)
+                text = text[match.end() :]
+                break
+        else:
+            break
+    if " msg=" in f" {text}" or " level=" in f" {text}":
+        return _from_logfmt(replace(found, message=text), text)
+    return replace(found, message=text)
+
+
+def clock_of(raw: str) -> float | None:
+    """When the line was written, where it says so."""
+    return take_apart(raw).at_s
+
+
+def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
+    given = match.groupdict()
+    level = found.level
+    if given.get("level"):
+        level = _LEVELS[given["level"]]
+    if given.get("loud"):
+        # What NCCL calls WARN is what it calls an error.
+        level = ERROR if given["loud"] in ("WARN", "ERROR") else INFO
+    rank = given.get("rank")
+    nccl = given.get("nccl")
+    at_s = found.at_s
+    if at_s is None and given.get("h"):
+        at_s = _seconds(given)
+    return replace(
+        found,
+        at_s=at_s,
+        host=given.get("host") or found.host or given.get("pod"),
+        rank=int(rank) if rank is not None else found.rank,
+        device=f"GPU {nccl}" if nccl is not None and int(nccl) >= 0 else found.device,
+        level=level,
+        kernel=found.kernel or given.get("kernel") is not None,
+    )
+
+
+def _seconds(given: Mapping[str, str | None]) -> float | None:
+    month = given.get("mo") or str(_MONTHS.index((given.get("month") or "jan").lower()) + 1)
+    fraction = float(f"0.{given.get('f') or 0}")
+    year = given.get("y")
+    now = datetime.now(timezone.utc)
+    try:
+        moment = datetime(
+            int(year) if year else now.year,
+            int(month),
+            int(given.get("d") or 1),
+            int(given.get("h") or 0),
+            int(given.get("m") or 0),
+            int(given.get("s") or 0),
+            tzinfo=_zone(given.get("z")),
+        )
+        if not year and moment > now + _YEARLESS_AHEAD:
+            moment = moment.replace(year=now.year - 1)
+    except ValueError:
+        return None
+    return moment.timestamp() + fraction
+
+
+def _zone(text: str | None) -> timezone:
+    if not text or text.strip() in ("Z", "UTC"):
+        return timezone.utc
+    sign = -1 if text[0] == "-" else 1
+    digits = text[1:].replace(":", "")
+    return timezone(sign * timedelta(hours=int(digits[:2]), minutes=int(digits[2:])))
+
+
+_TEXT_KEYS = ("message", "msg", "MESSAGE", "log", "text", "error", "exception", "event")
+_LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
+_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "datetime", "created")
+_HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
+
+
+def _from_json(text: str) -> LogLine | None:
+    """A structured log line, or the whole of an error file; None for anything else."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    inner = document.get("message")
+    if isinstance(inner, dict) and ("message" in inner or "extraInfo" in inner):
+        return _from_error_file(inner)
+    said = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
+    if not said:
+        return None
+    # docker and containerd wrap the line of the program; that has prefixes of its own.
+    wrapped = take_apart(said[0]) if not said[0].lstrip().startswith("{") else LogLine(said[0])
+    extra = " ".join(each for each in said[1:] if each not in said[0])
+    level = _LEVELS.get(str(_first(document, _LEVEL_KEYS)).upper())
+    rank = document.get("rank")
+    host = _first(document, _HOST_KEYS)
+    return replace(
+        wrapped,
+        message=f"{wrapped.message} {extra}".strip(),
+        level=level if level is not None else wrapped.level,
+        at_s=_time_of(_first(document, _TIME_KEYS)) or wrapped.at_s,
+        host=str(host) if host else wrapped.host,
+        rank=rank if isinstance(rank, int) else wrapped.rank,
+        kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
+        error_file="exc_info" in document or wrapped.error_file,
+    )
+
+
+def _from_error_file(inner: Mapping[str, object]) -> LogLine:
+    """Source: torch 2.13 `torch/distributed/elastic/multiprocessing/errors/error_handler.py`."""
+    extra = inner.get("extraInfo")
+    info = extra if isinstance(extra, dict) else {}
+    rank = info.get("rank")
+    return LogLine(
+        str(inner.get("message", "")),
+        at_s=_time_of(info.get("timestamp")),
+        rank=rank if isinstance(rank, int) else None,
+        level=ERROR,
+        error_file=True,
+    )
+
+
+def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
+    return next((document[key] for key in keys if key in document), None)
+
+
+def _time_of(value: object) -> float | None:
+    if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
+        value = float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Milliseconds, microseconds and nanoseconds are seen too.
+        for scale in (1, 1e3, 1e6, 1e9):
+            if 1e9 < value / scale < 1e10:
+                return value / scale
+        return None
+    return clock_of(value) if isinstance(value, str) and not value.startswith("{") else None
+
+
+def _from_logfmt(found: LogLine, text: str) -> LogLine:
+    given = {m["key"]: m["value"].strip('"') for m in _LOGFMT.finditer(text)}
+    said = given.get("msg") or given.get("message")
+    if said is None:
+        return found
+    more = given.get("error") or given.get("err") or ""
+    level = given.get("level") or given.get("lvl") or ""
+    clock = given.get("ts") or given.get("time")
+    return replace(
+        found,
+        message=f"{said} {more}".strip().replace('\\"', '"'),
+        level=_LEVELS.get(level.upper(), found.level),
+        at_s=(_time_of(clock) if clock else None) or found.at_s,
+        host=given.get("host") or found.host,
+    )

@@ -1,0 +1,300 @@
+"""Which lines of one log are evidence of a failure, and how far did training come after?
+
+Holds the few things that a line does not say itself: whether its rank is inside of a
+traceback, whether the launcher is naming the first rank that failed, what the time was.
+Quotes, advice, source code and retries look like errors and are none: they end here.
+Which evidence decides is the question of `deciding`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptctl.failures.evidence import Evidence, Role, Rule
+from ckptctl.failures.loglines import LogLine, clock_of, take_apart
+from ckptctl.failures.rules import RULES
+
+_MAX_TEXT = 400
+_MAX_RANKS = 4096
+
+
+def _by_needle() -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for number, rule in enumerate(RULES):
+        for needle in rule.needles:
+            found[needle].append(number)
+    return dict(found)
+
+
+_NEEDLES = _by_needle()
+_PATTERNS = tuple(re.compile("|".join(rule.patterns), re.IGNORECASE) for rule in RULES)
+_FRAMES = ("traceback (most recent", "root cause (first", "host ", "rank ", "=====")
+
+# A clause that speaks of an error without being one, up to where the error is named.
+_SPOKEN_OF = re.compile(
+    r"\b(?:if|when(?:ever)?|unless|in case of|may|might|could|would|can|should|avoid\w*|"
+    r"prevent\w*|e\.g\.|such as|handl(?:e|es|ing)|catch(?:es|ing)?|ignor(?:e|es|ing)|simulat\w+|"
+    r"inject\w*|test(?:s|ing)?|without|never|not|no|mask\w*|watch(?:es|ing)?|monitor(?:s|ing)?|"
+    r"detect(?:or|ion)|retr(?:y|ies) on|check(?:s|ing)? for|expect(?:s|ed|ing)?|examples?|"
+    r"recover(?:s|ed|ing)? from|surviv\w+|fix(?:es|ed)|how to|possibl[ey]|usually|typically|"
+    r"often|until|protect\w*|known|previous(?:ly)?|earlier|last (?:run|attempt|time)|cause[sd]? by"
+    r"|resembles?|looks like|similar to|search(?:ing)?|grep|mentions?|documented|counts?|"
+    r"number of|total|restart(?:s|ed|ing)? (?:on|after)|on_?)\b[^.;:!?]*$",
+    re.IGNORECASE,
+)
+_ADVICE = re.compile(
+    r"^\W*(?:tip|hint|note|help|usage|example|docs?|see(?: also)?|advice|faq|reminder|try|consider|compile with|set|pass|use|"
+    r"please (?:see|refer|check)|for (?:debugging|more)|for more information)\b"
+    r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
+    r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
+    re.IGNORECASE,
+)
+_CODE = re.compile(
+    r"^(?:#|//|/\*|\+{1,3} |\$ |>>> |(?:raise|if|elif|except|return|assert|print|log|logger|"
+    r"logging|warnings|def|self|with|for|while|try|echo|printf|grep|trap|case|then|sed|awk|export|import|from)"
+    r"\b(?=[ .(\"'])(?!: ))|^File \"|^\s*\^+\s*$|^\w+ = |^\w+\(.*\)$"
+)
+_IS_ZERO = re.compile(
+    r"^[^\w\n]*(?:(?:errors?|events?|count(?:er|s)?|total|kills?|failures?)\b\W*)*[=:]?\s*"
+    r"(?:0\b(?![.:x]\d)|none\b|false\b|off\b|disabled\b)",
+    re.IGNORECASE,
+)
+_RETRIED = re.compile(
+    r"\b(?:retry(?:ing)?(?! (?:counter|count))|retried|will retry|re-?try|attempt \d+|recovered|"
+    r"succeeded|reconnect\w*|ignor(?:ed|ing)|handled|skipp(?:ed|ing)|falling back|fallback|"
+    r"continuing|will continue|(?:now )?restored|back "
+    r"?off|backing off|resum(?:ed|ing) (?:normal|after)|"
+    r"non-?fatal|no action (?:is )?(?:needed|required)|harmless)\b",
+    re.IGNORECASE,
+)
+_GAVE_UP = re.compile(
+    r"retries exceeded|after \d+ (?:re)?(?:tries|attempts)|g[ai]v(?:e|ing) up|exhausted|no more re|"
+    r"max(?:imum)?(?: number of)? (?:re)?(?:tries|attempts)|retry (?:limit|budget)|last attempt|"
+    r"reached max retries|failed after",
+    re.IGNORECASE,
+)
+_QUOTE_OPEN = re.compile(r"(?:^|[\s(=,\[{:])['‘“][^'’”]*$")
+_REPR = re.compile(r"(?:Error|Exception|Exit)\([^()]*$|failure(?: \d+)? '$", re.IGNORECASE)
+_STEP = re.compile(
+    r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s*[:=#]?\s*\[?(\d+)", re.IGNORECASE
+)
+_FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
+
+
+class LogReader:
+    """One log, line by line. `last_clock` and `n_progress` say how far it has come."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.n_progress = 0
+        self.first_failed: tuple[str | None, int | None] | None = None
+        self._step = -1
+        self._clocked = ""
+        self._progressed = ""
+        self._tracebacks: set[int | None] = set()
+        self._block: dict[str, str] | None = None
+
+    def take(self, number: int, raw: str) -> Evidence | None:
+        """The evidence in a line, if it holds any."""
+        lower = raw.lower()
+        # Nearly every line ends here: what follows may be slow.
+        if "loss" in lower:
+            self._progress(raw)
+        if raw[:48].count(":") > 1:
+            self._clocked = raw
+        asked = self._asked(lower)
+        if not asked and not any(frame in lower for frame in _FRAMES):
+            return None
+        found = take_apart(raw)
+        if self._framed(found):
+            return None
+        return self._weighed(number, found, asked) if asked else None
+
+    def last_progress_s(self) -> float | None:
+        """When the last line of progress was written, where it says so."""
+        return clock_of(self._progressed) if self._progressed else None
+
+    @staticmethod
+    def _asked(lower: str) -> list[int]:
+        numbers: set[int] = set()
+        for needle, rules in _NEEDLES.items():
+            if needle in lower:
+                numbers.update(rules)
+        return sorted(numbers)
+
+    def _progress(self, raw: str) -> None:
+        step = _STEP.search(raw)
+        if step and int(step[1][:18]) > self._step and _FINITE.search(raw):
+            self.n_progress += 1
+            self._step = int(step[1][:18])
+            self._progressed = raw
+        elif step and int(step[1][:18]) < self._step:
+            # Another attempt begins from an older step in the same log.
+            self._step = int(step[1][:18])
+
+    def _framed(self, line: LogLine) -> bool:
+        """Whether the line only frames others: the head of a traceback, of a report."""
+        message = line.message.strip()
+        if message.startswith("Traceback (most recent call last)"):
+            if len(self._tracebacks) < _MAX_RANKS:
+                self._tracebacks.add(line.rank)
+            return True
+        if message.startswith("Root Cause (first observed failure)"):
+            self._block = {}
+            return True
+        if self._block is None:
+            return False
+        if message.startswith("====="):
+            self._block = None
+            return True
+        key, colon, value = (part.strip() for part in message.partition(":"))
+        if colon and key in ("host", "rank"):
+            self._block[key] = value.split()[0] if value else ""
+            rank = self._block.get("rank", "")
+            self.first_failed = (
+                self._block.get("host"),
+                int(rank) if rank.isdecimal() else None,
+            )
+            return True
+        return False
+
+    def _weighed(self, number: int, line: LogLine, asked: list[int]) -> Evidence | None:
+        in_traceback = line.error_file or line.rank in self._tracebacks
+        message = line.message.strip()
+        if in_traceback and not line.error_file:
+            if line.message[:1].isspace():
+                return None
+            self._tracebacks.discard(line.rank)
+        if not message:
+            return None
+        for which in asked:
+            rule = RULES[which]
+            match = _PATTERNS[which].search(message)
+            if match is None or not _may_speak(rule, line, message, match):
+                continue
+            return self._evidence(number, line, rule, match, message, in_traceback=in_traceback)
+        return None
+
+    def _evidence(
+        self,
+        number: int,
+        line: LogLine,
+        rule: Rule,
+        match: re.Match[str],
+        message: str,
+        *,
+        in_traceback: bool,
+    ) -> Evidence:
+        role = _role(rule, line, message, in_traceback=in_traceback)
+        at_s = line.at_s
+        if at_s is None and self._clocked:
+            at_s = clock_of(self._clocked)
+        host, rank = line.host, line.rank
+        if self._block is not None and self.first_failed is not None:
+            host, rank = host or self.first_failed[0], self.first_failed[1]
+        rank_named = _group(match, "rank")
+        return Evidence(
+            rule=rule.name,
+            failure=rule.failure,
+            role=role,
+            says=rule.says,
+            file=self.name,
+            line=number,
+            text=message[:_MAX_TEXT],
+            at_s=at_s,
+            host=_group(match, "host") or host,
+            device=_group(match, "device") or line.device,
+            rank=int(rank_named) if rank_named else rank,
+            action=rule.action,
+            restart=rule.restart,
+        )
+
+
+def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) -> bool:
+    """Whether what fits the pattern is said as a fact, by somebody who can know."""
+    if line.level is not None and line.level < rule.level:
+        return False
+    if rule.kernel and not line.kernel and (line.rank is not None or line.level is not None):
+        return False
+    if _CODE.search(message):
+        return False
+    if rule.quotable:
+        return _ADVICE.search(message) is None
+    before, after = message[: match.start()], message[match.end() :]
+    if _ADVICE.search(before[:200]) or (rule.role is not Role.CASCADE and _ADVICE.match(message)):
+        return False
+    if _SPOKEN_OF.search(before) or _IS_ZERO.match(after):
+        return False
+    return not _is_quoted(before, after)
+
+
+def _is_quoted(before: str, after: str) -> bool:
+    if _REPR.search(before):
+        return False
+    if before.count('"') % 2 and '"' in after:
+        return True
+    if before.count("`") % 2 and "`" in after:
+        return True
+    return bool(_QUOTE_OPEN.search(before)) and bool(re.match(r"[^'’”]*['’”]", after))
+
+
+def _role(rule: Rule, line: LogLine, message: str, *, in_traceback: bool) -> Role:
+    if rule.role in (Role.CAUSE, Role.CASCADE, Role.REMARK):
+        return rule.role
+    if _RETRIED.search(message) and not _GAVE_UP.search(message):
+        return Role.REMARK
+    if rule.name == "python.exception" and not in_traceback and line.level is None:
+        return Role.SUSPECT
+    return rule.role
+
+
+def _group(match: re.Match[str], name: str) -> str | None:
+    """The group `name`, or one of `name_2`, `name_3`, …: alternatives need names of their own."""
+    for key, value in match.groupdict().items():
+        if value and (key == name or key.startswith(f"{name}_")):
+            return value.strip()
+    return None
+
+
+def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ...]:
+    """What was found, the same thing once with its count, and what training survived."""
+    kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]] = {}
+    for reader, found in readings:
+        key: tuple[object, ...] = (
+            reader.name,
+            found.rule,
+            found.role,
+            found.host,
+            found.device,
+            found.rank,
+        )
+        if len(kept) >= _MAX_KEPT and key not in kept:
+            key = (reader.name, found.rule, found.role)
+        before = kept.get(key)
+        if before is None or reader.n_progress - before[1] >= SURVIVED_AFTER:
+            count = 1 if before is None else before[2].count + 1
+            kept[key] = (reader, reader.n_progress, replace(found, count=count))
+        else:
+            kept[key] = (reader, before[1], replace(before[2], count=before[2].count + 1))
+    last = [at for reader, _, _ in kept.values() if (at := reader.last_progress_s()) is not None]
+    newest = max(last, default=None)
+    return tuple(
+        replace(found, survived=_survived(reader, n_progress, found, newest))
+        for reader, n_progress, found in kept.values()
+    )
+
+
+_MAX_KEPT = 2000
+SURVIVED_AFTER = 3
+"""Lines of progress after an error that prove that training went on."""
+_ANOTHER_DAY_S = 15 * 3600.0
+
+
+def _survived(reader: LogReader, at: int, found: Evidence, newest: float | None) -> bool:
+    if reader.n_progress - at >= SURVIVED_AFTER:
+        return True
+    # Clocks without a zone may be 14 hours apart and still mean the same moment.
+    return newest is not None and found.at_s is not None and newest - found.at_s > _ANOTHER_DAY_S

@@ -1,0 +1,253 @@
+"""How is a log read line by line, wherever it lies and however it is packed?
+
+Nothing is held but the line itself: logs are larger than memory. What a line
+means is the readers' question. A log may also come from a pipe, which a store
+would refuse: `-` is standard input, and `<(dmesg)` of a shell is a path.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from ckptctl.errors import (
+    AccessDenied,
+    MissingExtra,
+    PathNotFound,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.storage.contract import Span
+from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
+from ckptctl.storage.watchdog import busy
+
+_PIECE = 1 << 20
+_REMOTE_PIECE = 8 << 20
+MAX_LINE = 1 << 20
+"""Bytes of a line that are kept; the rest of a longer one is skipped."""
+_MAX_FILES = 10_000
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+class _Unpacker(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def read_lines(
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Iterator[tuple[int, str]]:
+    r"""Each line with its number, counted from 1, without its end and without colours.
+
+    What a progress bar wrote over (`\r`) comes as texts of the same number. gzip, bzip2,
+    xz and zstd are recognised by their first bytes, whatever the name. A packed log that
+    was cut short gives what is there of it.
+
+    Raises `UsageError` for a log that is not what its first bytes say, `PathNotFound`,
+    `AccessDenied`, `StorageUnavailable`, and `MissingExtra` for zstd without its package.
+    """
+    if url == "-":
+        pieces = _from_descriptor(0, "standard input", watched=False)
+    elif is_local(url):
+        pieces = _from_path(url)
+    else:
+        pieces = _from_store(url, storage_options, endpoint_url, timeout_s)
+    yield from _lines(_unpacked(pieces, url))
+
+
+def logs_below(
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> tuple[str, ...]:
+    """The log itself, or every file of a folder (torchrun's `--log-dir`), sorted by name.
+
+    A folder of an object store is named with a `/` at its end.
+    """
+    if url == "-" or not (url.endswith("/") or (is_local(url) and os.path.isdir(_path(url)))):
+        return (url,)
+    with open_store(
+        url, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    ) as store:
+        files = [info for info in store.list_tree() if info.kind == "file" and info.size]
+    if not files:
+        raise PathNotFound(f"{url}: there is no log in this folder")
+    if len(files) > _MAX_FILES:
+        raise UsageError(f"{url} holds {len(files):,} files; at most {_MAX_FILES:,} are read")
+    return tuple(join_url(url.rstrip("/"), info.path) for info in files)
+
+
+def _path(url: str) -> str:
+    return os.path.expanduser(re.sub(r"^[Ff][Ii][Ll][Ee]://", "", url))
+
+
+def _from_path(url: str) -> Iterator[bytes]:
+    path = _path(url)
+    try:
+        with busy(url):
+            regular = stat.S_ISREG(os.stat(path).st_mode)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _in_words(url, error) from error
+    try:
+        # Nobody knows how long the writer of a pipe takes: only files are watched.
+        yield from _from_descriptor(fd, url, watched=regular)
+    finally:
+        os.close(fd)
+
+
+def _from_descriptor(fd: int, name: str, *, watched: bool) -> Iterator[bytes]:
+    while True:
+        try:
+            if watched:
+                with busy(name):
+                    piece = os.read(fd, _PIECE)
+            else:
+                piece = os.read(fd, _PIECE)
+        except OSError as error:
+            raise _in_words(name, error) from error
+        if not piece:
+            return
+        yield piece
+
+
+def _in_words(name: str, error: OSError) -> Exception:
+    what = f"{name}: {error.strerror or type(error).__name__}"
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return PathNotFound(what)
+    if isinstance(error, PermissionError):
+        return AccessDenied(what)
+    if isinstance(error, IsADirectoryError):
+        return UsageError(f"{name} is a folder, not a log")
+    return StorageUnavailable(what)
+
+
+def _from_store(
+    url: str,
+    storage_options: Mapping[str, object] | None,
+    endpoint_url: str | None,
+    timeout_s: float,
+) -> Iterator[bytes]:
+    name = base_name(url)
+    with open_store(
+        parent_url(url),
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as store:
+        size = next((i.size for i in store.list_dir() if i.path == name and i.kind == "file"), None)
+        if size is None:
+            raise PathNotFound(f"{url}: there is no such object")
+        spans = (
+            Span(name, start, min(_REMOTE_PIECE, size - start))
+            for start in range(0, size, _REMOTE_PIECE)
+        )
+        for _, data in store.read_spans(spans):
+            yield data
+
+
+def _zstd() -> _Unpacker:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtra(
+            "the log is packed with zstd, which needs a package; install ckptctl[zstd]",
+            next_command="pip install 'ckptctl[zstd]'",
+        ) from error
+    unpacker: _Unpacker = zstandard.ZstdDecompressor().decompressobj()
+    return unpacker
+
+
+_PACKED: Mapping[bytes, Callable[[], _Unpacker]] = {
+    b"\x1f\x8b": lambda: zlib.decompressobj(wbits=31),
+    b"BZh": bz2.BZ2Decompressor,
+    b"\xfd7zXZ\x00": lzma.LZMADecompressor,
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+
+
+def _unpacked(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
+    head = b""
+    for piece in pieces:
+        head += piece
+        if len(head) >= 6:
+            break
+    make = next((make for magic, make in _PACKED.items() if head.startswith(magic)), None)
+    if make is None:
+        yield head
+        yield from pieces
+        return
+    unpacker = make()
+    try:
+        yield from _members(unpacker, make, head, pieces)
+    except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
+        raise UsageError(f"{name}: a packed log that does not unpack ({error})") from error
+
+
+def _members(
+    unpacker: _Unpacker, make: Callable[[], _Unpacker], head: bytes, pieces: Iterator[bytes]
+) -> Iterator[bytes]:
+    """What one or more packed streams behind one another hold (rotated logs are joined so)."""
+    data = head
+    while True:
+        while data:
+            if unpacker.eof:
+                unpacker = make()
+            # Small bites: a megabyte of packed zeros is a gigabyte.
+            bite, data = data[:_BITE], data[_BITE:]
+            yield unpacker.decompress(bite)
+            if unpacker.eof:
+                data = unpacker.unused_data.lstrip(b"\0") + data
+        following = next(pieces, None)
+        if following is None:
+            return
+        data = following
+
+
+_BITE = 4096
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[tuple[int, str]]:
+    number, rest = 1, b""
+    for piece in pieces:
+        if b"\n" not in piece:
+            # Beyond the limit nothing is kept, so that a file without line ends stays small.
+            rest = (rest + piece[:MAX_LINE])[:MAX_LINE]
+            continue
+        first, *whole = piece.split(b"\n")
+        ended, rest = [(rest + first)[:MAX_LINE], *whole[:-1]], whole[-1]
+        for raw in ended:
+            yield from _texts(number, raw)
+            number += 1
+    if rest:
+        yield from _texts(number, rest)
+
+
+def _texts(number: int, raw: bytes) -> Iterator[tuple[int, str]]:
+    text = raw[:MAX_LINE].decode("utf-8", "backslashreplace")
+    if "\x1b" in text:
+        text = _ESCAPES.sub("", text)
+    if "\r" not in text:
+        yield number, text
+        return
+    for written_over in text.split("\r"):
+        if written_over:
+            yield number, written_over
