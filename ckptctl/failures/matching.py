@@ -47,7 +47,8 @@ _SPOKEN_OF = re.compile(
 )
 _ADVICE = re.compile(
     r"^\W*(?:tip|hint|note|help|usage|example|docs?|see(?: also)?|advice|faq|reminder|"
-    r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|for (?:debugging|more)|for more information)\b"
+    r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
+    r"for (?:debugging|more)|for more information)\b"
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
     re.IGNORECASE,
