@@ -68,7 +68,8 @@ def classify(
 
     The first cause is looked for, not the last line: what other ranks say after it is shown as
     its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever
-    the answer; with --quiet the class alone is printed, for a script to branch on.
+    the answer; with --quiet one word is printed, for a
+    script to branch on: infrastructure, job, stopped, none or unknown.
     """
     answer = ckptctl.classify(
         logs or (),
@@ -80,6 +81,6 @@ def classify(
     out.answer(
         lambda: classify_document(answer),
         lambda: classification_lines(answer),
-        bare=(answer.failure,),
+        bare=(answer.domain.value,),
     )
     return answer.exit_code

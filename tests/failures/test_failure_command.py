@@ -41,9 +41,9 @@ def test_the_document_is_as_its_schema_says(tmp_path):
     )
 
 
-def test_quiet_prints_the_class_alone_from_standard_input():
+def test_quiet_prints_whose_failure_it_is_from_standard_input():
     ran = run_ckptctl("classify", "-q", "-", input=LOST_GPU)
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("infra-node\n", "", 0)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("infrastructure\n", "", 0)
 
 
 def test_a_packed_log_reads_like_a_plain_one(tmp_path):

@@ -1,0 +1,88 @@
+"""Measure `ckptctl classify` on the labelled lines and logs, and bring docs/classify.md up to date.
+
+    python tools/classify_scores.py
+
+The rules were developed on the lines of `lines_a.tsv`; those of `lines_b.tsv` were only
+counted. Figures and the table of classes are written between the marks of the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import ckptctl
+from ckptctl.failures.classes import CLASSES
+from ckptctl.failures.deciding import decide
+from ckptctl.failures.matching import LogReader, folded
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "docs" / "classify.md"
+CORPUS = REPOSITORY / "tests" / "failures"
+_BLOCK = re.compile(r"(<!-- (?P<name>classes|scores) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(renewed(PAGE.read_text()))
+    return 0
+
+
+def renewed(text: str) -> str:
+    """The page with its tables written anew."""
+    writers = {"classes": _classes, "scores": _scores}
+    return _BLOCK.sub(lambda m: m[1] + "".join(f"{row}\n" for row in writers[m["name"]]()), text)
+
+
+def _classes() -> Iterator[str]:
+    for each in CLASSES.values():
+        yield f"| `{each.domain.value}` | `{each.name}`: {each.means} | {each.advice} |"
+
+
+def labelled(name: str) -> list[tuple[str, str]]:
+    """Class and text of every line; `none` for a line that is evidence of nothing."""
+    rows = (line.split("\t", 1) for line in (CORPUS / name).read_text().splitlines())
+    return [(failure, text) for failure, text in rows]
+
+
+def answer_for(text: str) -> str:
+    """The class that a line alone is evidence of, or `none`."""
+    reader = LogReader("one line")
+    found = reader.take(1, text)
+    decisive = decide(folded(iter([(reader, found)] if found else []))).decisive
+    return decisive.failure if decisive else "none"
+
+
+def _scores() -> Iterator[str]:
+    halves = [
+        [(want, answer_for(text)) for want, text in labelled(name)]
+        for name in ("lines_a.tsv", "lines_b.tsv")
+    ]
+    yield "| class | lines | precision | recall | unseen lines | precision | recall |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in [*CLASSES, "all"]:
+        cells = [cell for half in halves for cell in _cells(name, half)]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+    logs = sorted(path for path in (CORPUS / "logs").iterdir() if path.is_dir())
+    right = sum(ckptctl.classify(f"{path}/").failure == path.name.split("--")[0] for path in logs)
+    yield ""
+    yield f"Whole logs: {right} of {len(logs)} right."
+
+
+def _cells(name: str, half: list[tuple[str, str]]) -> tuple[str, str, str]:
+    if name == "all":
+        right = sum(want == got for want, got in half)
+        return str(len(half)), f"{right / len(half):.3f}", f"{right / len(half):.3f}"
+    wanted, given = Counter(want for want, _ in half), Counter(got for _, got in half)
+    right = sum(want == got == name for want, got in half)
+    return str(wanted[name]), _share(right, given[name]), _share(right, wanted[name])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
