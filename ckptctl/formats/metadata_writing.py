@@ -54,12 +54,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """An entry that is no tensor, and where its record lies, in bytes."""
+    """An entry that is no tensor, and where its record lies, in bytes.
+
+    `transforms` names what the record went through; see `model.ByteRange`.
+    """
 
     fqn: str
     file: str
     start: int
     length: int
+    transforms: tuple[str, ...] = ()
 
 
 def metadata_bytes(
@@ -230,7 +234,12 @@ def _info(memo: _Memo, at: SavedChunk | SavedBytes) -> bytes:
     head = memo.new(_FILESYSTEM, "_StorageInfo")
     file = memo.text("relative_path") + memo.text(at.file)
     start = memo.text("offset") + _integer(at.start)
-    return head + file + start + memo.text("length") + _integer(at.length) + b"ub"
+    end = memo.text("length") + _integer(at.length)
+    if isinstance(at, SavedBytes) and at.transforms:
+        memo.n_kept += 1
+        names = b"]" + _MEMOIZED + b"(" + b"".join(map(memo.text, at.transforms)) + b"e"
+        end += memo.text("transform_descriptors") + names
+    return head + file + start + end + b"ub"
 
 
 def _storage_meta(memo: _Memo, checkpoint_id: str, save_id: str) -> bytes:

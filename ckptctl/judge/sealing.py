@@ -33,6 +33,7 @@ from ckptctl.formats.seals import (
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked
 from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Sealed
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import FileInfo, Level, WorldSize
@@ -84,37 +85,61 @@ def seal(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as found:
-        had_one = _check_place(found, replace=replace)
-        first, second = _halves(on_progress)
-        looked = look(
-            found.store,
-            found.named,
+        return seal_found(
+            found,
             asked,
-            level=LEVEL,
-            files=found.files,
-            content=Asked(Limits(jobs, on_progress=first)),
+            key=key,
+            replace=replace,
+            accept_unverifiable=accept_unverifiable,
+            saved_world_size=saved_world_size,
+            jobs=jobs,
+            on_progress=on_progress,
         )
-        refused = looked.report.verdict is not Verdict.COMPLETE and not (
-            accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
-        )
-        if refused:
-            return _refused(looked.report)
-        algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
-        sealed = [file for file in found.files if is_sealed(file)]
-        limits = Limits(jobs, on_progress=second)
-        files = digested(found.store, found.name, sealed, algorithm, limits)
-        changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
-        if changed:
-            return _refused(_with_findings(looked.report, changed))
-        made = Seal(
-            algorithm,
-            identity_of(looked, saved_world_size),
-            files,
-            datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            f"ckptctl {__version__}",
-        )
-        _write(found, seal_bytes(made, key), replace=had_one)
-        return _sealed(looked.report, made, keyed=key is not None, replaced=had_one)
+
+
+def seal_found(
+    found: OpenTarget,
+    asked: Conditions,
+    *,
+    key: bytes | None = None,
+    replace: bool = False,
+    accept_unverifiable: bool = False,
+    saved_world_size: int | None = None,
+    jobs: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Sealed:
+    """Seal a step whose store is open; see `seal`."""
+    had_one = _check_place(found, replace=replace)
+    first, second = _halves(on_progress)
+    looked = look(
+        found.store,
+        found.named,
+        asked,
+        level=LEVEL,
+        files=found.files,
+        content=Asked(Limits(jobs, on_progress=first)),
+    )
+    refused = looked.report.verdict is not Verdict.COMPLETE and not (
+        accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
+    )
+    if refused:
+        return _refused(looked.report)
+    algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
+    sealed = [file for file in found.files if is_sealed(file)]
+    limits = Limits(jobs, on_progress=second)
+    files = digested(found.store, found.name, sealed, algorithm, limits)
+    changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
+    if changed:
+        return _refused(_with_findings(looked.report, changed))
+    made = Seal(
+        algorithm,
+        identity_of(looked, saved_world_size),
+        files,
+        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        f"ckptctl {__version__}",
+    )
+    _write(found, seal_bytes(made, key), replace=had_one)
+    return _sealed(looked.report, made, keyed=key is not None, replaced=had_one)
 
 
 def _check_place(found: OpenTarget, *, replace: bool) -> bool:

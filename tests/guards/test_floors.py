@@ -20,7 +20,7 @@ FLOORS = {
     "checks": 3,
     "judge": 4,
     "ranks": 4,
-    "reshard": 5,
+    "resharding": 5,
     "loss": 5,
     "failures": 5,
     "cost": 5,
@@ -34,7 +34,7 @@ FLOORS = {
 # The public names are asked for by name from every floor, and fetched when they are asked for.
 TOP = "__init__"
 
-TORCH_ALLOWED = ("ranks", "train", "reshard")
+TORCH_ALLOWED = ("ranks", "train")
 HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema")
 """Never at the top of a module: imported inside the function that needs them."""
 

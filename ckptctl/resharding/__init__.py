@@ -1,0 +1,1 @@
+"""The same tensors for another world size."""

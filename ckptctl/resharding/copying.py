@@ -1,0 +1,156 @@
+"""How is one shard file of the new step made, and what does that prove of the source?
+
+Its bytes come in order, a block at a time, so that memory does not grow with tensors.
+Where elements go over as they lie, one checksum serves both records: that of the new
+one, and that of the old one of which they are a part. What all files together prove is
+the question of `proving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+from ckptctl.checks.record_bytes import Passing, check_parts
+from ckptctl.errors import RecordUnreadable
+from ckptctl.formats.record_writing import tensor_frame
+from ckptctl.formats.records import TAIL, parse_directory, tail_needed
+from ckptctl.model import DTYPE_SIZES
+from ckptctl.resharding.cutting import Box
+from ckptctl.resharding.elements import row_major, slabs
+from ckptctl.resharding.planning import TargetFile, overlaps
+from ckptctl.resharding.reading import Buffers, Damage, Piece, Reader, SourceFiles
+from ckptctl.resharding.sources import SourceBytes, SourceTensor
+
+
+class FileCopy:
+    """Makes one shard file; `pieces` may be taken again from the beginning.
+
+    `proof` are the runs of the source's elements that went over as they lie.
+    """
+
+    def __init__(
+        self,
+        file: TargetFile,
+        files: SourceFiles,
+        buffers: Buffers,
+        told: Callable[[int], None],
+    ) -> None:
+        self.file = file
+        self.proof: list[Piece] = []
+        self._files = files
+        self._buffers = buffers
+        self._told = told
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the file in order; each piece is overwritten by the next.
+
+        Raises `Damage` where the source is not what was saved.
+        """
+        self.proof.clear()
+        block = memoryview(bytearray(self._buffers.block))
+        with Reader(self._files, self._buffers) as reader:
+            for item in self.file.items:
+                if isinstance(item.entry, SourceBytes):
+                    yield from self._as_it_is(item.entry, reader, block)
+                elif item.box is not None:
+                    yield from self._cut(item.entry, item.box, reader, block)
+
+    def _as_it_is(
+        self, entry: SourceBytes, reader: Reader, block: memoryview
+    ) -> Iterator[memoryview]:
+        """A record that is no tensor: copied whole, and proven on the way."""
+        record = entry.record
+        passing = None
+        tail = b""
+        if not record.transforms:
+            try:
+                tail = self._tail(entry, reader)
+                passing = Passing(parse_directory(tail, record.length), 0)
+            except RecordUnreadable as error:
+                finding = self._files.finding("record.framing", record, error.message)
+                raise Damage(finding) from error
+        for at in range(0, record.length, len(block)):
+            piece = block[: min(len(block), record.length - at)]
+            reader.read(record.file, record.offset + at, piece)
+            if passing is not None:
+                passing.take(piece)
+            self._told(len(piece))
+            yield piece
+        if passing is None:
+            return
+        checked = check_parts(passing.directory, [passing.part], tail)
+        if checked.unreadable is not None:
+            raise Damage(self._files.finding("record.framing", record, checked.unreadable))
+        if checked.wrong is not None:
+            names = ", ".join(checked.wrong.names)
+            message = f"{names} does not match the checksum saved with it"
+            raise Damage(self._files.finding("record.crc", record, message))
+
+    def _tail(self, entry: SourceBytes, reader: Reader) -> bytes:
+        record = entry.record
+        needed = min(TAIL, record.length)
+        while True:
+            tail = bytearray(needed)
+            reader.read(record.file, record.offset + record.length - needed, memoryview(tail))
+            more = tail_needed(bytes(tail), record.length)
+            if more <= needed:
+                return bytes(tail)
+            needed = more
+
+    def _cut(
+        self, tensor: SourceTensor, box: Box, reader: Reader, block: memoryview
+    ) -> Iterator[memoryview]:
+        """The record of a box, made of those of the chunks that share elements with it."""
+        from zlib_ng.zlib_ng import crc32, crc32_combine
+
+        itemsize = DTYPE_SIZES[tensor.entry.dtype]
+        frame = tensor_frame(tensor.entry.dtype, box.sizes)
+        yield memoryview(frame.before)
+        crc = 0
+        for offsets, sizes in slabs(box.sizes, itemsize, len(block)):
+            n_bytes = prod(sizes) * itemsize
+            if not n_bytes:
+                break
+            at = tuple(map(sum, zip(box.offsets, offsets, strict=True)))
+            runs = self._fill(tensor, Box(at, sizes, ()), reader, block)
+            data = block[:n_bytes]
+            if sum(run.length for run in runs) == n_bytes:
+                for run in runs:
+                    crc = crc32_combine(crc, run.crc, run.length)
+            else:
+                crc = crc32(data, crc)
+            self._told(n_bytes)
+            yield data
+        yield memoryview(frame.after(crc))
+
+    def _fill(
+        self, tensor: SourceTensor, slab: Box, reader: Reader, block: memoryview
+    ) -> list[Piece]:
+        """Fill the block; the runs of the source that went over as they lie, in order."""
+        strides = row_major(slab.sizes, DTYPE_SIZES[tensor.entry.dtype])
+        runs: list[tuple[int, Piece]] = []
+        for overlap in overlaps(tensor, slab):
+            chunk = tensor.chunks[overlap.number]
+            within = tuple(o - s for o, s in zip(overlap.offsets, chunk.offsets, strict=True))
+            target_at = sum(
+                (o - s) * stride
+                for o, s, stride in zip(overlap.offsets, slab.offsets, strides, strict=True)
+            )
+            run = reader.fill(
+                tensor, overlap.number, within, overlap.sizes, block, target_at, strides
+            )
+            if run is not None:
+                runs.append((target_at, run))
+                self._prove(run)
+        return [run for _, run in sorted(runs)]
+
+    def _prove(self, run: Piece) -> None:
+        from zlib_ng.zlib_ng import crc32_combine
+
+        last = self.proof[-1] if self.proof else None
+        if last is not None and last[:2] == run[:2] and last.at + last.length == run.at:
+            joined = crc32_combine(last.crc, run.crc, run.length)
+            self.proof[-1] = last._replace(length=last.length + run.length, crc=joined)
+        else:
+            self.proof.append(run)

@@ -1,0 +1,178 @@
+"""How is a tensor cut for a number of ranks?
+
+In the way of FSDP2 and `torch.chunk`: pieces of equal size rounded up, so that the last
+ranks may hold less, or nothing. With a mesh, tensor parallelism cuts first and FSDP2
+cuts what is left of that. Which tensors are cut at all is the question of `planning`.
+
+Source: torch 2.13 `torch/distributed/tensor/placement_types.py` (`Shard`,
+`_StridedShard`), `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ckptctl.errors import UsageError
+
+Dims = tuple[int, ...]
+
+CUTTING = ("dp", "fsdp")
+"""Dimensions of a mesh that cut every sharded tensor, along dimension 0 if nobody says else."""
+
+BY_RULE = ("tp", "ep")
+"""Dimensions of a mesh that cut only the tensors that `--shard` names."""
+
+COPYING = ("rep", "replicate")
+"""Dimensions of a mesh along which every rank holds the same."""
+
+MAX_RANKS = 1 << 20
+_DIMENSION = re.compile(r"(?P<name>[a-z]+)=(?P<size>[0-9]{1,7})")
+
+
+class Box(NamedTuple):
+    """A box of elements, and the ranks that hold it; the first of them if nobody chooses."""
+
+    offsets: Dims
+    sizes: Dims
+    ranks: tuple[int, ...]
+
+    @property
+    def n_elements(self) -> int:
+        """How many elements lie in the box."""
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How ranks are arranged: name and size of each dimension, the last one varying fastest."""
+
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return prod(size for _, size in self.dims)
+
+    @property
+    def cuts_by_rule(self) -> bool:
+        """The mesh has a dimension that cuts only what `--shard` names."""
+        return any(name in BY_RULE for name, _ in self.dims)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRule:
+    """Tensors whose FQN matches `pattern` are cut along dimension `dim`."""
+
+    pattern: str
+    dim: int
+
+    def fits(self, fqn: str) -> bool:
+        """Whether a tensor is meant; a pattern may leave out names in front and behind."""
+        return fnmatchcase(f".{fqn}.", f"*.{self.pattern}.*")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh in `dp=4,tp=2`; raises `UsageError`."""
+    dims = []
+    for word in text.split(","):
+        match = _DIMENSION.fullmatch(word.strip())
+        if match is None or not int(match["size"]):
+            raise _no_mesh(text, f"{word!r} is no dimension")
+        if match["name"] not in (*CUTTING, *BY_RULE, *COPYING):
+            known = ", ".join((*CUTTING, *BY_RULE, *COPYING))
+            raise _no_mesh(text, f"{match['name']!r} is none of {known}")
+        dims.append((match["name"], int(match["size"])))
+    mesh = Mesh(tuple(dims))
+    if mesh.world_size > MAX_RANKS:
+        raise _no_mesh(text, f"it has more than {MAX_RANKS:,} ranks")
+    return mesh
+
+
+def _no_mesh(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"--mesh {text!r}: {why}; write it as dp=4,tp=2",
+        next_command="ckptctl reshard SRC DST --mesh dp=4,tp=2 --shard 'layers.*.wq.weight=1'",
+    )
+
+
+def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
+    """The rules in `--shard`, each `PATTERN=DIM`; raises `UsageError`."""
+    rules = []
+    for text in given:
+        pattern, _, dim = text.rpartition("=")
+        if not pattern or not dim.isdecimal() or len(dim) > 2:
+            raise UsageError(
+                f"--shard {text!r} is not PATTERN=DIM, with the dimension counted from 0",
+                next_command="ckptctl reshard SRC DST --mesh dp=4,tp=2 "
+                "--shard 'layers.*.wq.weight=1'",
+            )
+        rules.append(ShardRule(pattern, int(dim)))
+    return tuple(rules)
+
+
+def rule_for(fqn: str, rules: Sequence[ShardRule]) -> ShardRule | None:
+    """The rule that a tensor is cut by: the last that fits."""
+    return next((rule for rule in reversed(rules) if rule.fits(fqn)), None)
+
+
+def chunked(n: int, n_parts: int) -> tuple[tuple[int, int], ...]:
+    """Start and length of each part that `torch.chunk` cuts `n` elements into; some are empty."""
+    each = -(-n // n_parts)
+    return tuple((min(p * each, n), max(0, min(each, n - p * each))) for p in range(n_parts))
+
+
+@lru_cache(maxsize=65_536)
+def cut(shape: Dims, mesh: Mesh, dim: int | None) -> tuple[Box, ...]:
+    """The boxes of a sharded tensor, in the order of their first ranks; none is empty.
+
+    `dim` is the dimension that a rule names: with a mesh of `tp` or `ep` those cut
+    along it, and FSDP2 what is left along dimension 0; without, FSDP2 cuts along it.
+    """
+    by_rule, others = (dim, 0) if mesh.cuts_by_rule else (None, dim or 0)
+    boxes: dict[tuple[Dims, Dims], list[int]] = {}
+    for rank, place in enumerate(product(*(range(size) for _, size in mesh.dims))):
+        offsets, sizes = [0] * len(shape), [*shape]
+        for names, along in ((BY_RULE, by_rule), (CUTTING, others)):
+            for (name, size), at in zip(mesh.dims, place, strict=True):
+                if name in names and along is not None and along < len(shape):
+                    start, length = chunked(sizes[along], size)[at]
+                    offsets[along] += start
+                    sizes[along] = length
+        boxes.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+    return tuple(
+        Box(offsets, sizes, tuple(ranks))
+        for (offsets, sizes), ranks in boxes.items()
+        if prod(sizes)
+    )
+
+
+def whole(shape: Dims, world_size: int) -> tuple[Box, ...]:
+    """A tensor that every rank holds: one box, also where it has no element."""
+    return (Box((0,) * len(shape), shape, tuple(range(world_size))),)
+
+
+def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims]) -> None:
+    """Raise `UsageError` for a rule that fits no tensor, or names a dimension that one lacks."""
+    for rule in rules:
+        fitting = {fqn: shape for fqn, shape in shapes.items() if rule.fits(fqn)}
+        if not fitting:
+            raise UsageError(
+                f"--shard '{rule.pattern}={rule.dim}' fits no tensor of the step; names are as "
+                "ckptctl show lists them, and * stands for anything"
+            )
+        short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]
+        if short:
+            raise UsageError(
+                f"--shard '{rule.pattern}={rule.dim}': {short[0]} has "
+                f"{len(fitting[short[0]])} dimensions, counted from 0"
+            )

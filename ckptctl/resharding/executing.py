@@ -1,0 +1,338 @@
+"""How does a planned step come to be, proven, sealed and whole, or not at all?
+
+Files are written aside: on a file system in a folder of ckptctl's own below the root,
+which a rename makes the step; on an object store where they belong, and the metadata
+last. Before that every record of the source was proven, every byte of the new step
+read again, and the step sealed. What is interrupted is continued by the same call.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ckptctl.checks.byte_pass import PIECE_BYTES, Limits, OnProgress
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.findings import Report
+from ckptctl.formats.layouts import is_own, is_stage
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.bytes_look import Crew
+from ckptctl.judge.looking import list_step
+from ckptctl.judge.sealing import seal_found
+from ckptctl.judge.verifying import OpenTarget
+from ckptctl.resharding.copying import FileCopy
+from ckptctl.resharding.journal import entry_path, note, noted, work_folder
+from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
+from ckptctl.resharding.proving import prove
+from ckptctl.resharding.reading import Piece, SourceFiles
+from ckptctl.resharding.unpublished import WithFiles
+from ckptctl.resharding.writing import Budget, Told, in_threads, share_of
+from ckptctl.storage.contract import Store
+from ckptctl.storage.local import LocalStore
+from ckptctl.storage.opening import absolute_url, join_url
+
+_SPARE_BYTES = 16 << 20
+"""What seals, notes and folders take besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the new step will be: `name` below the root that `store` is open on."""
+
+    store: Store
+    name: str
+
+    @property
+    def url(self) -> str:
+        """The address of the new step."""
+        return join_url(self.store.url, self.name)
+
+    @property
+    def is_moved(self) -> bool:
+        """It is written aside and moved; else it is written where it belongs."""
+        return isinstance(self.store, LocalStore)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A step that is there. `continued` are files that an earlier call had written."""
+
+    report: Report
+    continued: int
+
+
+def write(
+    plan: Plan,
+    source: OpenTarget,
+    place: Place,
+    budget: Budget,
+    *,
+    accept_unverifiable: bool = False,
+    key: bytes | None = None,
+    crew: Crew | None = None,
+    on_progress: OnProgress | None = None,
+) -> Written | Report:
+    """Write, prove, seal and publish a step; a `Report` where the new step is not whole.
+
+    With a `crew` every process calls this, and rank 0 publishes; the others get the
+    answer of a step that is not there yet. Raises `Damage` where the source is not what
+    was saved, `UsageError` where something is at the place already, `StorageError`.
+    """
+    work = _Work(plan, source, place, budget, on_progress)
+    is_first = crew is None or crew.rank == 0
+    if is_first:
+        work.check_place()
+    own = plan.shards if crew is None else share_of(plan.shards, crew.rank, crew.size)
+    continued = work.write_shards(own, crew)
+    if crew is not None:
+        _all_done(crew, plan)
+    if crew is not None and not is_first:
+        # Here the others wait for the first, and see it if it is gone.
+        crew.gather((work.identity, 0, ()))
+        return Written(plan.source.report, continued)
+    told = on_progress if crew is None else crew.watch(on_progress)
+    work.prove(told)
+    work.write_others()
+    report = work.seal(accept_unverifiable=accept_unverifiable, key=key, on_progress=told)
+    if crew is not None:
+        crew.gather((work.identity, 0, ()))
+    if report.exit_code and not (accept_unverifiable and report.exit_code == _UNVERIFIABLE):
+        return report
+    work.publish()
+    return Written(replace(report, url=place.url), continued)
+
+
+_UNVERIFIABLE = 22
+
+
+def _all_done(crew: Crew, plan: Plan) -> None:
+    """Wait until every process has written its share, of one and the same plan."""
+    identity = plan.identity
+    for other, _, _ in crew.gather((identity, plan.n_bytes, ())):
+        if other != identity:
+            raise StorageUnavailable(
+                f"{plan.source.url}: the processes do not have the same plan: the step is being "
+                "written, they were called differently, or do not see the same storage"
+            )
+
+
+class _Work:
+    """The pieces of `write`, with what they share."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: OpenTarget,
+        place: Place,
+        budget: Budget,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.plan = plan
+        self.place = place
+        self.identity = plan.identity
+        self._source = source
+        self._budget = budget
+        self._on_progress = on_progress
+        self._files = {
+            part.source.path: SourceFiles(
+                source.store, _joined(source.name, part.source.path), source.url, part.source.path
+            )
+            for part in plan.parts
+        }
+        aside = work_folder(self.identity)
+        self._folder = f"{aside}/{place.name}" if place.is_moved else place.name
+
+    def check_place(self) -> None:
+        """Raise where there is something at the place, or no room for what is to come."""
+        there = self._there(self.place.name)
+        if self.place.is_moved:
+            if there is not None:
+                raise self._taken("it is there already")
+            self._check_space()
+            return
+        expected = {file.path for file in self.plan.shards}
+        expected |= {one.file.path for one in self.plan.files}
+        strange = [path for path in there or () if path not in expected and not is_own(path)]
+        if strange:
+            raise self._taken(f"{strange[0]} is there already")
+
+    def _there(self, name: str) -> dict[str, int] | None:
+        """The files of a step by path, with their sizes; None where there is no such step."""
+        try:
+            return {file.path: file.size for file in list_step(self.place.store, name)}
+        except PathNotFound:
+            return None
+
+    def _taken(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self.place.url}: {why}; reshard makes a new step, and replaces nothing",
+            next_command=f"ckptctl verify {shlex.quote(self.place.url)}",
+        )
+
+    def _check_space(self) -> None:
+        store = self.place.store
+        if not isinstance(store, LocalStore):
+            return
+        written = sum((self._there(self._folder) or {}).values())
+        needed = max(0, self.plan.n_bytes - written) + _SPARE_BYTES
+        free = store.free_bytes()
+        if free < needed:
+            raise StorageUnavailable(
+                f"{store.url}: {needed:,} bytes are needed for {self.place.name}, and {free:,} "
+                "are free; nothing was written",
+                next_command=f"df -h {shlex.quote(store.url)}",
+            )
+
+    def write_shards(self, own: Sequence[TargetFile], crew: Crew | None) -> int:
+        """Write the files that are not there yet; how many were."""
+        written = self._there(self._folder) or {}
+        left = [
+            file
+            for file in own
+            if written.get(file.path) != file.n_bytes or self._noted(file) is None
+        ]
+        told = Told()
+        total = sum(file.n_bytes for file in left)
+        part_of = {file.path: part for part in self.plan.parts for file in part.files}
+        on_progress = self._on_progress if crew is None else crew.watch(self._on_progress)
+        in_threads(
+            [self._task(file, part_of[file.path], told) for file in left],
+            self._budget.jobs,
+            told,
+            total,
+            on_progress,
+        )
+        return len(own) - len(left)
+
+    def _task(self, file: TargetFile, part: PartPlan, told: Told) -> Callable[[], None]:
+        def task() -> None:
+            copy = FileCopy(file, self._files[part.source.path], self._budget.buffers, told.add)
+            store = self.place.store
+            store.put_pieces(f"{self._folder}/{file.path}", copy.pieces, file.n_bytes)
+            name = self.place.name
+            note(store, self.identity, name, file.path, file.n_bytes, copy.proof)
+
+        return task
+
+    def _noted(self, file: TargetFile) -> list[Piece] | None:
+        return noted(self.place.store, self.identity, self.place.name, file.path, file.n_bytes)
+
+    def prove(self, on_progress: OnProgress | None) -> None:
+        """Hold every record of the source that went along against its checksum."""
+        for part in self.plan.parts:
+            prove(
+                part.source,
+                self._files[part.source.path],
+                self._pieces(part),
+                self._budget.buffers.held,
+                Limits(self._budget.jobs, on_progress=on_progress),
+                only=[entry.fqn for entry in part.entries],
+            )
+
+    def _pieces(self, part: PartPlan) -> Iterator[Piece]:
+        for file in part.files:
+            pieces = self._noted(file)
+            if pieces is None:
+                raise StorageUnavailable(
+                    f"{self.place.url}: what was noted of {file.path} is gone; somebody else "
+                    "writes there, or the machines do not see the same storage"
+                )
+            yield from pieces
+
+    def write_others(self) -> None:
+        """Copy the files that go along, and on a file system write the metadata."""
+        store = self.place.store
+        expected = {file.path for file in self.plan.shards}
+        for one in self.plan.files:
+            path = f"{self._source.name}/{one.file.path}"
+            size = one.file.size
+            store.put_pieces(
+                f"{self._folder}/{one.file.path}",
+                lambda path=path, size=size: _whole(self._source.store, path, size),  # type: ignore[misc]
+                size,
+            )
+            expected.add(one.file.path)
+        if self.place.is_moved:
+            for path, data in self._metadata().items():
+                store.put(f"{self._folder}/{path}", data, replace=True)
+                expected.add(path)
+            self._clear(expected)
+
+    def _metadata(self) -> dict[str, bytes]:
+        url = absolute_url(self.place.url)
+        return {
+            part.metadata_path: new_metadata(part, url, self.identity) for part in self.plan.parts
+        }
+
+    def _clear(self, expected: set[str]) -> None:
+        """Remove what a call that was killed left half written, and a seal of that time."""
+        store = self.place.store
+        assert isinstance(store, LocalStore)  # noqa: S101 - what is moved is local
+        for path in self._there(self._folder) or ():
+            if path not in expected:
+                store.remove(f"{self._folder}/{path}")
+
+    def seal(
+        self, *, accept_unverifiable: bool, key: bytes | None, on_progress: OnProgress | None
+    ) -> Report:
+        """Look at every byte of the new step, and seal it."""
+        name, store = self.place.name, self.place.store
+        n_ranks = self.plan.wanted.mesh.world_size
+        in_stages = any(is_stage(part.source.path) for part in self.plan.parts)
+        saved = None if in_stages else n_ranks
+        shown = self._shown(store)
+        sealed = seal_found(
+            OpenTarget(shown, name, tuple(list_step(shown, name))),
+            conditions((), None, saved, 600.0, key=key),
+            key=key,
+            replace=True,
+            accept_unverifiable=accept_unverifiable,
+            saved_world_size=saved,
+            jobs=self._budget.jobs,
+            on_progress=on_progress,
+        )
+        return sealed.report
+
+    def _shown(self, store: Store) -> Store:
+        """The store in which the new step is to be seen under its own name, as if published."""
+        if self.place.is_moved:
+            return LocalStore(join_url(_local(store), work_folder(self.identity)))
+        metadata = self._metadata()
+        return WithFiles(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
+
+    def publish(self) -> None:
+        """Make the step be there, in one instant for each part."""
+        store, name = self.place.store, self.place.name
+        if not isinstance(store, LocalStore):
+            for path, data in self._metadata().items():
+                store.put(f"{name}/{path}", data)
+            return
+        store.move(self._folder, name)
+        # What is left of the work is of no use to anybody, and does no harm.
+        with suppress(StorageError):
+            for file in self.plan.shards:
+                store.remove(entry_path(self.identity, name, file.path))
+            aside = work_folder(self.identity)
+            above = aside.rpartition("/")[0]
+            for folder in (f"{aside}/{name}.written", aside, above, above.rpartition("/")[0]):
+                store.remove(folder)
+
+
+def _local(store: Store) -> str:
+    return store.url.removeprefix("file://")
+
+
+def _joined(folder: str, path: str) -> str:
+    return f"{folder}/{path}" if path else folder
+
+
+def _whole(store: Store, path: str, size: int) -> Iterator[memoryview]:
+    """A file of the source, in pieces."""
+    buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, size))))
+    with store.open_file(path) as file:
+        for at in range(0, size, len(buffer)):
+            piece = buffer[: min(len(buffer), size - at)]
+            file.read_into(at, piece)
+            yield piece

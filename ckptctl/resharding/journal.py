@@ -1,0 +1,52 @@
+"""Which files of an unfinished step are written already, and what do they prove?
+
+One small file for each shard file, put when that is whole and durable. A call that
+comes later with the same plan goes on from there; with another plan it begins anew,
+in a folder of its own. Nobody else reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ckptctl.errors import PathNotFound
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.resharding.reading import Piece
+from ckptctl.storage.contract import Store, TooLarge
+
+SCHEMA = "ckptctl.reshard-journal/1"
+MAX_BYTES = 64 << 20
+
+
+def work_folder(identity: str) -> str:
+    """Where the work on a plan is kept, below the root that holds the new step."""
+    return f"{OWN_FOLDER}/resharding/{identity}"
+
+
+def note(
+    store: Store, identity: str, name: str, path: str, size: int, proof: Sequence[Piece]
+) -> None:
+    """Keep that a file of the new step `name` is written, and the runs that went into it."""
+    document = {"schema": SCHEMA, "path": path, "size": size, "proof": [list(p) for p in proof]}
+    data = json.dumps(document, separators=(",", ":")).encode()
+    store.put(entry_path(identity, name, path), data, replace=True)
+
+
+def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
+    """The runs that went into a file that is written; None where that is not known."""
+    try:
+        data = store.read(entry_path(identity, name, path), limit=MAX_BYTES)
+        document = json.loads(data)
+        if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):
+            return None
+        return [
+            Piece(str(f), int(s), int(a), int(n), int(c)) for f, s, a, n, c in document["proof"]
+        ]
+    except (PathNotFound, TooLarge, ValueError, TypeError, KeyError):
+        return None
+
+
+def entry_path(identity: str, name: str, path: str) -> str:
+    """Where the note about a file of the new step `name` lies."""
+    return f"{work_folder(identity)}/{name}.written/{path.replace('/', '+')}.json"

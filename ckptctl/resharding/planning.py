@@ -1,0 +1,403 @@
+"""Which rank's file holds which box of the new step, where in it, and from which records?
+
+Pure: from a `Source` and what is wanted to a `Plan` that says every byte's place before
+any is read. What the planned files hold beside elements is known exactly, because
+records have frames of known length (`formats.record_writing`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import NamedTuple
+
+from ckptctl.checks.words import counted, inside, some_of
+from ckptctl.errors import UsageError
+from ckptctl.findings import EXIT_WORLD_SIZE, Finding
+from ckptctl.formats.layouts import METADATA
+from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.record_writing import tensor_frame
+from ckptctl.model import DTYPE_SIZES
+from ckptctl.resharding.cutting import Box, Mesh, ShardRule, check_rules, cut, rule_for, whole
+from ckptctl.resharding.results import RankShare
+from ckptctl.resharding.sources import (
+    RankFile,
+    Source,
+    SourceBytes,
+    SourcePart,
+    SourceTensor,
+)
+
+Dims = tuple[int, ...]
+
+TINY_BYTES = 1024
+"""A tensor of one chunk and up to so many bytes is not cut: every rank reads it anyway."""
+
+
+class PerRank(str, Enum):
+    """What becomes of state that exists once per rank."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    REFUSE = "refuse"
+
+
+class PerRankRefused(UsageError):
+    """State that exists once per rank cannot be cut for another number of ranks."""
+
+    exit_code = EXIT_WORLD_SIZE
+    code = "state.lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the new step is to be cut. `like` gives the boxes of tensors by part and FQN."""
+
+    mesh: Mesh
+    rules: tuple[ShardRule, ...] = ()
+    like: Mapping[tuple[str, str], tuple[Box, ...]] | None = None
+    per_rank: PerRank = PerRank.KEEP
+    only_model: bool = False
+
+
+class Overlap(NamedTuple):
+    """Elements that chunk number `number` and a box share, in the tensor's coordinates."""
+
+    number: int
+    offsets: Dims
+    sizes: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What lies at `start` of a target file: box number `box` of a tensor, or a bytes entry."""
+
+    entry: SourceTensor | SourceBytes
+    box: Box | None
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class TargetFile:
+    """One shard file of the new step: its path in the step, and what lies in it in order."""
+
+    path: str
+    rank: int
+    items: list[Item] = field(default_factory=list)
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """One folder of the new step."""
+
+    source: SourcePart
+    files: tuple[TargetFile, ...]
+    entries: tuple[SavedTensor | SavedBytes, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+    n_cut: int
+    n_whole: int
+
+    @property
+    def metadata_path(self) -> str:
+        """The path of the metadata in the step."""
+        return inside(self.source.path, METADATA)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The new step. `files` are those beside the shards that go along as they are."""
+
+    source: Source
+    wanted: Wanted
+    parts: tuple[PartPlan, ...]
+    files: tuple[RankFile, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def shards(self) -> tuple[TargetFile, ...]:
+        """The shard files of all parts."""
+        return tuple(file for part in self.parts for file in part.files)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the shard files and of those that go along."""
+        return sum(file.n_bytes for file in self.shards) + sum(one.file.size for one in self.files)
+
+    @property
+    def identity(self) -> str:
+        """What tells this plan from any other: the same saves, cut the same way."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(repr((part.source.path, part.source.digests)).encode())
+            digest.update(repr([(file.path, file.n_bytes) for file in part.files]).encode())
+            for entry in part.entries:
+                if isinstance(entry, SavedTensor):
+                    digest.update(repr((entry.fqn, entry.chunks)).encode())
+        digest.update(repr([(one.file.path, one.file.size) for one in self.files]).encode())
+        return digest.hexdigest()[:32]
+
+
+def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
+    """The metadata file of a part of the step that will be at `url`."""
+    save_id = str(uuid.UUID(identity))
+    return metadata_bytes(part.entries, part.paths, checkpoint_id=url, save_id=save_id)
+
+
+def plan(source: Source, wanted: Wanted) -> Plan:
+    """How `source` is cut as `wanted`.
+
+    Raises `UsageError` for rules that do not fit, and `PerRankRefused`. Cost: no read;
+    time linear in the number of chunks, some 10 µs each.
+    """
+    shapes = {
+        tensor.entry.fqn: tensor.entry.shape for part in source.parts for tensor in part.tensors
+    }
+    check_rules(wanted.rules, shapes)
+    findings = [*_per_rank(source, wanted)]
+    parts = tuple(_part(part, wanted, _one_writer(source)) for part in source.parts)
+    dropped = wanted.per_rank is PerRank.DROP
+    files = tuple(one for one in source.files if not (dropped and one.rank is not None))
+    findings += _not_alike(source, wanted)
+    return Plan(source, wanted, parts, files, tuple(findings))
+
+
+def shares(plan: Plan) -> Iterator[RankShare]:
+    """What each target file holds, and what it takes to read that."""
+    for file in plan.shards:
+        n_reads = n_bytes = 0
+        for item in file.items:
+            if isinstance(item.entry, SourceBytes) or item.box is None:
+                n_reads += 1
+                n_bytes += item.length
+                continue
+            itemsize = _itemsize(item.entry)
+            for overlap in overlaps(item.entry, item.box):
+                n_reads += 1
+                n_bytes += prod(overlap.sizes) * itemsize
+        yield RankShare(file.rank, file.path, len(file.items), file.n_bytes, n_reads, n_bytes)
+
+
+def overlaps(tensor: SourceTensor, box: Box) -> Iterator[Overlap]:
+    """The parts of a box, by the source chunks that hold them, in their order."""
+    chunks = tensor.chunks
+    if not box.offsets:
+        yield Overlap(0, (), ())
+        return
+    first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+    # Chunks are in the order of their first offsets: none behind `end` can overlap, and
+    # those that begin before the box do so by less than the longest chunk has.
+    longest = max(chunk.sizes[0] for chunk in chunks) if len(chunks) > 1 else first + 1
+    low = bisect_left(chunks, first - longest + 1, key=lambda chunk: chunk.offsets[0])
+    for number in range(low, len(chunks)):
+        chunk = chunks[number]
+        if chunk.offsets[0] >= end:
+            return
+        starts = tuple(map(max, chunk.offsets, box.offsets))
+        sizes = tuple(
+            min(a + n, b + m) - start
+            for a, n, b, m, start in zip(
+                chunk.offsets, chunk.sizes, box.offsets, box.sizes, starts, strict=True
+            )
+        )
+        if min(sizes) > 0:
+            yield Overlap(number, starts, sizes)
+
+
+def _itemsize(tensor: SourceTensor) -> int:
+    return DTYPE_SIZES[tensor.entry.dtype]
+
+
+def _one_writer(source: Source) -> bool:
+    """Every tensor is in one chunk, as one rank alone saves it: nothing says what was sharded."""
+    saved = source.report.world_size
+    alone = saved is None or saved.size == 1
+    return alone and all(t.n_cut == 1 for part in source.parts for t in part.tensors)
+
+
+def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
+    """What is said of state that exists once per rank, for another number of ranks."""
+    ranks: dict[str, set[str]] = {}
+    for part in source.parts:
+        entries: tuple[SourceTensor | SourceBytes, ...] = (*part.tensors, *part.bytes_entries)
+        for entry in entries:
+            if entry.rank is not None:
+                ranks.setdefault(entry.kind, set()).add(entry.rank)
+    for one in source.files:
+        if one.rank is not None and one.kind is not None:
+            ranks.setdefault(one.kind, set()).add(one.rank)
+    n_ranks = wanted.mesh.world_size
+    for kind, found in sorted(ranks.items()):
+        if len(found) == n_ranks and wanted.per_rank is not PerRank.DROP:
+            continue
+        counts = f"{kind} exists once per rank, for {counted(len(found), 'rank')}"
+        if wanted.per_rank is PerRank.REFUSE:
+            raise PerRankRefused(
+                f"{source.url}: {counts}, and cannot be cut for {n_ranks}",
+                next_command="ckptctl explain state.lost",
+            )
+        fate = "left out" if wanted.per_rank is PerRank.DROP else "carried as it is"
+        yield Finding(
+            "state.lost",
+            kind,
+            f"{counts}: it cannot be cut for {n_ranks}, and is {fate}",
+            expected=f"{kind} for {counted(n_ranks, 'rank')}",
+            found=f"{kind} for {counted(len(found), 'rank')}",
+            next_command="ckptctl explain state.lost",
+        )
+
+
+def _not_alike(source: Source, wanted: Wanted) -> Iterator[Finding]:
+    """What several ranks saved on their own, where one value goes along."""
+    for part in source.parts:
+        if part.several:
+            names = some_of(part.several)
+            yield Finding(
+                "state.lost",
+                part.path,
+                f"each rank saved {names} of its own; that of the first rank goes along",
+                expected=f"one value for each of {wanted.mesh.world_size} ranks",
+                found="the value of the first rank",
+                next_command="ckptctl explain state.lost",
+            )
+
+
+def _part(part: SourcePart, wanted: Wanted, one_writer: bool) -> PartPlan:
+    n_ranks = wanted.mesh.world_size
+    tensors = [t for t in part.tensors if _goes_along(t, wanted)]
+    others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
+    boxes = [_boxes(part, tensor, wanted, one_writer) for tensor in tensors]
+    files = tuple(TargetFile(inside(part.path, f"__{r}_0.distcp"), r) for r in range(n_ranks))
+    owners = _Owners(n_ranks)
+    placed = [
+        [owners.fixed(box, _n_bytes(tensor, box)) for box in bs]
+        for tensor, bs in zip(tensors, boxes, strict=True)
+    ]
+    for n, tensor in sorted(enumerate(tensors), key=lambda each: -_n_bytes_whole(each[1])):
+        for b, box in enumerate(boxes[n]):
+            if placed[n][b] is None:
+                placed[n][b] = owners.lightest(box.ranks, _n_bytes(tensor, box))
+    entries: list[SavedTensor | SavedBytes] = []
+    everyone = tuple(range(n_ranks))
+    # torch, too, writes what is no tensor in front.
+    for other in others:
+        file = files[owners.lightest(everyone, other.record.length)]
+        length, transforms = other.record.length, other.record.transforms
+        entries.append(SavedBytes(other.fqn, _name(file), file.n_bytes, length, transforms))
+        _append(file, other, None, length)
+    for tensor, bs, ranks in zip(tensors, boxes, placed, strict=True):
+        chunks = []
+        for box, rank in zip(bs, ranks, strict=True):
+            file = files[rank or 0]
+            length = tensor_frame(tensor.entry.dtype, box.sizes).length
+            chunks.append(SavedChunk(box.offsets, box.sizes, _name(file), file.n_bytes, length))
+            _append(file, tensor, box, length)
+        entries.append(_saved(tensor, chunks))
+    known = {entry.fqn for entry in entries}
+    paths = {fqn: path for fqn, path in part.paths.items() if fqn in known}
+    n_cut = sum(len(bs) > 1 for bs in boxes)
+    return PartPlan(part, files, tuple(entries), paths, n_cut, len(boxes) - n_cut)
+
+
+def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
+    if wanted.only_model and entry.kind != "model":
+        return False
+    return not (wanted.per_rank is PerRank.DROP and entry.rank is not None)
+
+
+def _boxes(
+    part: SourcePart, tensor: SourceTensor, wanted: Wanted, one_writer: bool
+) -> tuple[Box, ...]:
+    """The boxes of a tensor in the new step."""
+    entry, n_ranks = tensor.entry, wanted.mesh.world_size
+    if wanted.like is not None:
+        like = wanted.like.get((part.path, entry.fqn))
+        return like if like is not None else whole(entry.shape, n_ranks)
+    rule = rule_for(entry.fqn, wanted.rules)
+    if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, one_writer)):
+        return whole(entry.shape, n_ranks)
+    return cut(entry.shape, wanted.mesh, rule.dim if rule else None)
+
+
+def _is_cut(tensor: SourceTensor, one_writer: bool) -> bool:
+    """Whether a tensor is sharded: its writer cut it, or, writing alone, had no reason to."""
+    if tensor.n_cut > 1:
+        return True
+    of_model = tensor.kind in ("model", "optimizer")
+    return one_writer and of_model and _n_bytes_whole(tensor) > TINY_BYTES
+
+
+def _n_bytes(tensor: SourceTensor, box: Box) -> int:
+    return box.n_elements * _itemsize(tensor)
+
+
+def _n_bytes_whole(tensor: SourceTensor) -> int:
+    return prod(tensor.entry.shape) * _itemsize(tensor)
+
+
+class _Owners:
+    """Who writes what: boxes that one rank holds are its own, the others go to the lightest."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._loads = [0] * n_ranks
+        self._heap: list[tuple[int, int]] | None = None
+
+    def fixed(self, box: Box, n_bytes: int) -> int | None:
+        """The one rank that holds a box; None where several do."""
+        if len(box.ranks) > 1:
+            return None
+        self._loads[box.ranks[0]] += n_bytes
+        return box.ranks[0]
+
+    def lightest(self, ranks: Sequence[int], n_bytes: int) -> int:
+        """The rank among `ranks` that has the least to write so far."""
+        if len(ranks) == len(self._loads):
+            rank = self._lightest_of_all()
+        else:
+            rank = min(ranks, key=self._loads.__getitem__)
+        self._loads[rank] += n_bytes + 1
+        if self._heap is not None:
+            heapq.heappush(self._heap, (self._loads[rank], rank))
+        return rank
+
+    def _lightest_of_all(self) -> int:
+        if self._heap is None:
+            self._heap = [(load, rank) for rank, load in enumerate(self._loads)]
+            heapq.heapify(self._heap)
+        while True:
+            load, rank = heapq.heappop(self._heap)
+            # A rank that got more since is there a second time, with its load of now.
+            if load == self._loads[rank]:
+                return rank
+
+
+def _name(file: TargetFile) -> str:
+    return file.path.rpartition("/")[2]
+
+
+def _append(
+    file: TargetFile, entry: SourceTensor | SourceBytes, box: Box | None, length: int
+) -> None:
+    file.items.append(Item(entry, box, file.n_bytes, length))
+    file.n_bytes += length
+
+
+def _saved(tensor: SourceTensor, chunks: Sequence[SavedChunk]) -> SavedTensor:
+    entry = tensor.entry
+    return SavedTensor(
+        entry.fqn,
+        entry.dtype,
+        entry.shape,
+        chunks,
+        entry.layout,
+        entry.requires_grad,
+        entry.memory_format,
+        entry.pin_memory,
+    )

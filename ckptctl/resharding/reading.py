@@ -1,0 +1,371 @@
+"""Where are the elements of a record, and how are boxes of them read?
+
+Records are opened once: their directory says where the elements lie and what their
+checksum is, their pickle in which order. Row-major records are read by ranges;
+transposed and compressed ones must be held in memory while they are read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from ckptctl.checks.tensor_records import Unfit, tensor_in
+from ckptctl.errors import RecordUnreadable, UsageError
+from ckptctl.findings import Finding
+from ckptctl.formats.record_writing import strides_of
+from ckptctl.formats.records import (
+    TAIL,
+    RecordDirectory,
+    View,
+    check_headers,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
+from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.model import DTYPE_SIZES, ByteRange
+from ckptctl.resharding.elements import ALIGNED, Dims, move, row_major
+from ckptctl.resharding.sources import SourceChunk, SourceTensor
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store
+
+_HEAD = 1024
+_MAX_OPEN = 8
+_WASTE = 4
+_ZSTD = "stream.zstd/1"
+_FRAME_BYTES = 1 << 20
+
+
+class Damage(Exception):
+    """A source is not what was saved; `finding` says where and how."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+class Opened(NamedTuple):
+    """A tensor's record: its elements begin at `start` of the file and take `n_bytes`.
+
+    `crc` is their checksum, None where there is none to be held against. `first` is the
+    byte of the first element, `strides` are in bytes; `held` are the elements of a
+    record that cannot be read by ranges.
+    """
+
+    start: int
+    n_bytes: int
+    crc: int | None
+    first: int
+    strides: Dims
+    is_row_major: bool
+    held: memoryview | None = None
+
+
+class Piece(NamedTuple):
+    """Bytes of a record that went into a target as they are, and their CRC-32.
+
+    `start` is where the record begins in its file, `at` and `length` are bytes of its
+    elements.
+    """
+
+    file: str
+    start: int
+    at: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How many bytes each thread may hold: of a target, of a source, of a whole record."""
+
+    block: int
+    band: int
+    held: int
+
+
+class SourceFiles:
+    """The records of one folder of the source, opened by several threads."""
+
+    def __init__(self, store: Store, folder: str, url: str, part_path: str) -> None:
+        self.store = store
+        self.url = url
+        self._folder = folder
+        self._part_path = part_path
+        self._opened: dict[tuple[str, int], Opened] = {}
+        self._near = (1 << 20) if store.kind is Kind.OBJECT else (64 << 10)
+
+    def in_store(self, name: str) -> str:
+        """The path of a shard file in the store."""
+        return f"{self._folder}/{name}"
+
+    def where(self, name: str) -> str:
+        """The path of a shard file in the step, for findings."""
+        return f"{self._part_path}/{name}" if self._part_path else name
+
+    def finding(self, code: str, record: ByteRange, message: str) -> Finding:
+        """A finding about a record."""
+        where = self.where(record.file)
+        return Finding(
+            code,
+            where,
+            f"{where}: the record at byte {record.offset:,}: {message}",
+            expected="the record as it was saved",
+            found=message,
+            next_command=f"ckptctl verify {self.url} --level content",
+        )
+
+    def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
+        """The record of a chunk of a tensor; raises `Damage`.
+
+        Cost: two reads where it is opened for the first time, none after that unless
+        it must be held.
+        """
+        record = tensor.chunks[number].record
+        key = (record.file, record.offset)
+        known = self._opened.get(key)
+        if known is None:
+            known = self._open(tensor, number, held_limit)
+            if known.held is None:
+                self._opened[key] = known
+        return known
+
+    def _open(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
+        chunk = tensor.chunks[number]
+        record = chunk.record
+        try:
+            if record.transforms:
+                return self._unpacked(tensor, chunk, held_limit)
+            length = record.length
+            ends = [(0, min(_HEAD, length)), (max(0, length - TAIL), min(TAIL, length))]
+            head, tail = self._read(record, ends)
+            needed = tail_needed(tail, length)
+            if needed > len(tail):
+                (tail,) = self._read(record, [(length - needed, needed)])
+            view = View(length, head, tail)
+            opened = _described(tensor, chunk, parse_directory(tail, length), view)
+        except RecordUnreadable as error:
+            raise Damage(self.finding("record.framing", record, error.message)) from error
+        except Unfit as error:
+            raise Damage(self.finding(error.code, record, error.message)) from error
+        except _WrongCrc as error:
+            raise Damage(self.finding("record.crc", record, str(error))) from error
+        if opened.is_row_major:
+            return opened._replace(start=opened.start + record.offset)
+        _check_held(tensor, record.length, held_limit)
+        (data,) = self._read(record, [(opened.start, opened.n_bytes)])
+        self._check_held_crc(record, opened, data)
+        return opened._replace(start=0, held=_aligned(data))
+
+    def _check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
+        from zlib_ng.zlib_ng import crc32
+
+        if opened.crc is not None and crc32(data) != opened.crc:
+            message = f"its elements have the CRC-32 {crc32(data):08x}, saved was {opened.crc:08x}"
+            raise Damage(self.finding("record.crc", record, message))
+
+    def _unpacked(self, tensor: SourceTensor, chunk: SourceChunk, held_limit: int) -> Opened:
+        """A compressed record, which is held as a whole."""
+        if chunk.record.transforms != (_ZSTD,):
+            raise UsageError(
+                f"{tensor.entry.fqn} went through {', '.join(chunk.record.transforms)}, "
+                f"which cannot be undone here; {_ZSTD} can"
+            )
+        require_zstd()
+        length = prod(chunk.sizes) * DTYPE_SIZES[tensor.entry.dtype] + _FRAME_BYTES
+        _check_held(tensor, length, held_limit)
+        (packed,) = self._read(chunk.record, [(0, chunk.record.length)])
+        unpacker = Unpacker(length)
+        data = b"".join(unpacker.feed(memoryview(packed)))
+        directory = parse_directory(data, len(data))
+        opened = _described(tensor, chunk, directory, View(len(data), data, data))
+        elements = data[opened.start : opened.start + opened.n_bytes]
+        self._check_held_crc(chunk.record, opened, elements)
+        return opened._replace(start=0, held=_aligned(elements))
+
+    def _read(self, record: ByteRange, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
+        path = self.in_store(record.file)
+        spans = [Span(path, record.offset + start, length) for start, length in pieces]
+        return [data for _, data in self.store.read_spans(spans)]
+
+    @property
+    def near(self) -> int:
+        """Bytes that cost less to read through than to skip."""
+        return self._near
+
+
+class _WrongCrc(Exception):
+    pass
+
+
+def _described(
+    tensor: SourceTensor, chunk: SourceChunk, directory: RecordDirectory, view: View
+) -> Opened:
+    check_headers(directory, view)
+    stub = tensor_in(directory, view)
+    # The chunk may be one of several that ranks described on their own.
+    sizes = chunk.sizes
+    n_elements = prod(sizes)
+    if stub.dtype != tensor.entry.dtype or (stub.shape != sizes and n_elements):
+        raise Unfit("record.mismatch", f"it holds {stub.dtype} of shape {stub.shape}")
+    member = directory.find(f"data/{stub.storage_key}")
+    itemsize = DTYPE_SIZES[stub.dtype]
+    if member is None or member.size != stub.n_elements_in_storage * itemsize:
+        raise Unfit("record.mismatch", "its elements are not all there")
+    if read_member(directory, "byteorder", view) == b"big":
+        raise Unfit("format.unsupported", "it was written on a big-endian machine")
+    wrong = wrong_crcs(directory, view)
+    if wrong:
+        raise _WrongCrc(f"{', '.join(wrong)} does not match the checksum saved with it")
+    is_row_major = all(
+        size == 1 or stride == usual
+        for size, stride, usual in zip(sizes, stub.strides, strides_of(sizes), strict=True)
+    )
+    return Opened(
+        member.start,
+        member.size,
+        member.crc if directory.has_crcs and member.size else None,
+        stub.storage_offset * itemsize,
+        tuple(stride * itemsize for stride in stub.strides),
+        is_row_major or not n_elements,
+    )
+
+
+def _check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
+    if n_bytes > limit:
+        raise UsageError(
+            f"a record of {tensor.entry.fqn} is transposed or compressed, and must be held in "
+            f"memory as a whole: {n_bytes:,} bytes, where {limit:,} may be used for it; "
+            "--memory gives it more, --jobs 1 all of it"
+        )
+
+
+def _aligned(data: bytes) -> memoryview:
+    return memoryview(data + bytes(-len(data) % ALIGNED))
+
+
+class Reader:
+    """Reads boxes of one source folder in one thread; closes its files when it is closed."""
+
+    def __init__(self, files: SourceFiles, buffers: Buffers) -> None:
+        self._files = files
+        self._buffers = buffers
+        self._band = memoryview(bytearray(buffers.band))
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+        self._held: tuple[tuple[str, int], Opened] | None = None
+
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from a shard file."""
+        file = self._open.get(name)
+        if file is None:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            file = self._open[name] = self._files.store.open_file(self._files.in_store(name))
+        else:
+            self._open.move_to_end(name)
+        file.read_into(offset, buffer)
+
+    def fill(
+        self,
+        tensor: SourceTensor,
+        number: int,
+        offsets: Dims,
+        sizes: Dims,
+        target: memoryview,
+        target_at: int,
+        target_strides: Dims,
+    ) -> Piece | None:
+        """Put a box of chunk `number` into `target`; `offsets` count from the chunk's own.
+
+        Where the box lies in one run in both, gives that run with its checksum.
+        """
+        from zlib_ng.zlib_ng import crc32
+
+        record = tensor.chunks[number].record
+        opened = self._opened(tensor, number)
+        itemsize = DTYPE_SIZES[tensor.entry.dtype]
+        first = opened.first + sum(o * s for o, s in zip(offsets, opened.strides, strict=True))
+        if opened.held is not None:
+            strides = opened.strides
+            move(target, target_at, target_strides, opened.held, first, strides, sizes, itemsize)
+            return None
+        n_bytes = prod(sizes) * itemsize
+        strides = row_major(tensor.chunks[number].sizes, itemsize)
+        if _is_run(sizes, strides, itemsize) and _is_run(sizes, target_strides, itemsize):
+            into = target[target_at : target_at + n_bytes]
+            self.read(record.file, opened.start + first, into)
+            return Piece(record.file, record.offset, first, n_bytes, crc32(into))
+        self._gather(
+            record.file, opened.start + first, strides, sizes, itemsize,
+            target, target_at, target_strides,
+        )  # fmt: skip
+        return None
+
+    def _opened(self, tensor: SourceTensor, number: int) -> Opened:
+        record = tensor.chunks[number].record
+        key = (record.file, record.offset)
+        if self._held is not None and self._held[0] == key:
+            return self._held[1]
+        self._held = None
+        opened = self._files.opened(tensor, number, self._buffers.held)
+        if opened.held is not None:
+            self._held = key, opened
+        return opened
+
+    def _gather(
+        self,
+        name: str,
+        at: int,
+        strides: Dims,
+        sizes: Dims,
+        itemsize: int,
+        target: memoryview,
+        target_at: int,
+        target_strides: Dims,
+    ) -> None:
+        """Read a box that lies in many runs: bands of it at once, where little lies between."""
+        n_bytes = prod(sizes) * itemsize
+        span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + itemsize
+        near = span <= max(_WASTE * n_bytes, self._files.near)
+        if span <= len(self._band) and near:
+            self.read(name, at, self._band[:span])
+            move(target, target_at, target_strides, self._band, 0, strides, sizes, itemsize)
+            return
+        along = next(d for d, n in enumerate(sizes) if n > 1)
+        half = sizes[along] // 2
+        for start, n in ((0, half), (half, sizes[along] - half)):
+            self._gather(
+                name,
+                at + start * strides[along],
+                strides,
+                (*sizes[:along], n, *sizes[along + 1 :]),
+                itemsize,
+                target,
+                target_at + start * target_strides[along],
+                target_strides,
+            )
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _is_run(sizes: Dims, strides: Dims, itemsize: int) -> bool:
+    """Whether a box lies in one run of bytes."""
+    expected = itemsize
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

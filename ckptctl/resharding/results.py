@@ -1,0 +1,70 @@
+"""What do `plan_reshard`, `reshard`, `convert` and `diff` answer?
+
+Frozen answers that the command line only prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptctl.findings import Finding, Report
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one target rank gets: its boxes and entries, their bytes, and the reads they need.
+
+    `n_bytes` is the size of its shard file, `bytes_read` what of the source's records
+    goes into it.
+    """
+
+    rank: int
+    file: str
+    n_boxes: int
+    n_bytes: int
+    n_reads: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A step and how it is, or was, cut anew: the answer of `plan_reshard` and of `reshard`.
+
+    `written` says that the target is there: proven at level `content`, sealed and
+    published. `shares` are by part and rank; `n_bytes` is the size of all that is
+    written, `n_files` how many files. `continued` are files that an earlier call had
+    written and proven. `report` is what looking at the source found, or at the target
+    once that is written; `findings` are remarks on what goes along. `next_command` is
+    the one to run now.
+    """
+
+    source: str
+    target: str
+    number: int | None
+    saved_world_size: int | None
+    world_size: int
+    mesh: str
+    written: bool
+    n_tensors: int
+    n_cut: int
+    n_whole: int
+    n_bytes_entries: int
+    n_files: int
+    n_bytes: int
+    shares: tuple[RankShare, ...]
+    findings: tuple[Finding, ...]
+    report: Report
+    continued: int
+    message: str
+    exit_code: int
+    next_command: str | None
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest shard file."""
+        return max((share.n_bytes for share in self.shares), default=0)
+
+    @property
+    def smallest(self) -> int:
+        """The bytes of the smallest shard file."""
+        return min((share.n_bytes for share in self.shares), default=0)

@@ -1,0 +1,197 @@
+"""What is there to be resharded: which tensors, in which boxes, and which files beside them?
+
+A step is looked at first, and what is not whole is refused. The metadata of a part,
+also where each rank left its own, become one list of entries. How they are cut anew is
+the question of `planning`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+from ckptctl.errors import UsageError
+from ckptctl.findings import Report, Verdict
+from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_rank, shard_rank
+from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.state_keys import entry_kinds, kind_of_file
+from ckptctl.judge.looking import Looked
+from ckptctl.model import ByteRange, FileInfo, Metadata, Part, PartFormat, TensorEntry
+
+SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL)
+
+Dims = tuple[int, ...]
+
+
+class SourceChunk(NamedTuple):
+    """A box of a tensor, in elements, and its record."""
+
+    offsets: Dims
+    sizes: Dims
+    record: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor and its chunks in the order of their first offsets, without empty ones.
+
+    A tensor without elements has one chunk. `kind` is the kind of train state; `rank`
+    is there where the entry exists once per rank. `n_cut` is how many chunks the writer
+    cut it into, empty ones too.
+    """
+
+    entry: TensorEntry
+    chunks: tuple[SourceChunk, ...]
+    kind: str
+    rank: str | None
+    n_cut: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBytes:
+    """An entry that is no tensor, and its record; `kind` and `rank` as for tensors."""
+
+    fqn: str
+    record: ByteRange
+    kind: str
+    rank: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """The entries of one folder of DCP, and the SHA-256 of each of its metadata files.
+
+    `several` are FQNs that more than one rank saved on its own: the first of them counts.
+    """
+
+    path: str
+    tensors: tuple[SourceTensor, ...]
+    bytes_entries: tuple[SourceBytes, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+    digests: tuple[str, ...]
+    several: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file beside the shards that goes along; `kind` and `rank` where it exists per rank."""
+
+    file: FileInfo
+    kind: str | None
+    rank: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A whole step, as far as it goes along."""
+
+    url: str
+    report: Report
+    parts: tuple[SourcePart, ...]
+    files: tuple[RankFile, ...]
+
+
+def source_of(looked: Looked) -> Source:
+    """The step that was looked at; raises `UsageError` where it cannot be resharded.
+
+    Whether it is whole is asked before: see `refusal`.
+    """
+    step = looked.step
+    parts = [look for look in looked.parts if look.part.format in SHARDED]
+    if not parts or not all(look.metadata for look in parts):
+        found = step.parts[0].format.value if step.parts else "no tensors"
+        raise UsageError(
+            f"{step.url} holds {found}, and no sharded DCP that could be cut anew",
+            next_command=f"ckptctl convert {shlex.quote(step.url)} DST",
+        )
+    return Source(
+        step.url,
+        looked.report,
+        tuple(_part(look.part, look.metadata) for look in parts),
+        tuple(_files(looked)),
+    )
+
+
+def refusal(report: Report, *, accept_unverifiable: bool) -> bool:
+    """Whether a step is not whole, so that nothing may be made of it."""
+    if report.verdict is Verdict.UNVERIFIABLE:
+        return not accept_unverifiable
+    return report.verdict is not Verdict.COMPLETE
+
+
+def needs_content(report: Report) -> bool:
+    """Whether only a look at every byte can prove it: it has records without checksums."""
+    unproven = ("record.no-crc", "record.transformed")
+    return any(finding.code in unproven for finding in report.findings)
+
+
+def _part(part: Part, metadatas: Sequence[Metadata]) -> SourcePart:
+    tensors: dict[str, list[TensorEntry]] = {}
+    others: dict[str, SourceBytes] = {}
+    kinds: dict[str, tuple[str, str | None]] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    several: dict[str, None] = {}
+    for metadata in metadatas:
+        kinds |= {
+            fqn: (kind.names[0], kind.rank)
+            for fqn, kind in entry_kinds(metadata, part.path).items()
+        }
+        paths |= metadata.planner_paths
+        for fqn, entry in metadata.tensors.items():
+            tensors.setdefault(fqn, []).append(entry)
+        for fqn, found in metadata.bytes_entries.items():
+            if found.byte_range is not None and fqn not in others:
+                others[fqn] = SourceBytes(fqn, found.byte_range, *kinds[fqn])
+            elif found.byte_range is not None:
+                several[fqn] = None
+    return SourcePart(
+        part.path,
+        tuple(_tensor(entries, *kinds[fqn]) for fqn, entries in tensors.items()),
+        tuple(others.values()),
+        paths,
+        tuple(metadata.digest for metadata in metadatas),
+        tuple(several),
+    )
+
+
+def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> SourceTensor:
+    first = entries[0]
+    if first.dtype not in WRITABLE:
+        raise UsageError(f"{first.fqn} is of dtype {first.dtype}, which cannot be cut anew")
+    if first.layout != "strided":
+        raise UsageError(f"{first.fqn} has the layout {first.layout}, which cannot be cut anew")
+    held: dict[Dims, SourceChunk] = {}
+    n_cut = 0
+    is_empty = 0 in first.shape
+    for entry in entries:
+        chunks = entry.chunks
+        n_cut += len(chunks)
+        for number in range(len(chunks)):
+            sizes, record = chunks.sizes_of(number), chunks.byte_range_of(number)
+            if record is None or (0 in sizes and not is_empty):
+                continue
+            # Ranks that kept metadata of their own each hold what is replicated.
+            offsets = chunks.offsets_of(number)
+            held.setdefault(offsets, SourceChunk(offsets, sizes, record))
+    in_order = sorted(held.values(), key=itemgetter(0))
+    return SourceTensor(first, tuple(in_order[:1] if is_empty else in_order), kind, rank, n_cut)
+
+
+def _files(looked: Looked) -> Iterator[RankFile]:
+    """The files that go along: all but shards, metadata and what ckptctl wrote."""
+    step = looked.step
+    dcp = {part.path for part in step.parts if part.format in SHARDED}
+    for file in step.files:
+        folder, _, name = file.path.rpartition("/")
+        if is_own(file.path):
+            continue
+        ours = name in (METADATA, METADATA_TMP) or rank_local_rank(name) is not None
+        if folder in dcp and (ours or shard_rank(name) is not None or name.endswith(".distcp")):
+            continue
+        if file.kind != "file":
+            raise UsageError(f"{step.url}: {file.path} is a link or no regular file; not followed")
+        kind = kind_of_file(step.layout, file.path)
+        yield RankFile(file, kind.names[0] if kind else None, kind.rank if kind else None)

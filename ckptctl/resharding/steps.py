@@ -1,0 +1,397 @@
+"""How is a step cut for another world size?
+
+The functions behind `ckptctl reshard`: find the step, look at it, plan, and write where
+that was asked for. Each part of that is a module of its own.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckptctl.checks.byte_pass import Limits, OnProgress
+from ckptctl.errors import UsageError
+from ckptctl.findings import Finding, Report, in_order, verdict_of
+from ckptctl.formats.layouts import shard_rank, step_name
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.bytes_look import Asked, Crew
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.targets import parse_target
+from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.model import Level
+from ckptctl.resharding.cutting import Box, Mesh, parse_mesh, parse_rules
+from ckptctl.resharding.executing import Place, write
+from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
+from ckptctl.resharding.reading import Damage
+from ckptctl.resharding.results import Reshard
+from ckptctl.resharding.sources import needs_content, refusal, source_of
+from ckptctl.resharding.writing import budget
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+
+DEFAULT_MEMORY = 256 << 20
+"""Bytes that a reshard may take, unless the caller says otherwise."""
+
+
+def plan_reshard(
+    source: str,
+    target: str,
+    *,
+    world_size: int | None = None,
+    mesh: str | None = None,
+    shard: Sequence[str] = (),
+    like: str | None = None,
+    per_rank: str = "keep",
+    only_model: bool = False,
+    accept_unverifiable: bool = False,
+    memory: int = DEFAULT_MEMORY,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Reshard:
+    """How the step `source` would be cut for another world size; nothing is written.
+
+    `source` is named as for `verify`, `target` is the path of the new step. Either
+    `world_size` says for how many ranks, or `mesh` (`dp=4,tp=2`) how they are arranged,
+    or `like` names a step that has the wanted layout. `shard` are rules
+    `PATTERN=DIM` for tensors that are not cut along dimension 0. `per_rank` is what
+    becomes of state that exists once per rank: `keep`, `drop` or `refuse`. `only_model`
+    leaves out all but the model. `memory` is what `reshard` may take, in bytes.
+
+    A step that is not whole is refused: the answer bears its report and exit code.
+    Raises `UsageError` for what does not fit the step, and `StorageError`.
+
+    Cost: a look at level `structure`; at `content` where records have no checksums.
+    """
+    return _reshard(
+        source,
+        target,
+        _asked(world_size, mesh, shard, like, per_rank, only_model),
+        write_it=False,
+        accept_unverifiable=accept_unverifiable,
+        memory=memory,
+        pattern=pattern,
+        grace_s=grace_s,
+        opening={
+            "storage_options": storage_options,
+            "endpoint_url": endpoint_url,
+            "timeout_s": timeout_s,
+        },
+    )
+
+
+def reshard(
+    source: str,
+    target: str,
+    *,
+    world_size: int | None = None,
+    mesh: str | None = None,
+    shard: Sequence[str] = (),
+    like: str | None = None,
+    per_rank: str = "keep",
+    only_model: bool = False,
+    accept_unverifiable: bool = False,
+    memory: int = DEFAULT_MEMORY,
+    jobs: int | None = None,
+    key: bytes | None = None,
+    crew: Crew | None = None,
+    on_progress: OnProgress | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Reshard:
+    """Write the step `source` anew at `target`, cut for another world size.
+
+    The arguments are those of `plan_reshard`. The new step is proven at level
+    `content`, sealed (with `key` where one is given) and only then published; the
+    source is never written to. `memory` bounds what is held, whatever the size of a
+    tensor; `jobs` is how many files are written at once. With a `crew` (see
+    `ckptctl.ranks`) several processes share the files: each calls this with the same
+    arguments, and rank 0 publishes. Called again after an interruption it goes on with
+    what was written.
+
+    Damage in the source ends it: the answer then bears the finding, and nothing is
+    published. Raises `UsageError` where `target` is there already, `StorageError` where
+    a storage fails or has no room.
+
+    Cost: every byte of the source read once, twice where tensors are cut across rows;
+    every byte of the new step written once and read twice.
+    """
+    return _reshard(
+        source,
+        target,
+        _asked(world_size, mesh, shard, like, per_rank, only_model),
+        write_it=True,
+        accept_unverifiable=accept_unverifiable,
+        memory=memory,
+        jobs=jobs,
+        key=key,
+        crew=crew,
+        on_progress=on_progress,
+        pattern=pattern,
+        grace_s=grace_s,
+        opening={
+            "storage_options": storage_options,
+            "endpoint_url": endpoint_url,
+            "timeout_s": timeout_s,
+        },
+    )
+
+
+Opening = Mapping[str, object]
+
+
+class _Asked:
+    """What is wanted, before `like` was read."""
+
+    def __init__(self, wanted: Wanted | None, like: str | None, per_rank: PerRank, only: bool):
+        self.wanted = wanted
+        self.like = like
+        self.per_rank = per_rank
+        self.only_model = only
+
+
+def _asked(
+    world_size: int | None,
+    mesh: str | None,
+    shard: Sequence[str],
+    like: str | None,
+    per_rank: str,
+    only_model: bool,
+) -> _Asked:
+    given = {"--world-size": world_size, "--mesh": mesh, "--like": like}
+    named = [name for name, value in given.items() if value is not None]
+    if like is not None and (len(named) > 1 or shard):
+        raise UsageError("--like takes the whole layout of a step; give it alone")
+    if not named:
+        raise UsageError(
+            "for how many ranks? give --world-size N, --mesh dp=4,tp=2 or --like STEP",
+            next_command="ckptctl reshard SRC DST --world-size 8",
+        )
+    try:
+        fate = PerRank(per_rank)
+    except ValueError:
+        words = ", ".join(one.value for one in PerRank)
+        raise UsageError(f"--per-rank {per_rank!r} is none of {words}") from None
+    if like is not None:
+        return _Asked(None, like, fate, only_model)
+    if world_size is not None and world_size < 1:
+        raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
+    arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
+    if world_size is not None and arranged.world_size != world_size:
+        raise UsageError(
+            f"--mesh {mesh} has {arranged.world_size} ranks, --world-size says {world_size}"
+        )
+    wanted = Wanted(arranged, parse_rules(shard), None, fate, only_model)
+    return _Asked(wanted, None, fate, only_model)
+
+
+def _reshard(
+    source: str,
+    target: str,
+    asked: _Asked,
+    *,
+    write_it: bool,
+    accept_unverifiable: bool,
+    memory: int,
+    pattern: str | None,
+    grace_s: float,
+    opening: Opening,
+    jobs: int | None = None,
+    key: bytes | None = None,
+    crew: Crew | None = None,
+    on_progress: OnProgress | None = None,
+) -> Reshard:
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    with (
+        opened_step(source, pattern, grace_s, opening) as (found, checked),
+        _place(target, opening) as place,
+    ):
+        looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        if refusal(looked.report, accept_unverifiable=accept_unverifiable):
+            return _refused(found.url, place.url, asked, looked.report)
+        wanted = asked.wanted or _like(asked, opening)
+        planned = plan(source_of(looked), wanted)
+        room = budget(memory, jobs, found.store, place.store)
+        if not write_it:
+            return _answer(planned, place.url)
+        try:
+            written = write(
+                planned,
+                found,
+                place,
+                room,
+                accept_unverifiable=accept_unverifiable,
+                key=key,
+                crew=crew,
+                on_progress=on_progress,
+            )
+        except Damage as damage:
+            report = with_finding(looked.report, damage.finding)
+            return _refused(found.url, place.url, asked, report)
+        if isinstance(written, Report):
+            return _refused(found.url, place.url, asked, written)
+        answer = _answer(planned, place.url)
+        return replace(
+            answer,
+            written=True,
+            report=written.report,
+            continued=written.continued,
+            message=f"resharded for {answer.world_size} ranks: proven at level content, sealed",
+            next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
+        )
+
+
+@contextmanager
+def opened_step(
+    step: str, pattern: str | None, grace_s: float, opening: Opening
+) -> Iterator[tuple[OpenTarget, Conditions]]:
+    """The step that an argument names, open, and the conditions that it is looked at by."""
+    checked = conditions((), None, None, grace_s)
+    with open_target(step, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
+        if found.is_file:
+            raise UsageError(
+                f"{found.url} is one file, and no sharded DCP that could be cut anew",
+                next_command=f"ckptctl convert {shlex.quote(found.url)} DST",
+            )
+        yield found, checked
+
+
+def look_whole(found: OpenTarget, checked: Conditions, *, accept_unverifiable: bool) -> Looked:
+    """Look at a step as deep as it takes to trust it, but for the checksums of its elements.
+
+    Those are compared while copying, unless there are none: then only a seal can prove
+    the step, and that takes a look at every byte.
+    """
+    looked = look(found.store, found.named, checked, level=Level.STRUCTURE, files=found.files)
+    whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
+    if whole and needs_content(looked.report):
+        content = Asked(Limits())
+        return look(
+            found.store,
+            found.named,
+            checked,
+            level=Level.CONTENT,
+            files=found.files,
+            content=content,
+        )
+    return looked
+
+
+@contextmanager
+def _place(target: str, opening: Opening) -> Iterator[Place]:
+    """Where the new step goes; its root is made where the folder above it is there."""
+    named = parse_target(target)
+    if named.name is None:
+        raise UsageError(
+            f"{target}: the new step is named by its path, as {join_url(named.root, 'step_1200')}"
+        )
+    url = target.rstrip("/") or target
+    with open_store(parent_url(url), **opening) as store:  # type: ignore[arg-type]
+        yield Place(store, base_name(url))
+
+
+def _like(asked: _Asked, opening: Opening) -> Wanted:
+    """The layout of the step that `--like` names: its boxes, and the ranks that wrote them."""
+    assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
+    with opened_step(asked.like, None, 600.0, opening) as (found, checked):
+        looked = look(found.store, found.named, checked, level=Level.LISTING, files=found.files)
+        if refusal(looked.report, accept_unverifiable=True):
+            raise UsageError(
+                f"--like {found.url}: the step is {looked.report.verdict.value}",
+                next_command=f"ckptctl verify {shlex.quote(found.url)}",
+            )
+        boxes: dict[tuple[str, str], tuple[Box, ...]] = {}
+        n_ranks = 0
+        for look_at in looked.parts:
+            ranks = [shard_rank(file.path) for file in look_at.part.files]
+            n_ranks = max([n_ranks, *(rank + 1 for rank in ranks if rank is not None)])
+            for metadata in look_at.metadata:
+                for fqn, tensor in metadata.tensors.items():
+                    held = [
+                        Box(chunk.offsets, chunk.sizes, (shard_rank(chunk.byte_range.file) or 0,))
+                        for chunk in tensor.chunks
+                        if chunk.byte_range is not None
+                        and (0 not in chunk.sizes or 0 in tensor.shape)
+                    ]
+                    key = (look_at.part.path, fqn)
+                    known = {box.offsets for box in boxes.get(key, ())}
+                    more = tuple(box for box in held if box.offsets not in known)
+                    boxes[key] = (*boxes.get(key, ()), *more)
+    if not n_ranks:
+        raise UsageError(f"--like {found.url} has no shard files whose layout could be taken")
+    mesh = Mesh((("dp", n_ranks),))
+    return Wanted(mesh, (), boxes, asked.per_rank, asked.only_model)
+
+
+def with_finding(report: Report, finding: Finding) -> Report:
+    """The report with one finding more, and the verdict that follows."""
+    findings = in_order((*report.findings, finding))
+    verdict = verdict_of(findings)
+    return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
+
+
+def _answer(planned: Plan, url: str) -> Reshard:
+    source, report = planned.source, planned.source.report
+    of_ranks = tuple(shares(planned))
+    n_ranks = planned.wanted.mesh.world_size
+    named = step_name(base_name(url))
+    saved = report.world_size
+    n_others = len(planned.files) + len(planned.parts)
+    return Reshard(
+        source=source.url,
+        target=url,
+        number=named.number if named else None,
+        saved_world_size=saved.size if saved else None,
+        world_size=n_ranks,
+        mesh=str(planned.wanted.mesh),
+        written=False,
+        n_tensors=sum(part.n_cut + part.n_whole for part in planned.parts),
+        n_cut=sum(part.n_cut for part in planned.parts),
+        n_whole=sum(part.n_whole for part in planned.parts),
+        n_bytes_entries=sum(
+            len(part.entries) - part.n_cut - part.n_whole for part in planned.parts
+        ),
+        n_files=len(of_ranks) + n_others,
+        n_bytes=planned.n_bytes,
+        shares=of_ranks,
+        findings=planned.findings,
+        report=report,
+        continued=0,
+        message=f"would be resharded for {n_ranks} ranks; nothing is written yet",
+        exit_code=0,
+        next_command=None,
+    )
+
+
+def _refused(source: str, target: str, asked: _Asked, report: Report) -> Reshard:
+    verdict = report.verdict.value
+    return Reshard(
+        source=source,
+        target=target,
+        number=None,
+        saved_world_size=report.world_size.size if report.world_size else None,
+        world_size=asked.wanted.mesh.world_size if asked.wanted else 0,
+        mesh=str(asked.wanted.mesh) if asked.wanted else "",
+        written=False,
+        n_tensors=0,
+        n_cut=0,
+        n_whole=0,
+        n_bytes_entries=0,
+        n_files=0,
+        n_bytes=0,
+        shares=(),
+        findings=(),
+        report=report,
+        continued=0,
+        message=f"not resharded: {report.url} is {verdict}; nothing was published",
+        exit_code=report.exit_code,
+        next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
+    )

@@ -1,0 +1,119 @@
+"""What will a step hold once its metadata is there?
+
+An object store has no rename: the metadata is what makes a step, and is put last. To
+prove the step before that, its store is shown with the metadata in it. Everything else
+is the store's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store
+
+
+class WithFiles:
+    """A store with a few small files in it that are not there yet; see `Store`."""
+
+    def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
+        self._store = store
+        self._files = files
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`."""
+        return self._store.url
+
+    @property
+    def kind(self) -> Kind:
+        """See `Store.kind`."""
+        return self._store.kind
+
+    def list_dir(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_dir`."""
+        return self._with(self._store.list_dir(path), f"{path}/" if path else "", deep=False)
+
+    def list_tree(self, path: str = "") -> Sequence[FileInfo]:
+        """See `Store.list_tree`."""
+        return self._with(self._store.list_tree(path), f"{path}/" if path else "", deep=True)
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """See `Store.read`."""
+        data = self._files.get(path)
+        return self._store.read(path, limit=limit) if data is None else data
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        """See `Store.read_spans`."""
+        asked: deque[Span] = deque()
+
+        def others() -> Iterator[Span]:
+            for span in spans:
+                asked.append(span)
+                if span.path not in self._files:
+                    yield span
+
+        for _, data in self._store.read_spans(others()):
+            while asked[0].path in self._files:
+                yield self._from_memory(asked.popleft())
+            yield asked.popleft(), data
+        while asked:
+            yield self._from_memory(asked.popleft())
+
+    def open_file(self, path: str) -> OpenFile:
+        """See `Store.open_file`."""
+        data = self._files.get(path)
+        return self._store.open_file(path) if data is None else _InMemory(data)
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """See `Store.put`."""
+        self._store.put(path, data, replace=replace)
+
+    def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
+        """See `Store.put_pieces`."""
+        self._store.put_pieces(path, pieces, size)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._store.close()
+
+    def __enter__(self) -> WithFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _from_memory(self, span: Span) -> tuple[Span, bytes]:
+        return span, self._files[span.path][span.offset : span.offset + span.length]
+
+    def _with(self, found: Sequence[FileInfo], prefix: str, *, deep: bool) -> Sequence[FileInfo]:
+        there = {info.path for info in found}
+        more = [
+            FileInfo(path, len(data))
+            for path, data in self._files.items()
+            if path.startswith(prefix) and path not in there
+            if deep or "/" not in path[len(prefix) :]
+        ]
+        return sorted([*found, *more], key=attrgetter("path"))
+
+
+class _InMemory:
+    """See `OpenFile`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `OpenFile.read_into`."""
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def __enter__(self) -> _InMemory:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,137 @@
+"""How do many shard files come to be at once, and in which share of the processes?
+
+Each thread makes one file at a time, in order, so that memory is what a thread needs
+times how many there are. What a file holds is the question of `copying`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from ckptctl.checks.byte_pass import OnProgress
+from ckptctl.errors import UsageError
+from ckptctl.resharding.planning import TargetFile
+from ckptctl.resharding.reading import Buffers
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.objects import PART_BYTES
+
+MIN_MEMORY = 96 << 20
+"""Bytes below which there is no work: the interpreter and the plan take up half of it."""
+
+_OWN_BYTES = 48 << 20
+_MAX_JOBS = 8
+_LARGEST_BLOCK = 2 << 20
+_SMALLEST_BLOCK = 64 << 10
+_TELL_EVERY_S = 0.1
+_PARTS_IN_FLIGHT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many threads there are, and what each may hold."""
+
+    jobs: int
+    buffers: Buffers
+
+
+def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budget:
+    """What `memory` bytes allow; raises `UsageError` where that is too little.
+
+    An upload holds a few parts besides.
+    """
+    if memory < MIN_MEMORY:
+        raise UsageError(
+            f"--memory is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
+            next_command="ckptctl reshard SRC DST --world-size N --memory 256M",
+        )
+    waits = Kind.LOCAL not in (source.kind, target.kind) or source.kind is Kind.OBJECT
+    usual = _MAX_JOBS if waits else min(_MAX_JOBS, os.cpu_count() or 1)
+    upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is Kind.OBJECT else 0
+    free = memory - _OWN_BYTES
+    n = max(1, min(jobs or usual, free // (upload + 8 * _SMALLEST_BLOCK)))
+    each = free // n - upload
+    block = _SMALLEST_BLOCK
+    while block < _LARGEST_BLOCK and 8 * block <= each:
+        block *= 2
+    return Budget(n, Buffers(block, block, max(0, each - 2 * block) // 2))
+
+
+def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
+    """The files that process `rank` of `size` makes: about as many bytes as the others."""
+    loads = [0] * size
+    own = []
+    for file in sorted(files, key=lambda each: -each.n_bytes):
+        lightest = loads.index(min(loads))
+        loads[lightest] += file.n_bytes
+        if lightest == rank:
+            own.append(file)
+    return tuple(own)
+
+
+class Told:
+    """Counts bytes of several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.n_bytes = 0
+
+    def add(self, n_bytes: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self.n_bytes += n_bytes
+
+
+def in_threads(
+    tasks: Sequence[Callable[[], None]],
+    n_threads: int,
+    told: Told,
+    total: int,
+    on_progress: OnProgress | None,
+) -> None:
+    """Do all tasks; the first error of any ends the others at their next one, and is raised.
+
+    Progress is told in the caller's thread.
+    """
+    waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    given_up = threading.Event()
+    for task in tasks:
+        waiting.put(task)
+
+    def work() -> None:
+        try:
+            while not given_up.is_set():
+                waiting.get_nowait()()
+        except Empty:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            ended.put(error)
+            return
+        ended.put(None)
+
+    n_left = min(n_threads, len(tasks))
+    for _ in range(n_left):
+        # Daemons: Ctrl-C must not wait for a storage that does not answer.
+        threading.Thread(target=work, name="ckptctl-write", daemon=True).start()
+    next_s = time.monotonic()
+    try:
+        while n_left:
+            try:
+                error = ended.get(timeout=_TELL_EVERY_S)
+            except Empty:
+                error, n_ended = None, 0
+            else:
+                n_ended = 1
+            if error is not None:
+                raise error
+            n_left -= n_ended
+            if on_progress is not None and time.monotonic() >= next_s:
+                on_progress(told.n_bytes, total)
+                next_s = time.monotonic() + _TELL_EVERY_S
+    finally:
+        given_up.set()
