@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ckptctl.judge.showing import show
     from ckptctl.judge.verifying import verify
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
+    from ckptctl.resharding.results import RankShare, Reshard
+    from ckptctl.resharding.steps import plan_reshard, reshard
 
 __version__ = "0.1.0"
 
@@ -52,8 +54,10 @@ __all__ = [
     "PassedOver",
     "PathNotFound",
     "Pick",
+    "RankShare",
     "RecoveryCost",
     "Report",
+    "Reshard",
     "Scan",
     "Sealed",
     "Severity",
@@ -68,7 +72,9 @@ __all__ = [
     "classify",
     "mark",
     "pick",
+    "plan_reshard",
     "recovery_cost",
+    "reshard",
     "scan",
     "seal",
     "show",
@@ -94,6 +100,8 @@ _HOMES = {
     "ckptctl.judge.showing": "show",
     "ckptctl.judge.verifying": "verify",
     "ckptctl.model": "Level StatePart TrainState WorldSize",
+    "ckptctl.resharding.results": "RankShare Reshard",
+    "ckptctl.resharding.steps": "plan_reshard reshard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

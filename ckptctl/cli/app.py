@@ -35,6 +35,7 @@ COMMANDS = (
     "accept",
     "pin",
     "cost",
+    "reshard",
     "runbook",
     "classify",
     "explain",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from ckptctl.cost.estimating import RecoveryCost
+    from ckptctl.resharding.results import Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
 
@@ -78,6 +79,11 @@ def cost_document(found: RecoveryCost) -> Document:
 def classify_document(answer: Classification) -> Document:
     """The document of `classify`."""
     return {**_envelope("classify", answer.exit_code), **_rest(answer)}
+
+
+def reshard_document(answer: Reshard) -> Document:
+    """The document of `reshard`."""
+    return {**_envelope("reshard", answer.exit_code), **_rest(answer)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

@@ -399,6 +399,19 @@ def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
     )
 
 
+_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(name: str, text: str) -> int:
+    """The bytes in an option: `268435456`, `256M`, `1.5G`, `256MiB`."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _SIZES else ""
+    digits = number.removesuffix(unit).strip()
+    if digits.replace(".", "", 1).isdecimal() and digits.isascii():
+        return int(float(digits) * _SIZES[unit])
+    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}")
+
+
 _SECRETS = ("key", "secret", "token", "password")
 
 

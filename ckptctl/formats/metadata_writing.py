@@ -236,9 +236,9 @@ def _info(memo: _Memo, at: SavedChunk | SavedBytes) -> bytes:
     start = memo.text("offset") + _integer(at.start)
     end = memo.text("length") + _integer(at.length)
     if isinstance(at, SavedBytes) and at.transforms:
+        end += memo.text("transform_descriptors") + b"]" + _MEMOIZED
         memo.n_kept += 1
-        names = b"]" + _MEMOIZED + b"(" + b"".join(map(memo.text, at.transforms)) + b"e"
-        end += memo.text("transform_descriptors") + names
+        end += b"(" + b"".join(map(memo.text, at.transforms)) + b"e"
     return head + file + start + end + b"ub"
 
 

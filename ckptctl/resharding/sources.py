@@ -95,24 +95,28 @@ class Source:
 
 
 def source_of(looked: Looked) -> Source:
-    """The step that was looked at; raises `UsageError` where it cannot be resharded.
+    """The step that was looked at; raises `UsageError` where a tensor cannot be cut anew.
 
-    Whether it is whole is asked before: see `refusal`.
+    Whether it is sharded DCP, and whole, is asked before: see `check_format` and `refusal`.
     """
     step = looked.step
     parts = [look for look in looked.parts if look.part.format in SHARDED]
-    if not parts or not all(look.metadata for look in parts):
-        found = step.parts[0].format.value if step.parts else "no tensors"
-        raise UsageError(
-            f"{step.url} holds {found}, and no sharded DCP that could be cut anew",
-            next_command=f"ckptctl convert {shlex.quote(step.url)} DST",
-        )
     return Source(
         step.url,
         looked.report,
         tuple(_part(look.part, look.metadata) for look in parts),
         tuple(_files(looked)),
     )
+
+
+def check_format(looked: Looked) -> None:
+    """Raise `UsageError` where the step holds tensors, and none of them in sharded DCP."""
+    formats = [part.format for part in looked.step.parts]
+    if formats and not any(found in SHARDED for found in formats):
+        raise UsageError(
+            f"{looked.step.url} holds {formats[0].value}, and no sharded DCP to be cut anew",
+            next_command=f"ckptctl show {shlex.quote(looked.step.url)}",
+        )
 
 
 def refusal(report: Report, *, accept_unverifiable: bool) -> bool:

@@ -27,7 +27,7 @@ from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
 from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.results import Reshard
-from ckptctl.resharding.sources import needs_content, refusal, source_of
+from ckptctl.resharding.sources import check_format, needs_content, refusal, source_of
 from ckptctl.resharding.writing import budget
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
@@ -215,6 +215,7 @@ def _reshard(
         _place(target, opening) as place,
     ):
         looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        check_format(looked)
         if refusal(looked.report, accept_unverifiable=accept_unverifiable):
             return _refused(found.url, place.url, asked, looked.report)
         wanted = asked.wanted or _like(asked, opening)
@@ -245,7 +246,7 @@ def _reshard(
             report=written.report,
             continued=written.continued,
             message=f"resharded for {answer.world_size} ranks: proven at level content, sealed",
-            next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
+            next_command=f"ckptctl verify {shlex.quote(place.url)} --require-seal",
         )
 
 
@@ -259,7 +260,7 @@ def opened_step(
         if found.is_file:
             raise UsageError(
                 f"{found.url} is one file, and no sharded DCP that could be cut anew",
-                next_command=f"ckptctl convert {shlex.quote(found.url)} DST",
+                next_command=f"ckptctl show {shlex.quote(found.url)}",
             )
         yield found, checked
 

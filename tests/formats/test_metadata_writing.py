@@ -92,3 +92,10 @@ def test_long_lists_large_numbers_and_long_names_are_written_whole(n_chunks):
         at = ByteRange(chunks[number].file, chunks[number].start, 9)
         assert (found[number].offsets, found[number].byte_range) == ((number, 0), at)
     assert read.planner_paths[fqn] == ("layers", 1 << 40, -5)
+
+
+def test_what_records_went_through_is_said_of_each():
+    entries = [SavedBytes(fqn, "__0_0.distcp", 0, 5, ("stream.zstd/1",)) for fqn in "abc"]
+    data = metadata_bytes(entries, {}, checkpoint_id="x", save_id="y")
+    read = decode_metadata(data).bytes_entries
+    assert [entry.byte_range.transforms for entry in read.values()] == [("stream.zstd/1",)] * 3

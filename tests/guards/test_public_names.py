@@ -12,6 +12,7 @@ PUBLIC = {
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "Word",
     *("RecoveryCost", "recovery_cost"),
+    *("plan_reshard", "reshard", "RankShare", "Reshard"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),

@@ -1,0 +1,198 @@
+"""`ckptctl reshard`: the same tensors for another world size."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import ExitStack
+from dataclasses import replace
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import reshard_document
+from ckptctl.cli.options import (
+    GraceOpt,
+    KeyFileOpt,
+    PatternOpt,
+    StepArg,
+    Storage,
+    option,
+    parse_size,
+    seal_key,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.resharding import reshard_lines
+from ckptctl.ranks.crew import joined, place_in
+
+EXAMPLES = (
+    "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
+    "ckptctl reshard s3://bucket/run/step_1200 /tmp/step_1200 --mesh dp=4,tp=2 --shard 'w*=1'",
+    "torchrun --nproc-per-node 8 -m ckptctl reshard SRC DST --world-size 24 --apply",
+)
+EXIT_CODES = (0, 2, 20, 21, 22, 24, 25, 26, 27, 75, 77)
+
+
+class PerRankChoice(str, Enum):
+    """What becomes of state that exists once per rank."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    REFUSE = "refuse"
+
+
+def reshard(
+    step: StepArg,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="DST", help="Path or URL of the new step; it must not be there."),
+    ],
+    world_size: Annotated[
+        int | None,
+        option(
+            "--world-size",
+            metavar="N",
+            min=1,
+            help="How many ranks the new step is cut for.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        option(
+            "--mesh",
+            metavar="NAME=N,...",
+            help="How the ranks are arranged, as dp=4,tp=2: dp and fsdp cut every sharded tensor, "
+            "tp and ep those that --shard names, rep holds copies.",
+        ),
+    ] = None,
+    shard: Annotated[
+        list[str] | None,
+        option(
+            "--shard",
+            metavar="PATTERN=DIM",
+            help="Cut the tensors whose name fits along this dimension, counted from 0; may be "
+            "given several times, the last that fits counts.",
+        ),
+    ] = None,
+    like: Annotated[
+        str | None,
+        option("--like", metavar="STEP", help="Take the layout of this step, tensor by tensor."),
+    ] = None,
+    per_rank: Annotated[
+        PerRankChoice,
+        option(
+            "--per-rank",
+            help="What becomes of state that exists once per rank (random numbers, dataloaders) "
+            "and cannot be cut: keep it as it is, drop it, or refuse.",
+        ),
+    ] = PerRankChoice.KEEP,
+    only: Annotated[
+        str | None,
+        option("--only", metavar="KIND", help="Leave out all train state but this: model."),
+    ] = None,
+    apply: Annotated[
+        bool,
+        option("--apply", help="Write the new step; without, the plan is shown."),
+    ] = False,
+    memory: Annotated[
+        str,
+        option("--memory", metavar="SIZE", help="How much memory may be used, whatever the size."),
+    ] = "256M",
+    jobs: Annotated[
+        int | None,
+        option(
+            "--jobs",
+            metavar="N",
+            min=1,
+            help="How many threads read; by default as many as is good for the storage.",
+        ),
+    ] = None,
+    key_file: KeyFileOpt = None,
+    accept_unverifiable: Annotated[
+        bool,
+        option(
+            "--accept-unverifiable",
+            help="Take a step that nothing in it can prove good, as it is.",
+        ),
+    ] = False,
+    pattern: PatternOpt = None,
+    grace: GraceOpt = 600.0,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """How is a step cut for another world size, without ever holding it in memory?
+
+    Shows the plan; with --apply the new step is written aside, proven, sealed and published. Under
+    torchrun or srun the processes share the files. Called again after an interruption it goes on.
+    With --quiet the address of the new step is printed once it is there.
+    """
+    wanted = {
+        "world_size": world_size,
+        "mesh": mesh,
+        "shard": shard or (),
+        "like": like,
+        "per_rank": per_rank.value,
+        "only_model": only_model(only),
+        "accept_unverifiable": accept_unverifiable,
+        "memory": parse_size("memory", memory),
+        "pattern": pattern,
+        "grace_s": grace,
+        **storage,
+    }
+    with ExitStack() as stack:
+        crew = None
+        if apply:
+            place = place_in(os.environ)
+            if place is not None:
+                if place.rank > 0:
+                    out.step_aside()
+                crew = stack.enter_context(joined(place))
+            answer = ckptctl.reshard(
+                step,
+                target,
+                jobs=jobs,
+                key=seal_key(key_file),
+                crew=crew,
+                on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
+                **wanted,
+            )
+            if crew is not None:
+                answer = replace(answer, exit_code=crew.agree(answer.exit_code))
+        else:
+            answer = ckptctl.plan_reshard(step, target, **wanted)
+            if not answer.exit_code:
+                answer = replace(answer, next_command=_to_apply(step, target, wanted))
+    out.answer(
+        lambda: reshard_document(answer),
+        lambda: reshard_lines(answer),
+        bare=(answer.target,) if answer.written else (),
+    )
+    return answer.exit_code
+
+
+def only_model(only: str | None) -> bool:
+    """Whether all but the model is left out."""
+    from ckptctl.errors import UsageError
+
+    if only not in (None, "model"):
+        raise UsageError(f"--only {only!r}: there is only model")
+    return only is not None
+
+
+def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
+    """The same call, with what makes it write."""
+    words = ["ckptctl", "reshard", step, target]
+    for name in ("world_size", "mesh", "like"):
+        if wanted[name] is not None:
+            words += [f"--{name.replace('_', '-')}", str(wanted[name])]
+    rules = wanted["shard"]
+    for rule in rules if isinstance(rules, list) else ():
+        words += ["--shard", rule]
+    if wanted["per_rank"] != "keep":
+        words += ["--per-rank", str(wanted["per_rank"])]
+    words += ["--only", "model"] if wanted["only_model"] else []
+    words += ["--accept-unverifiable"] if wanted["accept_unverifiable"] else []
+    return shlex.join([*words, "--apply"])
