@@ -64,16 +64,18 @@ class Precision:
     is believed: `round(x, 4)` fixes the one, `%.4g` the other.
     """
 
-    __slots__ = ("_decimals", "_digits")
+    __slots__ = ("_decimals", "_digits", "_whole")
 
     def __init__(self) -> None:
         self._decimals = -400
         self._digits = 0
+        self._whole = False
 
     def refine(self, number: Number) -> Number:
         """The number with the unit that its column has; whole floats stay whole."""
-        if number.quantum == 0:
-            return number
+        if self._whole or number.quantum == 0:
+            self._whole = self._whole or math.isfinite(number.value)
+            return Number(number.value, 0.0)
         decimals = -round(math.log10(number.quantum))
         self._decimals = max(self._decimals, decimals)
         power = -self._decimals
@@ -84,3 +86,13 @@ class Precision:
         if power >= -decimals:
             return number
         return Number(number.value, float(f"1e{power}"))
+
+
+def at_least_digits(number: Number, digits: int) -> Number:
+    """The number with a unit that leaves it so many significant digits, where it had one."""
+    if not number.value or not number.quantum:
+        return number
+    magnitude = math.floor(math.log10(abs(number.value)))
+    if round(number.value / number.quantum) >= 10:
+        return number
+    return Number(number.value, float(f"1e{magnitude - digits + 1}"))

@@ -11,16 +11,57 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
-from ckptctl.errors import LogWithoutLoss, UsageError
+from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.loss.formats.console import pattern_format
 from ckptctl.loss.formats.keys import check_keys
+from ckptctl.loss.formats.tensorboard import EventFile, is_event_file
+from ckptctl.loss.formats.trainer_state import TrainerState, is_document
+from ckptctl.loss.formats.wandb_offline import MAGIC, WandbFile
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.sources import STDIN, Access, expanded, natural, read_pieces
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
 
-FORMATS: tuple[str, ...] = tuple(dict.fromkeys(form.name for form in TEXT_FORMATS))
+FORMATS: tuple[str, ...] = (
+    *dict.fromkeys(form.name for form in TEXT_FORMATS),
+    EventFile.format,
+    WandbFile.format,
+    TrainerState.format,
+)
 """The names that `format` can have."""
+
+_BINARY = (EventFile, WandbFile, TrainerState)
+
+# So many bytes tell what a file is; fewer only where it has no more.
+_HEAD_BYTES = 64
+
+
+class Log(Protocol):
+    """One log in one format, fed in pieces."""
+
+    @property
+    def format(self) -> str | None:
+        """Its name; None as long as it is not known."""
+        ...
+
+    @property
+    def n_without_step(self) -> int:
+        """Losses that were left out for want of a step."""
+        ...
+
+    @property
+    def damage(self) -> str | None:
+        """Why nothing more is read."""
+        ...
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """What is whole with these bytes."""
+        ...
+
+    def end(self) -> Iterator[Row | Marker]:
+        """What waited for more."""
+        ...
 
 
 class LogReader:
@@ -41,27 +82,63 @@ class LogReader:
     ) -> None:
         check_options(format=format, pattern=pattern, keys=keys)
         self.name = name
-        self._log = TextLog(name, form=format, pattern=pattern, keys=keys)
         self.n_bytes = 0
+        self._format, self._pattern, self._keys = format, pattern, keys
+        self._head = b""
+        self._log: Log | None = None
 
     @property
     def format(self) -> str | None:
         """The format of the log; None as long as it is not known."""
-        return self._log.format
+        return None if self._log is None else self._log.format
 
     @property
     def n_without_step(self) -> int:
         """Losses that were left out because nothing says of which step they are."""
-        return self._log.n_without_step
+        return 0 if self._log is None else self._log.n_without_step
+
+    @property
+    def damage(self) -> str | None:
+        """Why reading stopped before the end; None where it did not."""
+        return None if self._log is None else self._log.damage
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that are whole with these bytes."""
         self.n_bytes += len(data)
-        return self._log.feed(data)
+        if self._log is None:
+            self._head += data
+            if len(self._head) < _HEAD_BYTES:
+                return
+            data = self._begin()
+        if self._log is not None:
+            yield from self._log.feed(data)
 
     def end(self) -> Iterator[Row | Marker]:
         """The rows that waited for more."""
-        return self._log.end()
+        if self._log is None:
+            data = self._begin()
+            if self._log is not None:
+                yield from self._log.feed(data)
+        if self._log is not None:
+            yield from self._log.end()
+
+    def _begin(self) -> bytes:
+        head, self._head = self._head, b""
+        self._log = self._made(head)
+        return head
+
+    def _made(self, head: bytes) -> Log:
+        for kind in _BINARY:
+            if self._format == kind.format:
+                return kind(self.name, self._keys)
+        if self._format is None and self._pattern is None:
+            if is_event_file(head):
+                return EventFile(self.name, self._keys)
+            if head.startswith(MAGIC):
+                return WandbFile(self.name, self._keys)
+            if is_document(self.name, head):
+                return TrainerState(self.name, self._keys)
+        return TextLog(self.name, form=self._format, pattern=self._pattern, keys=self._keys)
 
 
 def read_logs(
@@ -74,6 +151,7 @@ def read_logs(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
     retries: int = 4,
+    on_damage: Callable[[str], None] | None = None,
 ) -> Iterator[Row | Marker]:
     """Yield what the logs say, row by row, the oldest log first.
 
@@ -84,8 +162,9 @@ def read_logs(
     regular expression with groups named as the fields of `Row`; `keys` maps a log's
     own names to these fields.
 
-    Memory does not grow with the logs. Raises `LogWithoutLoss` at the end where no row
-    had a loss, `LogUnreadable` for damaged compressed bytes, `UsageError` for an option
+    Memory does not grow with the logs. Where a log is damaged in the middle, its rows
+    up to there are yielded; then `on_damage` is told, or else `LogUnreadable` raised.
+    Raises `LogWithoutLoss` at the end where no row had a loss, `UsageError` for an option
     that means nothing, and what a storage raises.
     """
     check_options(format=format, pattern=pattern, keys=keys)
@@ -98,7 +177,7 @@ def read_logs(
     for path in _in_order(expanded(paths, access), access, new):
         reader = new(path)
         readers.append(reader)
-        for item in _read(reader, access):
+        for item in _read(reader, access, on_damage):
             n_losses += isinstance(item, Row) and item.loss is not None
             yield item
     if not n_losses:
@@ -123,10 +202,24 @@ def check_options(
     check_keys(keys or {})
 
 
-def _read(reader: LogReader, access: Access) -> Iterator[Row | Marker]:
-    for piece in read_pieces(reader.name, access):
-        yield from reader.feed(piece)
+def _read(
+    reader: LogReader, access: Access, on_damage: Callable[[str], None] | None
+) -> Iterator[Row | Marker]:
+    damage: LogUnreadable | None = None
+    try:
+        for piece in read_pieces(reader.name, access):
+            yield from reader.feed(piece)
+            if reader.damage is not None:
+                damage = LogUnreadable(f"{reader.name}: {reader.damage}; the rest is not read")
+                break
+    except LogUnreadable as error:
+        damage = error
     yield from reader.end()
+    if damage is None:
+        return
+    if on_damage is None:
+        raise damage
+    on_damage(damage.message)
 
 
 def _in_order(
@@ -144,7 +237,7 @@ def _in_order(
 
 
 def _first_clock(reader: LogReader, access: Access) -> float | None:
-    for item in _read(reader, access):
+    for item in _read(reader, access, lambda _: None):
         if isinstance(item, Row):
             return item.at
     return None

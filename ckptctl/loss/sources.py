@@ -14,6 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,9 +25,9 @@ from ckptctl.errors import (
     PathNotFound,
     StorageUnavailable,
 )
+from ckptctl.loss.mlflow_store import metric_store_pieces, metrics_folder
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
-from ckptctl.storage.watchdog import busy
 
 STDIN = "-"
 PIECE_BYTES = 1 << 20
@@ -80,14 +81,19 @@ def read_pieces(path: str, access: Access) -> Iterator[bytes]:
     Raises `LogUnreadable` where compressed bytes are damaged; one that only ends too
     early, as a log that is still written does, gives what it holds.
     """
-    yield from _unpacked(path, _raw_pieces(path, access))
+    if is_metric_store(path):
+        with _told(path):
+            yield from metric_store_pieces(_local(path))
+    else:
+        yield from _unpacked(path, _raw_pieces(path, access))
 
 
 def expanded(paths: Sequence[str], access: Access) -> tuple[str, ...]:
     """The logs that the paths stand for: of a folder, those in it that are known by name."""
     found: list[str] = []
     for path in paths:
-        if path == STDIN or (is_local(path) and not os.path.isdir(_local(path))):
+        is_one = is_local(path) and not os.path.isdir(_local(path))
+        if path == STDIN or is_one or is_metric_store(path):
             found.append(path)
         elif is_local(path):
             found += _in_folder(path, access)
@@ -114,6 +120,13 @@ def _in_folder(path: str, access: Access) -> list[str]:
     )
 
 
+def is_metric_store(path: str) -> bool:
+    """Whether it is the folder of an MLflow run, or the one of its metrics."""
+    if path == STDIN or not is_local(path):
+        return False
+    return metrics_folder(_local(path)) is not None
+
+
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """A key that sorts `version_10` behind `version_2`."""
     return tuple(
@@ -136,10 +149,16 @@ def _raw_pieces(path: str, access: Access) -> Iterator[bytes]:
 
 
 def _local_pieces(path: str) -> Iterator[bytes]:
+    with _told(path), open(_local(path), "rb", buffering=0) as file:
+        while data := file.read(PIECE_BYTES):
+            yield data
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Say what the file system answers as the stores say it."""
     try:
-        with busy(path), open(_local(path), "rb", buffering=0) as file:
-            while data := file.read(PIECE_BYTES):
-                yield data
+        yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PathNotFound(f"{path}: {error.strerror}") from error
     except IsADirectoryError as error:
@@ -299,7 +318,7 @@ def _unpacked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
             if not more and not data:
                 return
             data += more
-    except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
+    except (zlib.error, lzma.LZMAError, OSError) as error:
         raise LogUnreadable(
             f"{path}: its compressed bytes are damaged ({error}); what follows cannot be read"
         ) from error

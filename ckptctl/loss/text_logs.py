@@ -118,6 +118,9 @@ class Averages:
 class TextLog:
     """One log of text, fed in pieces of any length; `name` is what its rows say."""
 
+    # Lines that make no sense are passed over: a log of text cannot be damaged.
+    damage: str | None = None
+
     def __init__(
         self, name: str, *, form: str | None = None, pattern: str | None = None, keys: Keys = None
     ) -> None:

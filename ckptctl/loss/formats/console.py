@@ -31,8 +31,8 @@ class LineFormat:
     `hint` is in every such line. `head` finds its beginning and the step, in the group
     `step` or as `it` of `per` a round of `epoch`; other groups are fields of the row.
     `pairs` finds names with values, from `head` on. A line in which `tail` is found is
-    whole. `averages` says that the loss is the mean since the row before. `weak` is a
-    format that others are preferred to.
+    whole. `averages` says that the loss is the mean since the row before, `trimmed` that
+    trailing zeros are left out. `weak` is a format that others are preferred to.
     """
 
     name: str
@@ -42,6 +42,7 @@ class LineFormat:
     tail: re.Pattern[str] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False
+    trimmed: bool = False
     weak: bool = False
 
 
@@ -54,11 +55,19 @@ def _format(
     tail: str | None = None,
     keys: Mapping[str, str] | None = None,
     averages: bool = False,
+    trimmed: bool = False,
     weak: bool = False,
 ) -> LineFormat:
-    compiled = [None if each is None else re.compile(each) for each in (pairs, tail)]
     return LineFormat(
-        name, hint, re.compile(head), compiled[0], compiled[1], keys or {}, averages, weak
+        name,
+        hint,
+        re.compile(head),
+        re.compile(pairs) if pairs else None,
+        re.compile(tail) if tail else None,
+        keys or {},
+        averages,
+        trimmed,
+        weak,
     )
 
 
@@ -77,6 +86,7 @@ LINE_FORMATS = (
         r"\biteration:\s*(?P<step>\d+)\s*/\s*\d+\s*\|",
         _BARS,
         tail=r"grad_norm:\s*\S+",
+        trimmed=True,
     ),
     _format(
         "torchtitan",
@@ -128,6 +138,7 @@ LINE_FORMATS = (
         r"\bStep (?P<step>\d+) \|\s*(?=\w+:)",
         _COLONS,
         tail=r"peak_memory\w*:|tokens_per_second\w*:.*\b(?:lr|loss):",
+        trimmed=True,
     ),
     _format(
         "fairseq",
@@ -136,6 +147,7 @@ LINE_FORMATS = (
         _EQUALS,
         tail=r"\bwall=\S+",
         averages=True,
+        trimmed=True,
     ),
     _format(
         "detectron2",
@@ -228,7 +240,7 @@ class LineReader:
 
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
-        self._maker = RowMaker({**form.keys, **(keys or {})})
+        self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
         self._held: tuple[str, Place] | None = None
         self._joined = ""
         self._n_wraps = 0

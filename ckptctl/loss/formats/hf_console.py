@@ -27,7 +27,7 @@ class HfConsoleReader:
     bar_hint = "%|"
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys)
+        self._maker = RowMaker(keys, trimmed=True)
         self._bar: tuple[int, int] | None = None
         self._latest: tuple[int, int] | None = None
         self._total: int | None = None

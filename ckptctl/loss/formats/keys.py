@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.clocks import parse_clock
-from ckptctl.loss.numbers import Precision, parse_number
+from ckptctl.loss.numbers import Precision, at_least_digits, parse_number
 from ckptctl.loss.rows import Number, Place, Row
 
 NUMBERS = ("loss", "lr", "grad_norm", "tokens", "samples", "throughput", "step_time_s", "mfu")
@@ -60,6 +60,9 @@ _WORTH = {
 # The last record of a Hugging Face trainer sums the run up; its loss is no step's.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 
+# No program prints a learning rate with fewer, unless it leaves out zeros.
+_LR_DIGITS = 3
+
 # A clock in seconds of this century is no step time.
 _EPOCH_S = 1e8
 
@@ -90,10 +93,13 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
 class RowMaker:
     """Makes rows of the names and texts that one log has.
 
-    `keys` says what the log's own names mean and wins over the table.
+    `keys` says what the log's own names mean and wins over the table. `trimmed` says
+    that the log leaves out trailing zeros: a learning rate of `0.0001` is then one that
+    somebody set, and not one that is known to a single digit.
     """
 
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+    def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
+        self._trimmed = trimmed
         self._own = {plain_name(name): (field, -1) for name, field in (keys or {}).items()}
         self._precision = {name: Precision() for name in NUMBERS}
 
@@ -157,7 +163,11 @@ class RowMaker:
             if text is None:
                 continue
             number = parse_number(text)
-            values[field] = None if number is None else self._precision[field].refine(number)
+            if number is None:
+                continue
+            if field == "lr" and self._trimmed:
+                number = at_least_digits(number, _LR_DIGITS)
+            values[field] = self._precision[field].refine(number)
         if values.get("step_time_s") is None and "step_time_ms" in texts:
             values["step_time_s"] = _scaled(parse_number(texts["step_time_ms"]), 0.001)
         elif (seconds := values.get("step_time_s")) is not None and seconds.value > _EPOCH_S:

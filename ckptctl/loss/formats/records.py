@@ -68,12 +68,6 @@ def _united(first: Row, second: Row) -> Row | None:
     return replace(first, **added)
 
 
-class _Raw(str):
-    """The text of a number in JSON, told from the text of a string."""
-
-    __slots__ = ()
-
-
 def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
     """Names and texts of a record, the names of nested ones joined with `/`."""
     for name, value in record.items():
@@ -92,7 +86,12 @@ def decode_record(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-_DECODER = json.JSONDecoder(parse_float=_Raw, parse_int=_Raw, parse_constant=_Raw)
+def raw_decoder() -> json.JSONDecoder:
+    """A decoder that leaves numbers as they are printed."""
+    return json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=str)
+
+
+_DECODER = raw_decoder()
 
 
 def is_training(record: Mapping[str, Any]) -> bool:
@@ -111,7 +110,7 @@ class JsonLinesReader:
     hint = "{"
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys)
+        self._maker = RowMaker(keys, trimmed=True)
         self._merger = StepMerger()
 
     open = False
@@ -150,7 +149,7 @@ class TableReader:
     hint = ""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys)
+        self._maker = RowMaker(keys, trimmed=True)
         self._merger = StepMerger()
         self._names: tuple[str, ...] = ()
         self._delimiter = ""

@@ -1,0 +1,228 @@
+"""Files of records are read exactly: event files, W&B's, trainer states, MLflow's, tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+from made_logs import (
+    VERSION_EVENT,
+    event_record,
+    field,
+    scalar_event,
+    start_event,
+    tensor_event,
+    wandb_file,
+    wandb_history,
+)
+
+from ckptctl.errors import LogUnreadable
+from ckptctl.loss.formats.tensorboard import crc32c
+from ckptctl.loss.reading import LogReader, read_logs
+from ckptctl.loss.rows import Marker, Number, Row
+
+
+def read(data: bytes, name: str = "log", piece: int = 1 << 20) -> tuple[LogReader, list]:
+    reader = LogReader(name)
+    found = []
+    for at in range(0, len(data), piece):
+        found += reader.feed(data[at : at + piece])
+    return reader, [*found, *reader.end()]
+
+
+def events(steps: range, scale: float = 1.0) -> bytes:
+    return VERSION_EVENT + b"".join(
+        scalar_event(step, {"lm loss": scale / step}) + scalar_event(step, {"learning-rate": 0.5})
+        for step in steps
+    )
+
+
+# RFC 3720, B.4
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (b"123456789", 0xE3069283),
+        (b"", 0),
+    ],
+)
+def test_the_crc_is_castagnolis(data, crc):
+    assert crc32c(data) == crc
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_scalars_of_one_step_are_one_row_with_whole_floats(piece):
+    reader, found = read(events(range(1, 5)), piece=piece)
+    assert reader.format == "tensorboard"
+    assert [row.step for row in found] == [1, 2, 3, 4]
+    assert [row.loss.value for row in found] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    assert {row.loss.quantum for row in found} == {0.0}
+    assert {row.lr for row in found} == {Number(0.5, 0.0)}
+    assert found[0].at == 1.7e9
+
+
+def test_a_scalar_that_is_stored_as_a_tensor_is_read():
+    _, found = read(VERSION_EVENT + tensor_event(7, "train/loss", 2.5))
+    assert [(row.step, row.loss) for row in found] == [(7, Number(2.5, 0.0))]
+
+
+def test_a_nan_in_an_event_file_is_a_nan():
+    _, found = read(VERSION_EVENT + scalar_event(7, {"loss": math.nan}))
+    assert math.isnan(found[0].loss.value)
+
+
+def test_the_start_of_a_resumed_writer_is_a_marker_of_the_step_before():
+    _, found = read(VERSION_EVENT + start_event(21) + scalar_event(21, {"loss": 2.0}))
+    assert isinstance(found[0], Marker)
+    assert (found[0].step, found[0].fresh) == (20, False)
+
+
+def test_an_image_between_scalars_is_passed_over():
+    image = event_record(field(2, 3) + field(5, bytes(200_000)))
+    for piece in (999, 1 << 20):
+        reader, found = read(events(range(1, 3)) + image + events(range(3, 5)), piece=piece)
+        assert [row.step for row in found] == [1, 2, 3, 4]
+        assert reader.damage is None
+
+
+def test_a_flipped_byte_ends_the_reading_of_an_event_file_and_is_told():
+    data = bytearray(events(range(1, 9)))
+    data[len(data) // 2] ^= 0xFF
+    reader, found = read(bytes(data))
+    assert "wrong CRC-32C" in reader.damage
+    assert 2 <= len(found) < 8
+
+
+def test_an_event_that_is_cut_short_is_one_that_is_still_written():
+    reader, found = read(events(range(1, 4))[:-3])
+    assert reader.damage is None
+    assert [row.step for row in found] == [1, 2, 3]
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="needs tensorboard")
+def test_what_torch_writes_is_read(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 20):
+            writer.add_scalar("lm loss", 2.5 / step, step)
+            writer.add_scalar("new style", 1.0, step, new_style=True)
+    found = list(read_logs([str(tmp_path)]))
+    assert [row.step for row in found] == list(range(1, 20))
+    assert [row.loss.value for row in found] == pytest.approx([2.5 / s for s in range(1, 20)])
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("typed", [False, True])
+def test_the_history_of_an_offline_run_is_read(typed, piece):
+    records = [
+        wandb_history(
+            step, {"train/loss": 2.5 / step, "_timestamp": 1.7e9, "note": "x" * 700}, typed=typed
+        )
+        for step in range(1, 100)
+    ]
+    data = wandb_file([field(1, 0) + field(17, b""), *records])
+    if piece == 1:
+        data = data[:40_000]
+    reader, found = read(data, piece=piece)
+    assert reader.format == "wandb"
+    assert reader.damage is None
+    assert [row.step for row in found] == list(range(1, len(found) + 1))
+    assert len(found) == 99 or piece == 1
+    assert [row.loss.value for row in found] == [2.5 / row.step for row in found]
+    assert found[0].at == 1.7e9
+
+
+def test_a_flipped_byte_ends_the_reading_of_an_offline_run_and_is_told():
+    data = bytearray(wandb_file(wandb_history(step, {"loss": 1.5}) for step in range(1, 50)))
+    data[len(data) // 2] ^= 0xFF
+    reader, found = read(bytes(data))
+    assert "wrong CRC-32" in reader.damage
+    assert 0 < len(found) < 49
+
+
+def trainer_state(steps: range) -> dict:
+    history = [
+        {"epoch": step / 10, "grad_norm": 0.5324, "learning_rate": 1e-4, "loss": 4.25, "step": step}
+        for step in steps
+    ]
+    history.insert(3, {"epoch": 0.3, "eval_loss": 4.1, "eval_runtime": 1.0, "step": 3})
+    history.append({"step": steps[-1], "total_flos": 1.0, "train_loss": 4.0, "train_runtime": 9.0})
+    return {"best_metric": None, "global_step": steps[-1], "log_history": history, "max_steps": 30}
+
+
+@pytest.mark.parametrize("piece", [1, 13, 1 << 20])
+@pytest.mark.parametrize("indent", [2, None])
+def test_a_trainer_state_gives_its_training_rows(piece, indent):
+    data = json.dumps(trainer_state(range(1, 11)), indent=indent).encode()
+    reader, found = read(data, name="checkpoint-10/trainer_state.json", piece=piece)
+    assert reader.format == "trainer-state"
+    assert [row.step for row in found] == list(range(1, 11))
+    assert found[0].loss.value == 4.25
+    # It is set by hand, and not known to a single digit.
+    assert found[0].lr.quantum == pytest.approx(1e-6)
+
+
+def test_a_document_of_a_list_of_records_is_read():
+    data = json.dumps([{"step": step, "loss": 1.5} for step in range(5)], indent=1).encode()
+    assert [row.step for row in read(data)[1]] == [0, 1, 2, 3, 4]
+
+
+def test_of_the_trainer_states_in_a_folder_the_newest_is_read(tmp_path):
+    for step in (2, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        text = json.dumps(trainer_state(range(1, step + 1)))
+        (folder / "trainer_state.json").write_text(text)
+    assert [row.step for row in read_logs([str(tmp_path)])] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("named", ["", "metrics"])
+def test_the_metrics_of_an_mlflow_run_are_put_together_by_step(tmp_path, named):
+    metrics = tmp_path / "metrics"
+    (metrics / "system").mkdir(parents=True)
+    (tmp_path / "meta.yaml").write_text("run_id: a\n")
+    steps = [1, 2, 3, 4, 3, 4, 5]  # resumed after 2
+    clock = [1618000000000 + 1000 * n for n in range(len(steps))]
+    for name, value in (("train_loss", "0.5312"), ("lr", "0.001"), ("system/cpu", "nan")):
+        lines = [f"{at} {value} {step}\n" for at, step in zip(clock, steps, strict=True)]
+        (metrics / name).write_text("".join(lines))
+    found = list(read_logs([str(tmp_path / named)]))
+    assert [row.step for row in found] == steps
+    assert found[0].loss == Number(0.5312, pytest.approx(1e-4))
+    assert found[0].lr.value == 0.001
+    assert found[0].at == 1618000000.0
+
+
+def test_sparse_cells_of_one_step_are_one_row():
+    text = "epoch,step,train_loss,lr,val_loss\n0,49,,0.5,\n0,49,2.25,,\n0,49,,,2.5\n0,99,2.125,,\n"
+    _, found = read(text.encode())
+    assert [(row.step, row.loss and row.loss.value, row.lr and row.lr.value) for row in found] == [
+        (49, 2.25, 0.5),
+        (99, 2.125, None),
+    ]
+
+
+def test_the_unit_of_a_column_is_that_of_its_finest_number():
+    lines = [json.dumps({"step": n, "loss": loss}) for n, loss in enumerate([2.3417, 2.3, 12.25])]
+    _, found = read("\n".join(lines).encode())
+    assert [row.loss.quantum for row in found] == pytest.approx([1e-4, 1e-4, 1e-3])
+
+
+def test_damage_in_the_middle_is_raised_after_the_rows_or_told(tmp_path):
+    data = bytearray(events(range(1, 9)))
+    data[len(data) // 2] ^= 0xFF
+    path = Path(tmp_path, "events.out.tfevents.1.host.2.0")
+    path.write_bytes(data)
+    found: list[Row | Marker] = []
+    with pytest.raises(LogUnreadable, match=r"wrong CRC-32C; the rest is not read"):
+        found.extend(read_logs([str(path)]))
+    told: list[str] = []
+    assert list(read_logs([str(path)], on_damage=told.append))
+    assert len(told) == 1
