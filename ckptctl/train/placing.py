@@ -69,7 +69,7 @@ class Placing:
     def __init__(
         self, wanted: Box, order: Sequence[int], dtype: torch.dtype, target: torch.Tensor
     ) -> None:
-        target = target.permute(*order)
+        target = target.permute(tuple(order))
         wanted = Box(*(tuple(dims[dim] for dim in order) for dims in wanted))
         if target.is_contiguous():
             wanted = wanted.flattened()

@@ -57,9 +57,10 @@ def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.Byt
 def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
     # A value that lay on a device which is not here is loaded all the same.
     where = None if torch.cuda.is_available() else "cpu"
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(allowed)
     try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(io.BytesIO(record), map_location=where, weights_only=True)
+        return torch.load(io.BytesIO(record), map_location=where, weights_only=True)
     except Exception as error:
         refused = _REFUSED.search(str(error))
         if refused is None:
@@ -70,10 +71,13 @@ def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
             ) from error
         name = refused[1]
         raise RecordUnsafe(
-            f"entry {fqn} holds a {name}, which is not loaded: making one may run code. "
-            "Nothing of it has run. Where you trust whoever wrote the step, pass the type: "
+            f"entry {fqn} asks for {name}, which may run code and is not loaded; nothing of it "
+            "has run. A type of your own, in a step of your own, can be allowed: "
             f"Reader(..., safe_types=[{name}])"
         ) from error
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 @lru_cache(maxsize=1)
@@ -87,6 +91,9 @@ def _known() -> tuple[Any, ...]:
     make_number: Any = array[0].__reduce__()[0]
     dtype: Any = next(base for base in type(array.dtype).__mro__ if base.__name__ == "dtype")
     numbers = {type(dtype(code)) for code in _NUMBERS}
+    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
+        # Before 2.6 nothing could be allowed under another name than its own.
+        return (*SAFE_TYPES, type(array), dtype, *numbers, make_array, make_number)
     named = [
         (made, f"numpy.{core}.multiarray.{made.__name__}")
         for made in (make_array, make_number)

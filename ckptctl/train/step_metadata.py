@@ -19,10 +19,19 @@ from ckptctl.errors import (
     StepDamaged,
 )
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.layouts import METADATA
+from ckptctl.formats.layouts import METADATA, rank_local_rank
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.judge.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
-from ckptctl.model import BytesEntry, Chunk, Chunks, Metadata, Part, PartFormat, TensorEntry
+from ckptctl.model import (
+    BytesEntry,
+    Chunk,
+    Chunks,
+    FileInfo,
+    Metadata,
+    Part,
+    PartFormat,
+    TensorEntry,
+)
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import parent_url
 
@@ -61,7 +70,14 @@ def read_step_metadata(store: Store) -> Metadata | RankLocal:
 
 
 def _looked_into(store: Store, error: CkptctlError) -> RankLocal:
-    part = Part("", PartFormat.DCP, tuple(store.list_tree()))
+    files = store.list_tree()
+    if any(file.path.endswith(".safetensors") for file in files) and not _has_metadata(files):
+        message = (
+            "its tensors are in safetensors files, without metadata of DCP; "
+            "torch's HuggingFaceStorageReader loads them"
+        )
+        raise StepDamaged(store.url, Finding("format.unsupported", "", message)) from error
+    part = Part("", PartFormat.DCP, tuple(files))
     by_rank: dict[int, Metadata] = {}
     for found in read_metadata(PartFolder(store, "", part, store.url)):
         if isinstance(found, Metadata) and found.rank is not None:
@@ -73,6 +89,10 @@ def _looked_into(store: Store, error: CkptctlError) -> RankLocal:
         message = f"it changed while it was read ({error.message}): someone writes here"
         raise StepDamaged(store.url, Finding("step.changed", METADATA, message)) from error
     return RankLocal(store.url, by_rank)
+
+
+def _has_metadata(files: Sequence[FileInfo]) -> bool:
+    return any(f.path == METADATA or rank_local_rank(f.path) is not None for f in files)
 
 
 def _joined(metadatas: Sequence[Metadata]) -> Metadata:

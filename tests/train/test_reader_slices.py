@@ -1,0 +1,192 @@
+"""Every slice of every tensor comes to where it belongs, whatever its strides and dtype."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import planner as planning  # noqa: E402
+from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
+
+from ckptctl.train import Reader  # noqa: E402
+from ckptctl.train.boxes import Box  # noqa: E402
+from ckptctl.train.placing import Placing, dense_order  # noqa: E402
+from ckptctl.train.record_runs import Proof, runs_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.bool, torch.int64, torch.float16),
+)
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Any, Box, Any]:
+    """A tensor as a record holds it, a box of it, and a tensor that wants the box."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
+    order = draw(st.permutations(range(len(shape))))
+    dtype = draw(st.sampled_from(DTYPES))
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    lengths = tuple(draw(st.integers(1, s - o)) for s, o in zip(shape, offsets, strict=True))
+    target = strided(draw, lengths, draw(st.sampled_from((dtype, dtype, torch.complex64))))
+    return permuted(shape, order, dtype), Box(shape, offsets, lengths), target
+
+
+def permuted(shape: tuple[int, ...], order: list[int], dtype: Any) -> Any:
+    """A dense tensor whose dimensions lie in memory in some order."""
+    n = 1
+    for size in shape:
+        n *= size
+    values = torch.arange(n).remainder(251).to(torch.uint8).to(dtype)
+    back = [order.index(dim) for dim in range(len(shape))]
+    return values.reshape([shape[dim] for dim in order]).permute(back)
+
+
+def strided(draw: st.DrawFn, lengths: tuple[int, ...], dtype: Any) -> Any:
+    """A tensor that may be a part of a larger one, with its dimensions in some order."""
+    order = draw(st.permutations(range(len(lengths))))
+    room = [lengths[dim] + draw(st.integers(0, 2)) for dim in order]
+    back = [order.index(dim) for dim in range(len(lengths))]
+    whole = torch.zeros(room, dtype=dtype).permute(back)
+    return whole[tuple(slice(0, size) for size in lengths)]
+
+
+def take_all(run: Any, data: bytes, limit: int) -> None:
+    """What `byte_pass` does: each piece read to where it wants to be."""
+    for piece in run.pieces(limit):
+        read = memoryview(bytearray(data[piece.start : piece.start + piece.length]))
+        if piece.into is not None:
+            piece.into[:] = read
+        run.take(piece, read if piece.into is None else piece.into)
+
+
+@given(placed(), st.integers(16, 200), st.integers(0, 50), st.booleans())
+def test_a_box_of_a_record_comes_to_its_tensor_and_the_record_is_proven(
+    case: tuple[Any, Box, Any], limit: int, skip: int, prove: bool
+):
+    source, box, target = case
+    stored = source.permute(dense_order(source.shape, source.stride()) or ())
+    assert stored.is_contiguous()
+    data = b"before" + bytes(stored.reshape(-1).view(torch.uint8).numpy())
+    wrong: list[int] = []
+    proof = Proof(len(data) - 6, zlib.crc32(data[6:]), wrong.append) if prove else None
+    placing = Placing(box, dense_order(source.shape, source.stride()), source.dtype, target)
+    for run in runs_of("file", 6, placing, skip=skip, proof=proof):
+        take_all(run, data, limit)
+    there = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+    assert torch.equal(target, source[there].to(target.dtype))
+    assert wrong == []
+
+
+@given(placed(), st.integers(16, 200), st.data())
+def test_a_changed_byte_anywhere_in_a_record_is_seen(
+    case: tuple[Any, Box, Any], limit: int, data: st.DataObject
+):
+    source, box, target = case
+    stored = source.permute(dense_order(source.shape, source.stride()) or ())
+    saved = bytes(stored.reshape(-1).view(torch.uint8).numpy())
+    changed = bytearray(saved)
+    changed[data.draw(st.integers(0, len(saved) - 1))] ^= data.draw(st.integers(1, 255))
+    wrong: list[int] = []
+    proof = Proof(len(saved), zlib.crc32(saved), wrong.append)
+    placing = Placing(box, dense_order(source.shape, source.stride()), source.dtype, target)
+    for run in runs_of("file", 0, placing, skip=0, proof=proof):
+        take_all(run, bytes(changed), limit)
+    assert wrong == [zlib.crc32(changed)]
+
+
+def test_elements_that_are_not_dense_have_no_order():
+    assert dense_order((4, 4), (8, 1)) is None
+    assert dense_order((4, 4), (0, 1)) is None
+    assert dense_order((4, 1, 4), (4, 77, 1)) == (1, 0, 2)
+
+
+# The reader, with a plan of one box
+
+
+class OneBox(planning.LoadPlanner):
+    """Wants one box of one tensor."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.committed: list[Any] = []
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Not called."""
+
+    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.target
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self.committed.append(tensor)
+
+
+SHAPE = (150, 7, 130)
+"""Long enough that its elements are not read with its frame."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    step = tmp_path_factory.mktemp("slices") / "step_1"
+    n = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    values = torch.arange(n, dtype=torch.float32).reshape(SHAPE)
+    dcp.save(
+        {"rows": values, "turned": values.permute(2, 0, 1), "halves": values.to(torch.bfloat16)},
+        checkpoint_id=step,
+        no_dist=True,
+    )
+    return step
+
+
+@pytest.mark.parametrize("verify", ["whole", "always"])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_reader_gives_any_slice_and_reads_little_more(
+    saved: Path, verify: Any, data: st.DataObject
+):
+    fqn = data.draw(st.sampled_from(["rows", "turned", "halves"]))
+    values = torch.arange(SHAPE[0] * SHAPE[1] * SHAPE[2], dtype=torch.float32).reshape(SHAPE)
+    source = {
+        "rows": values,
+        "turned": values.permute(2, 0, 1),
+        "halves": values.to(torch.bfloat16),
+    }[fqn]
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in source.shape)
+    lengths = tuple(
+        data.draw(st.integers(1, s - o)) for s, o in zip(source.shape, offsets, strict=True)
+    )
+    target = strided(data.draw, lengths, data.draw(st.sampled_from([source.dtype, torch.float64])))
+    index = MetadataIndex(fqn, (0, 0, 0), 0)
+    item = planning.ReadItem(
+        planning.LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=torch.Size((0, 0, 0)),
+        storage_index=index,
+        storage_offsets=torch.Size(offsets),
+        lengths=torch.Size(lengths),
+    )
+    planner = OneBox(target)
+    reader = Reader(saved, verify=verify)
+    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+    plan = reader.prepare_local_plan(planning.LoadPlan([item]))
+    reader.read_data(plan, planner).wait()
+    there = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+    assert torch.equal(target, source[there].to(target.dtype))
+    assert len(planner.committed) == 1
+    n_all = source.numel() * source.element_size()
+    assert reader.loaded.n_read <= n_all + 4096
+    assert reader.loaded.n_proven == (n_all if verify == "always" or lengths == SHAPE else 0)
