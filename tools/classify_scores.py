@@ -60,7 +60,7 @@ def _scores() -> Iterator[str]:
         [(want, answer_for(text)) for want, text in labelled(name)]
         for name in ("lines_a.tsv", "lines_b.tsv")
     ]
-    yield "| class | lines | precision | recall | unseen lines | precision | recall |"
+    yield "| class | first half | precision | recall | second half | precision | recall |"
     yield "|---|---|---|---|---|---|---|"
     for name in [*CLASSES, "all"]:
         cells = [cell for half in halves for cell in _cells(name, half)]

@@ -150,9 +150,7 @@ def _message(
         )
         if each
     )
-    said = about.means if about.domain is not Domain.UNKNOWN else decisive.says
-    detail = f": {decisive.says}" if decisive.says != said else ""
-    return f"{said}{detail}" + (f" ({where})" if where else "")
+    return f"{decisive.says} ({where})" if where else decisive.says
 
 
 def _next(

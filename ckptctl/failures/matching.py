@@ -46,10 +46,11 @@ _SPOKEN_OF = re.compile(
     re.IGNORECASE,
 )
 _ADVICE = re.compile(
-    r"^\W*(?:tip|hint|note|help|usage|example|docs?|see(?: also)?|advice|faq|reminder|"
+    r"^\W*(?:tip|hint|note|help|example|docs?|see(?: also)?|advice|faq|reminder|"
     r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
     r"for (?:debugging|more)|for more information)\b"
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
+    r"|\b(?:previous|last|earlier|prior) (?:failure|error|attempt|run|exit|crash|job|incarnation)\b"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
     re.IGNORECASE,
 )

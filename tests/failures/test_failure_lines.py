@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,11 @@ def said(tmp_path: Path, text: str) -> str:
     return answer.failure if answer.evidence else "none"
 
 
-@pytest.mark.parametrize("name", ["lines_a.tsv"])
+HALVES = ("lines_a.tsv", "lines_b.tsv")
+LOGS = sorted(path for path in (HERE / "logs").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("name", HALVES)
 def test_every_line_is_evidence_of_what_its_label_says(name, tmp_path):
     wrong = [
         f"{want} is taken for {got}: {text}"
@@ -35,5 +40,30 @@ def test_every_line_is_evidence_of_what_its_label_says(name, tmp_path):
     assert wrong == []
 
 
-def test_the_labels_are_classes():
-    assert {failure for failure, _ in labelled("lines_a.tsv")} <= set(CLASSES)
+def test_the_labels_are_classes_and_every_class_has_lines():
+    lines = [row for name in HALVES for row in labelled(name)]
+    assert {failure for failure, _ in lines} == set(CLASSES) - {"unknown"}
+    assert len(lines) >= 400
+
+
+@pytest.mark.parametrize("folder", LOGS, ids=lambda path: path.name)
+def test_whole_logs_are_of_the_class_that_their_folder_is_named_after(folder):
+    answer = ckptctl.classify(f"{folder}/")
+    assert answer.failure == folder.name.split("--")[0]
+
+
+@pytest.mark.parametrize("folder", LOGS, ids=lambda path: path.name)
+def test_the_order_of_the_files_changes_nothing(folder):
+    files = sorted(map(str, folder.iterdir()))
+    assert ckptctl.classify(files[::-1]).failure == ckptctl.classify(files).failure
+
+
+def test_a_program_that_prints_what_a_kernel_says_is_not_believed(tmp_path):
+    text = "[rank0]: INFO NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+    assert said(tmp_path, text) == "none"
+
+
+def test_the_scores_in_the_documents_are_those_of_the_corpus():
+    tool = runpy.run_path(str(HERE.parents[1] / "tools" / "classify_scores.py"))
+    text = tool["PAGE"].read_text()
+    assert tool["renewed"](text) == text, "run: python tools/classify_scores.py"

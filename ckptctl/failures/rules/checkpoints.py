@@ -10,6 +10,7 @@ RULES = (
         "job-config",
         Role.ROOT,
         (
+            "key(s) in",
             "state_dict",
             "size mismatch",
             "missing key",
@@ -21,6 +22,7 @@ RULES = (
             "mismatch",
         ),
         (
+            r"(?:^|: )(?:Missing|Unexpected) key\(s\) in",
             r"Error\(s\) in loading state_dict",
             r"^size mismatch for \S+",
             r"^Missing key\(s\)? in",
@@ -48,6 +50,8 @@ RULES = (
         "bad-checkpoint",
         Role.ROOT,
         (
+            ".distcp",
+            "filenotfounderror",
             "pytorchstreamreader",
             "checkpoint file is corrupted",
             "checkpointexception",

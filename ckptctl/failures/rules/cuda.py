@@ -10,6 +10,30 @@ from ckptctl.failures.evidence import Role, Rule
 
 RULES = (
     Rule(
+        "cuda.driver",
+        "job-config",
+        Role.ROOT,
+        (
+            "no kernel image",
+            "unsupported toolchain",
+            "ptx",
+            "driver",
+            "forward compatibility",
+            "nvidia driver",
+        ),
+        (
+            r"no kernel image is available",
+            "CUDA driver version is insufficient",
+            "forward compatibility was attempted on non supported HW",
+            "Found no NVIDIA driver",
+            "NVIDIA driver on your system is too old",
+            "unsupported toolchain",
+            "CUDA driver initialization failed",
+            "cudaErrorInsufficientDriver",
+        ),
+        "the driver does not fit the program",
+    ),
+    Rule(
         "cuda.program",
         "job-code",
         Role.ROOT,
@@ -81,25 +105,5 @@ RULES = (
             "CUDA error: unknown error",
         ),
         "the GPU stopped a kernel and does not say why",
-    ),
-    Rule(
-        "cuda.driver",
-        "job-config",
-        Role.ROOT,
-        (
-            "driver",
-            "forward compatibility",
-            "nvidia driver",
-        ),
-        (
-            "CUDA driver version is insufficient",
-            "forward compatibility was attempted on non supported HW",
-            "Found no NVIDIA driver",
-            "NVIDIA driver on your system is too old",
-            "unsupported toolchain",
-            "CUDA driver initialization failed",
-            "cudaErrorInsufficientDriver",
-        ),
-        "the driver does not fit the program",
     ),
 )

@@ -60,7 +60,7 @@ RULES = (
             "exit code 93",
         ),
         (
-            "(?:no[- ]progress|without progress).*(?:limit|terminat|exceed|reached|stop|abort)",
+            "(?:no[- ]progress|without progress).*(?:terminat|exceed|reached|stop|abort|giving up)",
             r"exit(?:ing|ed)?(?: with)?(?: exit)? code 93\b",
         ),
         "the supervisor gave up: restarts brought no progress",
@@ -138,6 +138,11 @@ RULES = (
         "job-config",
         Role.ROOT,
         (
+            "error: argument",
+            "/usr/bin/env",
+            "exec format",
+            "exec: ",
+            "exec user process",
             "unrecognized arguments",
             "invalid choice",
             "arguments are required",
@@ -169,6 +174,8 @@ RULES = (
             "not a valid",
         ),
         (
+            r"error: argument [^:]+: ",
+            r"^/usr/bin/env: .*: No such file",
             (
                 r"error: (?:unrecognized arguments|argument \S+: |the following arguments are "
                 "required|invalid choice)"

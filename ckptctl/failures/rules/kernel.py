@@ -119,18 +119,22 @@ RULES = (
         "kernel.nvidia-lost",
         "infra-node",
         Role.CAUSE,
+        ("fallen off the bus", "rminitadapter"),
+        ("^NVRM: .*(?:has fallen off the bus|RmInitAdapter failed)",),
+        "the driver lost the GPU",
+        level=20,
+        kernel=True,
+    ),
+    Rule(
+        "gpu.lost",
+        "infra-node",
+        Role.CAUSE,
+        ("unable to determine the device", "gpu is lost"),
         (
-            "fallen off the bus",
-            "rminitadapter",
-            "gpu is lost",
-            "gpu recovery action",
-        ),
-        (
-            "^NVRM: .*(?:has fallen off the bus|RmInitAdapter failed)",
             "Unable to determine the device handle for GPU.*(?:GPU is lost|Unknown Error)",
             "^(?:nvidia-smi: )?(?:Error: )?GPU is lost",
         ),
-        "the driver lost the GPU",
+        "nvidia-smi does not find the GPU any more",
         level=20,
     ),
     Rule(
@@ -158,6 +162,7 @@ RULES = (
         "infra-fabric",
         Role.ROOT,
         (
+            "carrier",
             "link is down",
             "link down",
             "link becomes",
@@ -168,6 +173,8 @@ RULES = (
             "port down",
         ),
         (
+            r"\bNIC Link is Down",
+            r"^\S+(?: \S+)*: [Ll]ink (?:is )?down$",
             (
                 "mlx5_core .*(?:Link down|health compromised|device's health|firmware fatal|"
                 "assert_var|Port module event.*(?:[Hh]igh [Tt]emp|[Bb]us stuck|error))"
@@ -188,7 +195,7 @@ RULES = (
         (
             (
                 r"amdgpu (?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.\d)?).*(?:GPU reset "
-                r"(?:begin|failed)|uncorrectable hardware error|ring \w+ timeout|RAS.*uncorrect|"
+                r"(?:begin|failed)|uncorrectable hardware error|ring \S+ timeout|RAS.*uncorrect|"
                 "[Pp]oison)"
             ),
         ),
@@ -260,6 +267,8 @@ RULES = (
         "infra-node",
         Role.ROOT,
         (
+            "no cuda gpus",
+            "found no",
             "no cuda-capable device",
             "cudaerrornodevice",
             "nvml",
@@ -275,6 +284,7 @@ RULES = (
             "device not ready",
         ),
         (
+            r"No CUDA GPUs are available",
             (
                 "(?:CUDA error|RuntimeError|CUDA call|error).*: (?:no CUDA-capable device is "
                 r"detected|system not yet initialized|CUDA-capable device\(s\) is/are busy|all "

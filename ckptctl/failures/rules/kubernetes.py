@@ -94,6 +94,8 @@ RULES = (
         "infra-storage",
         Role.CAUSE,
         (
+            "mountvolume",
+            "failed for volume",
             "failedmount",
             "failedattachvolume",
             "ephemeral-storage",
@@ -105,7 +107,7 @@ RULES = (
             _REASON + r"(?:FailedMount|FailedAttachVolume|FailedMapVolume|VolumeFailedDelete)\b",
             "low on resource: ephemeral-storage",
             "ephemeral local storage usage exceeds",
-            r"has condition: \[DiskPressure\]",
+            r"ha[sd] condition: \[DiskPressure\]",
             r"MountVolume\.\w+ failed for volume",
         ),
         "a volume could not be mounted, or the node's disk is full",
@@ -122,7 +124,7 @@ RULES = (
         ),
         (
             "low on resource: memory",
-            r"has condition: \[MemoryPressure\]",
+            r"ha[sd] condition: \[MemoryPressure\]",
         ),
         "the pod was evicted since the node had no memory left",
         quotable=True,
@@ -170,6 +172,8 @@ RULES = (
         "job-config",
         Role.CAUSE,
         (
+            "pull image",
+            "exec format",
             "imagepull",
             "errimage",
             "invalidimagename",

@@ -10,6 +10,9 @@ RULES = (
         "job-oom",
         Role.ROOT,
         (
+            "cuda runtime error",
+            "out of memory",
+            "ran out of memory",
             "out of memory",
             "outofmemory",
             "memory allocation",
@@ -21,6 +24,9 @@ RULES = (
             "not enough memory",
         ),
         (
+            r"^(?:\w+\.)+OutOfMemoryError\b",
+            r"cuda runtime error \(2\)",
+            r"ran out of memory trying to allocate",
             "(?:CUDA|HIP|XPU|NPU|MPS)(?: error| backend)?:? out of memory",
             r"torch(?:\.cuda)?\.OutOfMemoryError",
             r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
@@ -39,6 +45,7 @@ RULES = (
         "job-oom",
         Role.CAUSE,
         (
+            "memory.oom.group",
             "out of memory",
             "oom-kill",
             "oom_kill",
@@ -47,6 +54,7 @@ RULES = (
             "memory cgroup",
         ),
         (
+            r"killed due to memory\.oom\.group",
             "^(?:Memory cgroup )?[Oo]ut of memory: (?:Killed|Kill) process",
             "^oom-kill:constraint=",
             "invoked oom-killer",
@@ -94,11 +102,13 @@ RULES = (
         "job-oom",
         Role.ROOT,
         (
+            "bus error encountered in worker",
             "shared memory",
             "/dev/shm",  # noqa: S108 - a text that is looked for
             "shm",
         ),
         (
+            r"Unexpected bus error encountered in worker",
             "out of shared memory",
             r"insufficient shared memory \(shm\)",
             "No space left on device.*/dev/shm",
@@ -113,8 +123,12 @@ RULES = (
         "memory.worker-killed",
         "job-oom",
         Role.SUSPECT,
-        ("killed by signal",),
         (
+            "dataloader worker",
+            "killed by signal",
+        ),
+        (
+            r"DataLoader worker .*killed by signal: (?:Killed|Bus error)",
             (
                 r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: (?:Killed|Bus "
                 "error)"

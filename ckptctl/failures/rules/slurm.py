@@ -88,6 +88,8 @@ RULES = (
         "job-oom",
         Role.CAUSE,
         (
+            "memory limit",
+            "out_of_me",
             "out of memory",
             "out_of_memory",
             "oom_kill",
@@ -97,6 +99,9 @@ RULES = (
             "exceeded job memory",
         ),
         (
+            r"\bexceeded (?:job |step )?memory limit",
+            r"tasks? [\d,-]+: Out Of Memory",
+            r"\bOUT_OF_ME(?:MO?R?)?\+",
             r"error: Detected [1-9]\d* oom[_-]kill event",
             r"task \S+: Out Of Memory",
             _STATE + r"OUT_OF_MEMORY(?:\b|\+)",
@@ -149,6 +154,7 @@ RULES = (
             "scancel",
         ),
         (
+            r"CANCELLED AT \S+ by ",
             _STATE + r"CANCELLED by \d+(?:\b|\+)",
             (
                 r"\*\*\* JOB \S+ (?:\bON (?P<host>[\w.,\[\]-]+) "

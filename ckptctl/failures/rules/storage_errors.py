@@ -14,6 +14,8 @@ RULES = (
         "infra-storage",
         Role.ROOT,
         (
+            "pytorchstreamwriter",
+            "enforce fail at inline_container",
             "no space left",
             "disk quota exceeded",
             "enospc",
@@ -25,6 +27,7 @@ RULES = (
             "quotaexceeded",
         ),
         (
+            r"PytorchStreamWriter failed writing",
             "No space left on device",
             "Disk quota exceeded",
             r"\bENOSPC\b",
@@ -127,6 +130,11 @@ RULES = (
         "infra-storage",
         Role.ROOT,
         (
+            "reduce your request rate",
+            "endpointconnection",
+            "connectionerror",
+            "timeouterror",
+            "streamingerror",
             "slowdown",
             "slow down",
             "internalerror",
@@ -154,6 +162,7 @@ RULES = (
             "statuscode: 503",
         ),
         (
+            r"^(?:\w+\.)*(?:EndpointConnectionError|ConnectTimeoutError|ReadTimeoutError|ResponseStreamingError|IncompleteReadError)\b",
             (
                 r"\((?:SlowDown|InternalError|ServiceUnavailable|RequestTimeout|503|500|"
                 r"Throttling\w*)\) when calling the \w+ operation"

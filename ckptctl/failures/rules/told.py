@@ -85,6 +85,7 @@ RULES = (
         "job-code",
         Role.SUSPECT,
         (
+            "signal: segmentation",
             "segmentation fault",
             "sigsegv",
             "signal 11",
@@ -98,6 +99,7 @@ RULES = (
             "-11",
         ),
         (
+            r"Signal: Segmentation fault \(11\)",
             r"Signal 11 \(SIGSEGV\) received",
             r"exitcode\s*:? ?-11\b",
             "return code = -11",
