@@ -19,21 +19,24 @@ _CODES = re.compile(
     rb"|[()][0-9A-Za-z]|[@-Z\\-_])"
 )
 
-# srun --label, torchrun --tee, torch.distributed's `--local-ranks-filter`, NeMo's launcher.
-_PREFIX = re.compile(
+# srun --label, torchrun --tee, NeMo's launcher, KempnerForge, `mpirun --tag-output`.
+_PREFIX_PATTERN = (
     r"\s?(?:(?P<number>\d{1,5}): ?"
     r"|\[(?:rank|default|Rank |rank )(?P<named>\d{1,5})\](?::|\s) ?"
     r"|\[(?P<host>[\w.\-]+):(?P<hosted>\d{1,5})\]:? )"
 )
+_PREFIX = re.compile(_PREFIX_PATTERN)
+_RAW_PREFIX = re.compile(_PREFIX_PATTERN.encode())
 
 
 class LineCutter:
     """Cuts a stream into lines and counts them; `n_lines` is the number of newlines so far."""
 
-    __slots__ = ("_dropping", "_rest", "n_lines")
+    __slots__ = ("_dropping", "_prefix", "_rest", "n_lines")
 
     def __init__(self) -> None:
         self._rest = b""
+        self._prefix: bytes | None = None
         self._dropping = False
         self.n_lines = 0
 
@@ -54,22 +57,26 @@ class LineCutter:
 
     def skip(self, whole: bytes) -> None:
         """Count lines that nobody looks at."""
-        self.n_lines += whole.count(b"\n")
+        n_lines = whole.count(b"\n")
+        self.n_lines += n_lines
+        if n_lines:
+            self._prefix = None
+        begun = whole[whole.rfind(b"\n") + 1 :].lstrip(b"\r")
+        if begun and self._prefix is None:
+            self._prefix = _prefix_of(begun)
 
     def lines(self, whole: bytes) -> Iterator[tuple[int, bytes]]:
         """Each line with its number, counted from 1; empty ones are left out."""
-        bars = b"\r" in whole
-        number = self.n_lines
+        number, prefix = self.n_lines, self._prefix
         self.skip(whole)
+        if b"\r" in whole:
+            yield from _bars(whole, number, prefix)
+            return
         for line in whole.split(b"\n"):
             number += 1
-            if not bars:
-                if line and len(line) <= MAX_LINE:
-                    yield number, line
-                continue
-            for part in line.split(b"\r"):
-                if part and len(part) <= MAX_LINE:
-                    yield number, part
+            if line and len(line) <= MAX_LINE:
+                yield number, (prefix or b"") + line
+            prefix = None
 
     def _keep(self, rest: bytes) -> None:
         self._rest = rest
@@ -87,6 +94,27 @@ class LineCutter:
         if b"\x1b" in whole or b"\x00" in whole:
             whole = _CODES.sub(b"", whole)
         return whole
+
+
+def _bars(whole: bytes, number: int, prefix: bytes | None) -> Iterator[tuple[int, bytes]]:
+    # A launcher writes its prefix once a line, before the first of the bars on it.
+    for line in whole.split(b"\n"):
+        number += 1
+        for part in line.split(b"\r"):
+            if not part:
+                continue
+            if prefix is None:
+                prefix = _prefix_of(part)
+            elif not part.startswith(prefix):
+                part = prefix + part
+            if len(part) <= MAX_LINE:
+                yield number, part
+        prefix = None
+
+
+def _prefix_of(line: bytes) -> bytes:
+    found = _RAW_PREFIX.match(line)
+    return found[0] if found else b""
 
 
 def split_prefix(text: str) -> tuple[int | None, str]:
