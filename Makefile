@@ -6,10 +6,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt bench clean
+.PHONY: help demo test lint fmt bench loss-bench clean
 
 help: ## Name the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## Train a small model, kill it in the middle of a save, resume to the last digit
 	@$(BIN)/python examples/demo/run.py
@@ -31,6 +31,9 @@ fmt: $(READY) ## Put the code in form
 
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
+	@$(BIN)/python bench/loss_rules.py --all
 
 clean: ## Remove all that make has made
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist

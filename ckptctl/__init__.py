@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ckptctl.judge.sealing import seal
     from ckptctl.judge.showing import show
     from ckptctl.judge.verifying import verify
+    from ckptctl.loss.checking import LossReport, check_loss
+    from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
     from ckptctl.resharding.results import RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
@@ -47,6 +49,8 @@ __all__ = [
     "Evidence",
     "Finding",
     "Level",
+    "LossReport",
+    "LossVerdict",
     "Mark",
     "Marked",
     "MissingExtra",
@@ -69,6 +73,7 @@ __all__ = [
     "Verdict",
     "Word",
     "WorldSize",
+    "check_loss",
     "classify",
     "mark",
     "pick",
@@ -99,6 +104,8 @@ _HOMES = {
     "ckptctl.judge.sealing": "seal",
     "ckptctl.judge.showing": "show",
     "ckptctl.judge.verifying": "verify",
+    "ckptctl.loss.checking": "LossReport check_loss",
+    "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",
     "ckptctl.resharding.results": "RankShare Reshard",
     "ckptctl.resharding.steps": "plan_reshard reshard",

@@ -37,7 +37,7 @@ def row(step: int, loss: float | None, *, line: int = 0, file: str = "train.log"
         "lr": Number(3e-4 * (1 - step / 10_000), 1e-9),
         "grad_norm": printed(1 + 0.1 * math.sin(step)),
         "tokens": Number(step * TOKENS, 1),
-        "at": 1_000.0 + line,
+        "at": 1_000.0 + (line or step),
     }
     return Row(step, Place(file, line or step), **{**fields, **more})
 

@@ -38,6 +38,7 @@ COMMANDS = (
     "reshard",
     "runbook",
     "classify",
+    "loss",
     "explain",
 )
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from ckptctl.cost.estimating import RecoveryCost
+    from ckptctl.loss.checking import LossReport
+    from ckptctl.loss.replay import Replayed
+    from ckptctl.loss.verdict import Judgement
     from ckptctl.resharding.results import Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
@@ -84,6 +87,56 @@ def classify_document(answer: Classification) -> Document:
 def reshard_document(answer: Reshard) -> Document:
     """The document of `reshard`."""
     return {**_envelope("reshard", answer.exit_code), **_rest(answer)}
+
+
+def loss_document(report: LossReport) -> Document:
+    """The document of `loss`: of each resume the rows that were compared, not all of the log."""
+    judgements = [_judgement(each) for each in report.judgements]
+    rest = {
+        **_rest(report),
+        "judgements": judgements,
+        "next_command": next(iter(report.next_commands), None),
+    }
+    return {**_envelope("loss", report.exit_code), **rest}
+
+
+def _judgement(judgement: Judgement) -> Document:
+    resume = judgement.resume
+    return {
+        "number": resume.number,
+        "verdict": judgement.verdict.value,
+        "message": judgement.message,
+        "first_step": resume.first_step,
+        "where": plain(resume.place),
+        "border": resume.border.value,
+        "boundary": plain(resume.boundary),
+        "marker": None if resume.marker is None else resume.marker.text,
+        "restarted": resume.restarted,
+        "replay": {
+            **fields_of(judgement.replay),
+            "rows": [_replayed(row) for row in judgement.replay.rows],
+        },
+        "level": {
+            **fields_of(judgement.level),
+            "smallest_jump": plain(judgement.level.smallest_jump),
+        },
+        "findings": plain(judgement.findings),
+    }
+
+
+def _replayed(row: Replayed) -> Document:
+    values = {
+        f"{name}_{side}": None if number is None else plain(number.value)
+        for side, each in (("before", row.before), ("after", row.after))
+        for name in ("loss", "lr", "grad_norm", "tokens")
+        for number in (getattr(each, name),)
+    }
+    return {
+        "step": row.step,
+        "difference": plain(row.difference),
+        "averaged": row.averaged,
+        **values,
+    }
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

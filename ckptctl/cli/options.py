@@ -234,10 +234,12 @@ _DebugOpt = Annotated[
     option("--debug", help="Show the traceback of an error."),
 ]
 
+_TIMEOUT_S = 30.0
+
 _STORAGE = {
     "storage_option": (_StorageOptionOpt, None),
     "endpoint_url": (_EndpointUrlOpt, None),
-    "timeout": (_TimeoutOpt, 30.0),
+    "timeout": (_TimeoutOpt, _TIMEOUT_S),
 }
 _COMMON = {
     "as_json": (_JsonOpt, False),
@@ -264,16 +266,19 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
     del own["out"]
     takes_storage = own.pop("storage", None) is not None
     added = {**_STORAGE, **_COMMON} if takes_storage else _COMMON
+    # A command may have its own words for one of them.
+    added = {name: each for name, each in added.items() if name not in own}
 
     def run(**given: Any) -> int:
         common = {name: given.pop(name) for name in added}
+        timeout_s = common.get("timeout") or given.get("timeout") or _TIMEOUT_S
         repeated = ""
         if takes_storage:
             repeated = _repeated(common, given.get("pattern"))
             given["storage"] = {
                 "storage_options": parse_storage_options(common["storage_option"] or ()),
                 "endpoint_url": common["endpoint_url"],
-                "timeout_s": common["timeout"],
+                "timeout_s": timeout_s,
             }
         out.configure(
             as_json=common["as_json"],
@@ -284,7 +289,7 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
         )
         if not takes_storage:
             return command(**given, out=out)
-        with Watchdog(_PATIENCE * common["timeout"], out.error):
+        with Watchdog(_PATIENCE * timeout_s, out.error):
             return command(**given, out=out)
 
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()]

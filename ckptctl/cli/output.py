@@ -147,6 +147,13 @@ class Output:
         """Print the one document of `--json`."""
         _write(self._stdout(), self._as_text(document))
 
+    def document_line(self, document: Document) -> None:
+        """Print one of several documents, each on a line of its own."""
+        import json
+
+        whole = json.loads(self._as_text(document))
+        _write(self._stdout(), f"{json.dumps(whole)}\n")
+
     def bare(self, texts: Iterable[str]) -> None:
         """Print each text on a line of its own, as it is: a script takes it as a path."""
         for text in texts:

@@ -7,6 +7,7 @@ is the question of `resumes`.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,10 +81,21 @@ def _parsed(url: str, data: bytes) -> ResumeReport:
     root, path = report.get("root"), report.get("path")
     boundary = None
     if isinstance(step, int):
-        boundary = Boundary(step, "report", tokens if isinstance(tokens, int) else None)
+        counted = tokens if isinstance(tokens, int) else None
+        boundary = Boundary(step, "report", counted, _seconds(report.get("at")))
     return ResumeReport(
         url=url,
         root=root if isinstance(root, str) else None,
         path=path if isinstance(path, str) else None,
         boundary=boundary,
     )
+
+
+def _seconds(at: object) -> float | None:
+    """A time as RFC 3339 has it, in seconds since 1970; None for anything else."""
+    try:
+        # Python 3.10 does not know the Z.
+        moment = datetime.datetime.fromisoformat(str(at).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return None if moment.tzinfo is None else moment.timestamp()

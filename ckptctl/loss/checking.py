@@ -7,14 +7,17 @@ is the question of `reading`, what is compared that of `verdict`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
-from ckptctl.loss.boundaries import ResumeReport
+from ckptctl.loss.boundaries import ResumeReport, read_resume_report
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
 from ckptctl.loss.legs import Split, split
-from ckptctl.loss.resumes import Boundary, Resume, resume_at, resumes
+from ckptctl.loss.replay import MIN_ROWS
+from ckptctl.loss.resumes import Boundary, Resume, canary_of, resume_at, resumes
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.verdict import FORCES, Judgement, LossVerdict, decisive, judge, worst_of
 from ckptctl.loss.vitals import check_cadence, check_clock
@@ -50,6 +53,79 @@ class LossReport:
         return min(self.judgements, key=lambda each: each.verdict.rank, default=None)
 
 
+def check_loss(
+    logs: str | Sequence[str],
+    *,
+    resume_step: int | None = None,
+    report: str | None = None,
+    resume: int | str = "last",
+    strict: bool = False,
+    canary: str | None = None,
+    format: str | None = None,  # noqa: A002 - what it is called everywhere
+    pattern: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> LossReport:
+    """Say whether the loss continued across a resume, from the logs of the run.
+
+    `logs` are files or URLs in the order of time. Where the resume was is taken from
+    `resume_step`, the last step that the checkpoint holds; else from `report`, a resume
+    report or the checkpoint root that holds it; else from the logs. `resume` is `last`,
+    `all`, or the number of one, counted from 1. `strict` makes `no-jump` end with 31.
+    `canary` is the log of a short resume of its own over steps that `logs` hold already:
+    it is judged, and nothing but steps that both logged counts.
+    `format`, `pattern` and `keys` say how the logs are read where that is not found out.
+
+    Never raises for what a log holds. Raises `UsageError` for an argument or a file that
+    is not there, `StorageError` where a storage could not be read. Memory is bounded by
+    the steps between two saves, not by the logs.
+    """
+    from ckptctl.loss.reading import read_logs
+
+    paths = [logs] if isinstance(logs, str) else list(logs)
+    storage: dict[str, Any] = {
+        "storage_options": storage_options,
+        "endpoint_url": endpoint_url,
+        "timeout_s": timeout_s,
+    }
+    boundary, found = boundary_of(resume_step, report, **storage)
+
+    def read(names: Sequence[str]) -> Iterator[Row | Marker]:
+        return read_logs(names, format=format, pattern=pattern, keys=keys, **storage)
+
+    try:
+        if canary is not None:
+            return check_canary(read(paths), read([canary]), logs=(*paths, canary))
+        return check_rows(
+            read(paths),
+            logs=paths,
+            resume=resume if isinstance(resume, int) else None,
+            every=resume == "all",
+            boundary=boundary,
+            report=found,
+            strict=strict,
+        )
+    except LogWithoutLoss as error:
+        return _without_loss(error, paths)
+
+
+def boundary_of(
+    resume_step: int | None, report: str | None, **storage: Any
+) -> tuple[Boundary | None, ResumeReport | None]:
+    """The checkpoint that is said to have been resumed from, and the report that says so.
+
+    Raises `UsageError` where there is no such report, or where the job began fresh.
+    """
+    found = None if report is None else read_resume_report(report, **storage)
+    if resume_step is not None:
+        return Boundary(resume_step, "asked"), found
+    if found is not None and found.boundary is None:
+        raise UsageError(f"{found.url}: the job began fresh, so there is no resume to judge")
+    return (None if found is None else found.boundary), found
+
+
 def check_rows(
     items: Iterable[Row | Marker],
     *,
@@ -61,7 +137,6 @@ def check_rows(
     strict: bool = False,
 ) -> LossReport:
     """Judge rows that were read already; `check_loss` says what the arguments mean."""
-    boundary = boundary or (report.boundary if report is not None else None)
     parts = split(items, around=boundary.step if boundary is not None else None)
     return report_on(
         parts,
@@ -74,6 +149,24 @@ def check_rows(
     )
 
 
+def check_canary(
+    run: Iterable[Row | Marker], canary: Iterable[Row | Marker], *, logs: Sequence[str] = ()
+) -> LossReport:
+    """Judge a short resume against the log of the run that went through the same steps before.
+
+    Only steps that both logged count: without at least three of them the answer is
+    `inconclusive`.
+    """
+    tried = split(canary)
+    known = split(run, around=tried.legs[-1].first_step if tried.legs else None)
+    resume = canary_of(known, tried)
+    if resume is None:
+        return _answer(known, (), in_order([_no_canary(known, tried)]), logs, None, strict=True)
+    judgement = judge(resume)
+    findings = () if len(judgement.replay.rows) >= MIN_ROWS else (_no_canary(known, tried),)
+    return _answer(known, (judgement,), findings, logs, None, strict=True)
+
+
 def report_on(
     parts: Split,
     *,
@@ -83,20 +176,35 @@ def report_on(
     boundary: Boundary | None = None,
     report: ResumeReport | None = None,
     strict: bool = False,
+    part: bool = True,
 ) -> LossReport:
-    """Judge a log that was split already."""
-    chosen = [] if parts.interleaved else _chosen(parts, resume, boundary, every=every)
+    """Judge a log that was split already; `part` as in `resume_at`."""
+    chosen = [] if parts.interleaved else _chosen(parts, resume, boundary, every=every, part=part)
+    if resume is not None and not chosen:
+        raise UsageError(f"the logs hold {parts.n_legs - 1} resumes, and none has number {resume}")
     judgements = tuple(judge(each) for each in chosen)
     findings = in_order(_of_logs(parts, judgements, boundary))
+    return _answer(parts, judgements, findings, logs, report, strict=strict)
+
+
+def _answer(
+    parts: Split,
+    judgements: tuple[Judgement, ...],
+    findings: tuple[Finding, ...],
+    logs: Sequence[str],
+    report: ResumeReport | None,
+    *,
+    strict: bool,
+) -> LossReport:
     verdicts = [judgement.verdict for judgement in judgements]
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     verdict = worst_of([*verdicts, *forced])
     worst = min(judgements, key=lambda each: each.verdict.rank, default=None)
-    message = findings[0].message if worst is None else worst.message
+    decides = decisive(findings, verdict)
     return LossReport(
         verdict=verdict,
         exit_code=verdict.exit_code(strict=strict),
-        message=message,
+        message=worst.message if worst is not None and decides is None else findings[0].message,
         logs=tuple(logs),
         n_rows=parts.n_rows,
         n_resumes=max(0, parts.n_legs - 1),
@@ -109,13 +217,49 @@ def report_on(
     )
 
 
+def _no_canary(known: Split, tried: Split) -> Finding:
+    def steps(parts: Split) -> str:
+        if not parts.legs:
+            return "no steps"
+        first, last = min(leg.first_step for leg in parts.legs), parts.legs[-1].last_step
+        return f"steps {first:,} to {last:,}"
+
+    return Finding(
+        "loss.no-resume",
+        "",
+        f"the canary logged {steps(tried)}, and the run's log holds {steps(known)}: "
+        f"at least {MIN_ROWS} steps must be in both",
+        expected=f"{MIN_ROWS} steps or more in both logs",
+    )
+
+
+def _without_loss(error: LogWithoutLoss, logs: Sequence[str]) -> LossReport:
+    """The answer where the reader found no loss: it knows best why."""
+    finding = Finding("loss.none", "", error.message, expected="rows with a step and a loss")
+    next_command = error.next_command or "ckptctl explain loss.none"
+    return LossReport(
+        verdict=LossVerdict.INCONCLUSIVE,
+        exit_code=LossVerdict.INCONCLUSIVE.exit_code(),
+        message=error.message,
+        logs=tuple(logs),
+        n_rows=0,
+        n_resumes=0,
+        judgements=(),
+        findings=(finding,),
+        faults=(),
+        missing=(),
+        report=None,
+        next_commands=(next_command,),
+    )
+
+
 def _chosen(
-    parts: Split, number: int | None, boundary: Boundary | None, *, every: bool
+    parts: Split, number: int | None, boundary: Boundary | None, *, every: bool, part: bool
 ) -> list[Resume]:
     if not parts.n_losses:
         return []
     if boundary is not None and number is None and not every:
-        found = resume_at(parts, boundary)
+        found = resume_at(parts, boundary, part=part)
         return [found] if found is not None else []
     there = resumes(parts)
     if every:
@@ -167,7 +311,10 @@ def _no_loss(parts: Split) -> Finding:
 def _no_resume(parts: Split, boundary: Boundary | None) -> Finding:
     first, last = parts.legs[0].first_step, parts.legs[-1].last_step
     if boundary is not None:
-        message = f"nothing was logged after step {boundary.step:,}: the logs end at {last:,}"
+        message = (
+            f"the logs hold no resume after step {boundary.step:,}: they go from step {first:,} to "
+            f"{last:,}, and nothing says that another process wrote the end"
+        )
     else:
         message = (
             f"the logs go from step {first:,} to {last:,} without a resume; give the log of before "
@@ -200,4 +347,4 @@ def _next(
     if verdict is LossVerdict.NO_JUMP or worst is None:
         return ("ckptctl explain no-jump",) if worst else ("ckptctl explain loss.no-resume",)
     found = decisive(worst.findings, verdict)
-    return (f"ckptctl explain {found.code}",) if found is not None else ()
+    return (f"ckptctl explain {found.code if found is not None else 'loss.no-resume'}",)

@@ -188,9 +188,9 @@ def _batch(resume: Resume, what: str, count: Count) -> Finding | None:
 
 def _coarse(rows: Sequence[Row], count: Count) -> bool:
     """The counter is printed so coarsely that a step's share cannot be told from rounding."""
-    numbers = [number for row in rows if (number := count(row)) is not None]
-    rates = _per_step(rows, count)
-    return max(number.quantum for number in numbers) > 0.01 * abs(median(rates))
+    quanta = [number.quantum for row in rows if (number := count(row)) is not None]
+    # A whole number is exact, however small.
+    return max(quanta) > max(1.0, 0.01 * abs(median(_per_step(rows, count))))
 
 
 def _per_step(rows: Sequence[Row], count: Count) -> list[float]:

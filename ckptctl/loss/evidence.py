@@ -52,6 +52,8 @@ def _faults(judgement: Judgement) -> Iterator[Fault]:
     jump = level.smallest_jump
     seen = f"a jump above {100 * jump:.2g} % would be seen" if jump is not None else ""
     need = f"{GOOD_ROWS} steps logged twice, with four decimals, would show it"
+    if n >= GOOD_ROWS and not replay.agrees:
+        need = "the steps logged twice differ already, so they cannot tell"
 
     if first:
         yield Fault("other weights, or older ones", True, "the first step logged twice agrees")

@@ -46,6 +46,8 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
     if said is None:
         return
     code, meaning = said
+    if code == "loss.higher" and resume.interval > 1:
+        meaning = "the same batches at a higher loss: the weights are wrong, or their updates"
     n, d = len(replay.rows), [row.difference for row in replay.rows]
     middle = sorted(d)[len(d) // 2]
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):

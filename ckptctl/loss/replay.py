@@ -32,6 +32,11 @@ FINE = 1e-4
 # Measured on resumes of Megatron-LM on three generations of GPUs: the median of the
 # relative difference was 3e-6, at most 2e-5 in nine of ten, never above 5.5e-4.
 _EXACT, _SAME_MEDIAN, _SAME_MOST = 1e-6, 3e-4, 1.5e-3
+# A mean of several steps hides less of what adds by chance, down to a third.
+_MOST_AVERAGED = 10
+_BY_CHANCE = 0.05
+# An update that differs shows from the second step on: the first is equal to the digit.
+_DRIFT, _DRIFT_ROWS = 2e-4, 12
 _SAME_BATCHES_FEW, _SAME_BATCHES = 0.15, 0.35  # of the noise between batches
 _SAME_SHAPE = 0.9
 _SURE = 3.0  # standard errors
@@ -105,9 +110,17 @@ class Replay:
 
 
 def compare_replay(
-    before: Sequence[Row], overwritten: Sequence[Row], after: Sequence[Row]
+    before: Sequence[Row],
+    overwritten: Sequence[Row],
+    after: Sequence[Row],
+    *,
+    interval: int = 1,
 ) -> Replay:
-    """Compare the rows of the steps that both logs hold."""
+    """Compare the rows of the steps that both logs hold.
+
+    `interval` is how many steps lie between two rows: a log that keeps one in ten
+    usually prints the mean of ten.
+    """
     pairs, not_compared = _pairs(overwritten, after)
     if not pairs:
         return Replay(Agreement.NONE, (), not_compared=not_compared)
@@ -127,7 +140,7 @@ def compare_replay(
         [measure(_loss(row.before)) for row in rows],
         [measure(_loss(row.after)) for row in rows],
     )
-    agreement = _agreement(d, shapes, hidden, noise)
+    agreement = _agreement(d, shapes, hidden, noise, max(1, interval))
     other = agreement is Agreement.OTHER_DATA
     return Replay(
         agreement=agreement,
@@ -194,18 +207,29 @@ def _without_first_mean(
 
 
 def _agreement(
-    d: Sequence[float], shapes: tuple[list[float], list[float]], hidden: float, noise: float
+    d: Sequence[float],
+    shapes: tuple[list[float], list[float]],
+    hidden: float,
+    noise: float,
+    interval: int,
 ) -> Agreement:
     if len(d) < MIN_ROWS:
         return Agreement.FEW
     sizes = [abs(each) for each in d]
     if max(sizes) <= max(_EXACT, 2 * hidden):
         return Agreement.IDENTICAL
-    if median(sizes) <= _same_median(hidden) and max(sizes) <= max(_SAME_MOST, 5 * hidden):
-        return Agreement.WITHIN_NUMERICS
-    if sizes[0] <= _same_median(hidden):
+    if sizes[0] <= max(_EXACT, hidden) and _rms(d[1:_DRIFT_ROWS]) > max(_DRIFT, 3 * hidden):
         return Agreement.DRIFT
-    if not _same_batches(d, shapes, noise):
+    same_median = _same_median(hidden, interval)
+    same_most = max(_SAME_MOST / math.sqrt(min(interval, _MOST_AVERAGED)), 5 * hidden)
+    if median(sizes) <= same_median and max(sizes) <= same_most:
+        return Agreement.WITHIN_NUMERICS
+    same_batches = _same_batches(d, shapes, noise)
+    # Where printing is coarse or batches are alike, other batches may begin equal by chance.
+    telling = same_median < _BY_CHANCE * math.sqrt(2) * noise
+    if sizes[0] <= same_median and (telling or same_batches):
+        return Agreement.DRIFT
+    if not same_batches:
         return Agreement.OTHER_DATA
     if len(d) < GOOD_ROWS:
         return Agreement.DIFFERENT  # so few can rise and fall together by chance
@@ -215,6 +239,10 @@ def _agreement(
     return Agreement.LOWER if middle < 0 else Agreement.DIFFERENT
 
 
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(fmean(value * value for value in values))
+
+
 def _error(d: Sequence[float], noise: float) -> float:
     """The standard error of the median difference: by the differences, and by what is known."""
     middle = median(d)
@@ -222,8 +250,8 @@ def _error(d: Sequence[float], noise: float) -> float:
     return max(spread, math.sqrt(2) * noise, _EXACT) * math.sqrt(_MEDIAN_LOSS / len(d))
 
 
-def _same_median(hidden: float) -> float:
-    return max(_SAME_MEDIAN, 3 * hidden)
+def _same_median(hidden: float, interval: int = 1) -> float:
+    return max(_SAME_MEDIAN / math.sqrt(min(interval, _MOST_AVERAGED)), 3 * hidden)
 
 
 def _same_batches(

@@ -24,12 +24,14 @@ class Boundary:
     """The checkpoint that a job says it resumed from.
 
     `step` is the last step that the checkpoint holds, `tokens` the count at that step
-    where it is known, `source` who says so: `report`, `log` or `asked`.
+    where it is known, `source` who says so: `report`, `log` or `asked`. `at_s` is when the
+    job resumed, in seconds since 1970.
     """
 
     step: int
     source: str
     tokens: int | None = None
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +75,49 @@ def resumes(split: Split) -> tuple[Resume, ...]:
     return tuple(_resume(split.legs, i, n_lost + i, None) for i in range(1, len(split.legs)))
 
 
-def resume_at(split: Split, boundary: Boundary) -> Resume | None:
+def resume_at(split: Split, boundary: Boundary, *, part: bool = True) -> Resume | None:
     """The last resume that fits a boundary; None where nothing was logged after it.
 
     A leg that begins just behind the step comes first. A log that one process after the
-    other went on writing without a trace is parted at the step. Failing both, the last
-    leg is meant, and its counter is wrong.
+    other went on writing without a trace is parted at the step, if `part` allows it:
+    what the job that died logged behind its checkpoint looks just like that, so a report
+    parts a log only where the clock of the rows says that the resume lies between them.
+    Failing both, the last leg is meant, and its counter is wrong.
     """
     legs, n_lost = split.legs, split.n_legs - len(split.legs)
     for i in reversed(range(1, len(legs))):
         interval = log_interval(legs[i].rows[:100])
         if boundary.step <= legs[i].first_step <= boundary.step + max(1, interval):
             return _resume(legs, i, n_lost + i, boundary)
-    parted = _parted(legs, boundary, n_lost)
+    parted = _parted(legs, boundary, n_lost) if part else None
     last = _resume(legs, len(legs) - 1, n_lost + len(legs) - 1, boundary) if legs[1:] else None
     return (last or parted) if boundary.source == "report" else (parted or last)
+
+
+def canary_of(known: Split, canary: Split) -> Resume | None:
+    """A resume of its own, over steps that another log holds: its last leg against that log.
+
+    None where the other log has no row before or at its first step.
+    """
+    if not canary.legs or not known.legs:
+        return None
+    leg = canary.legs[-1]
+    first = leg.first_step
+    there = [i for i, each in enumerate(known.legs) if each.first_step <= first]
+    if not there:
+        return None
+    # A run that resumed later on went through these steps in an earlier leg.
+    holds = [i for i in there if known.legs[i].last_step >= first] or there
+    i = holds[-1]
+    return Resume(
+        number=1,
+        before=_history(known.legs, i, first),
+        overwritten=tuple(row for row in known.legs[i].rows if row.step >= first),
+        after=leg.rows[:N_AFTER],
+        border=leg.border,
+        boundary=None,
+        marker=leg.marker,
+    )
 
 
 def _resume(legs: Sequence[Leg], i: int, number: int, boundary: Boundary | None) -> Resume:
@@ -127,6 +157,8 @@ def _parted(legs: Sequence[Leg], boundary: Boundary, n_lost: int) -> Resume | No
         leg = legs[i]
         if leg.first_step <= boundary.step < leg.last_step:
             after = tuple(row for row in leg.rows if row.step > boundary.step)
+            if boundary.source == "report" and not _between(leg, boundary):
+                return None
             return Resume(
                 number=n_lost + i + 1,
                 before=_history(legs, i, boundary.step + 1),
@@ -136,3 +168,12 @@ def _parted(legs: Sequence[Leg], boundary: Boundary, n_lost: int) -> Resume | No
                 boundary=boundary,
             )
     return None
+
+
+def _between(leg: Leg, boundary: Boundary) -> bool:
+    """Whether the rows on both sides of the boundary were logged before and after the resume."""
+    before = [row.at for row in leg.rows if row.step <= boundary.step][-1:]
+    after = [row.at for row in leg.rows if row.step > boundary.step][:1]
+    if boundary.at_s is None or not before or before[0] is None or after[0] is None:
+        return False
+    return before[0] <= boundary.at_s <= after[0]

@@ -100,7 +100,9 @@ def judge(resume: Resume) -> Judgement:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
         findings = in_order(check_counters(resume))
     else:
-        replay = compare_replay(resume.before, resume.overwritten, resume.after)
+        replay = compare_replay(
+            resume.before, resume.overwritten, resume.after, interval=resume.interval
+        )
         level = measure_level(resume.before, resume.after)
         findings = in_order(_findings(resume, replay, level))
     verdict = _verdict(findings, replay)

@@ -35,7 +35,7 @@ FLOORS = {
 TOP = "__init__"
 
 TORCH_ALLOWED = ("ranks", "train")
-HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema")
+HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema", "PIL")
 """Never at the top of a module: imported inside the function that needs them."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -13,6 +13,7 @@ PUBLIC = {
     "Word",
     *("RecoveryCost", "recovery_cost"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),
+    *("LossReport", "LossVerdict", "check_loss"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),

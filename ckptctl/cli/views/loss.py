@@ -1,0 +1,193 @@
+"""What does `loss` show?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.loss_picture import picture_of_loss
+from ckptctl.cli.views.common import finding_lines, next_line, section
+from ckptctl.cli.words import count
+from ckptctl.findings import Finding
+from ckptctl.loss.checking import LossReport
+from ckptctl.loss.curve import curve_of
+from ckptctl.loss.observed import share, signed
+from ckptctl.loss.replay import Replayed
+from ckptctl.loss.resumes import Resume
+from ckptctl.loss.rows import Number
+from ckptctl.loss.verdict import Judgement, LossVerdict
+
+_STYLES: dict[LossVerdict, Style] = {
+    LossVerdict.DISCONTINUOUS: "bad",
+    LossVerdict.SUSPECT: "warn",
+    LossVerdict.INCONCLUSIVE: "warn",
+    LossVerdict.NO_JUMP: "good",
+    LossVerdict.CONTINUOUS: "good",
+}
+_SOURCES = {"report": "by the resume report", "log": "by the log", "asked": "as you say"}
+_MAX_ROWS = 10
+_TITLES = ("step", "before", "after", "difference", "lr", "gradient norm", "tokens")
+
+
+def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
+    """The verdict, the resume, the steps logged twice, the picture, what it excludes."""
+    lines = [
+        line(Span(report.verdict.value, _STYLES[report.verdict]), f": {report.message}", hang=2),
+        EMPTY,
+    ]
+    for judgement in report.judgements:
+        lines += _resume_lines(judgement, several=len(report.judgements) > 1)
+    judged = report.judged
+    if judged is not None:
+        lines += section(_replay_lines(judged))
+        lines += section(_level_lines(judged))
+        curve = curve_of(judged)
+        if curve is not None:
+            lines += section(picture_of_loss(curve, width, unicode=unicode))
+    lines += section(finding_lines(_every_finding(report)))
+    lines += section(_fault_lines(report))
+    lines += section(_missing_lines(report))
+    for command in report.next_commands:
+        lines += next_line(command)
+    return lines
+
+
+def _every_finding(report: LossReport) -> tuple[Finding, ...]:
+    """All findings; where the first row after the resume stands was said above already."""
+    judged = report.judged
+    if judged is None:
+        return report.findings
+    place = f"{judged.resume.place.file}:{judged.resume.place.line}"
+    own = (replace(each, where="") if each.where == place else each for each in judged.findings)
+    return (*own, *report.findings)
+
+
+def _resume_lines(judgement: Judgement, *, several: bool) -> Iterator[Line]:
+    resume = judgement.resume
+    if several:
+        word = Span(judgement.verdict.value, _STYLES[judgement.verdict])
+        yield line(f"resume {resume.number}: ", word, f": {judgement.message}", hang=2)
+    yield line(f"  {_boundary(resume)}", hang=4)
+    yield line(f"  the first row after it: {resume.place.file}:{resume.place.line}", solid=True)
+    if resume.marker is not None and resume.marker.text:
+        yield line(f"  the log says: {resume.marker.text.strip()}", hang=4)
+    yield EMPTY
+
+
+def _boundary(resume: Resume) -> str:
+    first = f"step {resume.first_step:,} is the first after the resume"
+    if resume.boundary is None:
+        return f"{first}; the step of the checkpoint is not known"
+    source = _SOURCES[resume.boundary.source]
+    return f"resumed after step {resume.boundary.step:,} ({source}); {first}"
+
+
+def _replay_lines(judgement: Judgement) -> Iterator[Line]:
+    """The table of the steps that were logged twice."""
+    rows = judgement.replay.rows
+    if not rows:
+        return
+    yield line(f"{count(len(rows), 'step')} logged twice")
+    cells: list[tuple[str, ...]] = [_TITLES]
+    cells += [_cells(row) for row in rows[:_MAX_ROWS]]
+    shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
+    widths = {i: max(len(row[i]) for row in cells) for i in shown}
+    for number, row in enumerate(cells):
+        style: Style = "strong" if number == 0 else ""
+        spans = [padded(f"  {row[i]}", widths[i] + 2, style, right=True) for i in shown]
+        yield line(*spans, solid=True)
+    if len(rows) > _MAX_ROWS:
+        yield line(f"  and {len(rows) - _MAX_ROWS} more; --json has all of them", hang=2)
+
+
+def _cells(row: Replayed) -> tuple[str, ...]:
+    before, after = row.before, row.after
+    return (
+        str(row.step),
+        _printed(before.loss),
+        _printed(after.loss) + ("*" if row.averaged else ""),
+        f"{100 * row.difference:+.4f} %",
+        _both(before.lr, after.lr),
+        _both(before.grad_norm, after.grad_norm),
+        _both(before.tokens, after.tokens),
+    )
+
+
+def _both(a: Number | None, b: Number | None) -> str:
+    if a is None or b is None:
+        return "-"
+    same = abs(a.value - b.value) <= max(a.quantum, b.quantum)
+    return _short(b) if same else f"{_short(a)} > {_short(b)}"
+
+
+def _short(number: Number) -> str:
+    whole = number.value == int(number.value) and abs(number.value) < 1e15
+    return f"{number.value:,.0f}" if whole else f"{number.value:.4g}"
+
+
+def _printed(number: Number | None) -> str:
+    """A loss with as many decimals as the log has."""
+    if number is None:
+        return "-"
+    if 0 < number.quantum < 1:
+        return f"{number.value:.{len(f'{number.quantum:.12f}'.rstrip('0')) - 2}f}"
+    return f"{number.value:.7g}"
+
+
+def _level_lines(judgement: Judgement) -> Iterator[Line]:
+    level, replay = judgement.level, judgement.replay
+    if replay.rows:
+        yield line(
+            f"  they differ by {share(replay.median)} in the median and {share(replay.most)} at "
+            f"most; printing hides {share(replay.hidden)}, and one batch differs from the next by "
+            f"{share(replay.noise)}",
+            hang=4,
+        )
+    if not level.shifts:
+        return
+    said = ", ".join(
+        f"{shift.n_rows} rows {signed(shift.found)} (limit {signed(shift.threshold)})"
+        for shift in level.shifts
+    )
+    yield line(f"  the level against the 20 rows before: {said}", hang=4)
+    if level.smallest_jump is not None:
+        yield line(f"  a jump below {share(level.smallest_jump)} would not be seen by it", hang=4)
+
+
+def _fault_lines(report: LossReport) -> Iterator[Line]:
+    for excluded, title in ((True, "excluded"), (False, "not excluded")):
+        chosen = [fault for fault in report.faults if fault.excluded is excluded]
+        if chosen:
+            yield line(title)
+        for fault in chosen:
+            yield line(f"  {fault.name}: {fault.why}", hang=4)
+
+
+def _missing_lines(report: LossReport) -> Iterator[Line]:
+    if report.missing:
+        yield line("the log lacks")
+    for each in report.missing:
+        yield line(f"  {each.what}: {each.remedy}", hang=4)
+
+
+_CANARY = (
+    "After a clean stop no step was logged twice, and the curve alone cannot see a lost optimizer,",
+    "lost random numbers, or data that is repeated or skipped. A canary can:",
+    "",
+    "1. Resume from the step before the newest one, in a job of its own, with its own folder for",
+    "   logs and without saving. It needs 5 to 10 steps that the run's log holds already.",
+    "2. Log every step, with four decimals or more.",
+    "3. Compare: the run's log first, the canary's last.",
+    "",
+    "     ckptctl loss --canary train.log canary.log",
+    "",
+    "It says continuous only where these steps agree. What the job would then go on from, the",
+    "newest step, is saved and read by the same code: ckptctl verify STEP --level content shows",
+    "that it is whole.",
+)
+
+
+def canary_lines() -> list[Line]:
+    """What a canary is, and how to make one."""
+    return [line(text) if text else EMPTY for text in _CANARY]

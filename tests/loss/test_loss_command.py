@@ -1,0 +1,163 @@
+"""`ckptctl loss` as a user meets it: real processes, real files, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+from made_losses import DIED, SAVED, resumed, times
+
+from ckptctl.loss.rows import Row
+
+
+def written(path: Path, items) -> Path:
+    """The rows as JSON lines; markers are left out."""
+    lines = []
+    for each in items:
+        if isinstance(each, Row):
+            fields = {"step": each.step, "loss": each.loss.value, "lr": each.lr.value}
+            lines.append(json.dumps({**fields, "tokens": int(each.tokens.value)}))
+    path.write_text("".join(f"{each}\n" for each in lines))
+    return path
+
+
+def drift(each):
+    return times(1 + 3e-3 * math.sin(each.step), since=SAVED + 2)(each)
+
+
+@pytest.fixture
+def log(tmp_path):
+    return lambda *args, **how: written(tmp_path / "train.jsonl", resumed(*args, **how))
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "exit_code"),
+    [
+        (times(1), "continuous", 0),
+        (times(1.012), "discontinuous", 30),
+        (drift, "suspect", 32),
+    ],
+    ids=["continuous", "discontinuous", "suspect"],
+)
+def test_the_verdict_comes_first_and_is_the_exit_code(log, change, verdict, exit_code):
+    done = run_ckptctl("loss", log(change))
+    assert done.returncode == exit_code
+    assert done.stdout.startswith(f"{verdict}: ")
+    assert done.stderr == ""
+    assert max(len(line) for line in done.stdout.splitlines() if "┤" in line) <= 80
+
+
+def test_strict_wants_steps_that_were_logged_twice(log):
+    path = log(died=SAVED, noise=0.004)
+    plain = run_ckptctl("loss", path, "--resume-step", SAVED)
+    strict = run_ckptctl("loss", path, "--resume-step", SAVED, "--strict")
+    assert (plain.returncode, strict.returncode) == (0, 31)
+    assert plain.stdout.startswith("no-jump: ")
+
+
+def test_the_document_is_as_its_schema_says(log):
+    done = run_ckptctl("loss", log(times(1.012)), "--json")
+    document = validated(done.stdout)
+    assert document["verdict"] == "discontinuous"
+    assert len(document["judgements"][0]["replay"]["rows"]) == DIED - SAVED
+    assert document["next_command"] == "ckptctl explain loss.higher"
+
+
+def test_the_document_of_a_log_without_a_loss_is_as_its_schema_says(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    done = run_ckptctl("loss", empty, "--json")
+    assert done.returncode == 31
+    assert validated(done.stdout)["findings"][0]["code"] == "loss.none"
+
+
+def test_the_resume_report_gives_the_boundary_and_the_next_commands(tmp_path, log):
+    attempts = tmp_path / "run" / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    step = str(tmp_path / "run" / "step_200")
+    report = {
+        "schema": "ckptctl.resume/1",
+        "at": "2026-11-21T00:00:00.000000Z",
+        "step": SAVED,
+        "tokens": None,
+        "root": str(tmp_path / "run"),
+        "path": step,
+    }
+    (attempts / "20261121T000000.000000Z-00000000.resume.json").write_text(json.dumps(report))
+    path = log(times(1.012))
+    done = run_ckptctl("loss", path, "--resume-report", tmp_path / "run", "--json")
+    document = validated(done.stdout)
+    assert document["judgements"][0]["boundary"] == {
+        "step": SAVED,
+        "source": "report",
+        "tokens": None,
+        "at_s": 1795219200.0,
+    }
+    reject, pick = document["next_commands"]
+    assert reject.startswith(f"ckptctl reject {step} --reason ")
+    assert pick == f"ckptctl pick {tmp_path / 'run'}"
+
+
+def test_a_root_without_a_report_is_a_usage_error(tmp_path, log):
+    done = run_ckptctl("loss", log(), "--resume-report", tmp_path)
+    assert done.returncode == 2
+    assert "--resume-step" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--resume", "0"], ["--resume", "9"], ["--key", "loss"]])
+def test_an_argument_that_makes_no_sense_is_refused(log, words):
+    done = run_ckptctl("loss", log(), *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_ascii(log):
+    done = run_ckptctl("loss", log(), env={"PYTHONIOENCODING": "ascii"})
+    assert done.stdout.isascii()
+    assert "@ both" in done.stdout
+
+
+def test_the_picture_is_well_formed_and_asks_for_nothing_outside_itself(tmp_path, log):
+    path = log(times(1.012))
+    for name in ("loss.svg", "loss.html"):
+        run_ckptctl("loss", path, "--plot", tmp_path / name)
+        text = (tmp_path / name).read_text()
+        svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])
+        circles = svg.iter("{http://www.w3.org/2000/svg}circle")
+        assert len(list(circles)) > 100
+        outside = re.findall(r"(?:href|src|url)\s*[=(]", text)
+        assert outside == []
+
+
+def test_the_picture_can_be_a_png(tmp_path, log):
+    image = pytest.importorskip("PIL.Image")
+    run_ckptctl("loss", log(), "--plot", tmp_path / "loss.png")
+    with image.open(tmp_path / "loss.png") as opened:
+        assert opened.format == "PNG"
+        colors = {color for _, color in opened.convert("RGB").getcolors(1 << 20)}
+    assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)} <= colors
+
+
+def test_without_pillow_a_png_is_refused_and_the_extra_is_named(tmp_path, log):
+    code = (
+        "import sys; sys.modules['PIL'] = None; sys.argv = ['ckptctl', *sys.argv[1:]]; "
+        "from ckptctl.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", code, "loss", str(log()), "--plot", "loss.png"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ckptctl[plot]" in done.stderr
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(tmp_path):
+    done = run_ckptctl("loss", tmp_path / "none.log", "--plot", "loss.gif")
+    assert done.returncode == 2
+    assert ".svg, .html, .png" in done.stderr
