@@ -21,7 +21,6 @@ from typing import Any
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
-    NothingToResume,
     PathNotFound,
     StorageError,
     UsageError,
@@ -40,7 +39,9 @@ from ckptctl.train.deciding import (
     Rejected,
     check_root,
     decide,
+    prove_content,
     prove_seen,
+    too_many,
 )
 from ckptctl.train.evidence import NOT_FINITE, reject_proven, signature_of, supersede_newer
 from ckptctl.train.group import PATIENCE_S, Group, make_group
@@ -152,8 +153,11 @@ class Checkpointer:
             raise UsageError("an optimizer was given without its model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
-        if keep is not None and not is_local(root):
-            raise UsageError("keep removes steps of file systems; a bucket has lifecycle rules")
+        if not is_local(root):
+            raise UsageError(
+                f"{root}: Checkpointer saves to file systems; `resolve` and `Reader` go on from "
+                "object stores"
+            )
         check_step_format(step_format)
         self.root = root
         self.group: Group = make_group(patience_s)
@@ -206,6 +210,14 @@ class Checkpointer:
         """
         if self._attempt is not None:
             raise UsageError("resume was called before; a Checkpointer resumes once")
+        try:
+            return self._resume(resume_from)
+        except CkptctlError as error:
+            if self.group.is_first and error.next_command:
+                self._tell(f"next: {error.next_command}")
+            raise
+
+    def _resume(self, resume_from: str | int | None) -> Start:
         first = self.group.from_first
         first(lambda: self._check_before(resume_from))
         token = first(lambda: take_token(self._store, new_attempt()))
@@ -277,7 +289,10 @@ class Checkpointer:
             if decision.path is None or decision.step is None:
                 return decision, {}, decision.rejected
             prove_seen(decision, self.group, self._looking)
-            error, loaded = self._try_to_load(decision)
+            error = prove_content(decision, self.group, self._looking)
+            loaded: dict[str, Any] = {}
+            if error is None:
+                error, loaded = self._try_to_load(decision)
             if error is None:
                 return decision, loaded, (*failed.values(), *decision.rejected)
             step = decision.step
@@ -285,12 +300,7 @@ class Checkpointer:
             if self.group.is_first:
                 attempt.ledger.add("failed", step=step, reason=error.message, while_="loading")
             if len(failed) > self._looking.max_fallback:
-                raise NothingToResume(
-                    f"{len(failed)} steps looked whole and did not load ({error.message}): "
-                    "suspect the storage path itself before you trust an older step",
-                    exit_code=11,
-                    next_command=f"ckptctl scan {self.root}",
-                )
+                raise too_many(failed, self.root)
 
     def _try_to_load(self, decision: Decision) -> tuple[LoadFailed | None, dict[str, Any]]:
         """Load on all ranks; the failure that all agree on, or what was loaded here."""
@@ -478,7 +488,7 @@ class Checkpointer:
         if not group.is_first:
             return
         finite = loss is not None and math.isfinite(loss)
-        attempt.ledger.add(
+        self._record(
             "saved",
             step=step,
             path=saver.url_of(step),

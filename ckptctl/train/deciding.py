@@ -14,17 +14,19 @@ import shlex
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import (
     CkptctlError,
+    LoadFailed,
     NothingToResume,
     StorageError,
     StorageUnavailable,
     UsageError,
 )
-from ckptctl.findings import Report, Severity
+from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.layouts import METADATA, compile_pattern
+from ckptctl.judge.arguments import known_level
 from ckptctl.judge.empty_roots import check_empty, check_restart
 from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
 from ckptctl.judge.picking import pick
@@ -34,6 +36,10 @@ from ckptctl.judge.verifying import verify
 from ckptctl.model import Level
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 from ckptctl.train.group import Group
+
+if TYPE_CHECKING:
+    from ckptctl.checks.byte_pass import OnProgress
+    from ckptctl.judge.bytes_look import Outcomes
 
 SETTLE_S = 60.0
 """How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
@@ -141,11 +147,7 @@ def _nonce() -> str:
 def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: bool) -> Decision:
     found = pick(
         root,
-        level=None
-        if looking.level == Level.CONTENT
-        else Level(looking.level)
-        if looking.level
-        else None,
+        level=_first_level(looking),
         require=looking.require,
         weights_ok=looking.weights_ok,
         skip=skip,
@@ -171,6 +173,12 @@ def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: 
     return _chosen(found.chosen, rejected, fell_back=fell_back)
 
 
+def _first_level(looking: Looking) -> Level | None:
+    """How deep rank 0 looks: level `content` comes after it, and all ranks share it."""
+    level = known_level(looking.level)
+    return None if level is Level.CONTENT else level
+
+
 def _all_interrupted(found: Pick) -> bool:
     return bool(found.passed_over) and all(over.report.interrupted for over in found.passed_over)
 
@@ -183,7 +191,7 @@ def _rejected(over: PassedOver) -> Rejected:
 def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
     report = verify(
         target,
-        level=Level.STRUCTURE if looking.level is None else Level(looking.level),
+        level=_first_level(looking) or Level.STRUCTURE,
         require=looking.require,
         pattern=looking.pattern,
         grace_s=looking.grace_s,
@@ -270,6 +278,64 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) 
     except StorageError as error:
         return error.message
     return None
+
+
+class _GroupCrew:
+    """The ranks of a job as `verify` shares the bytes of a step among them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def watch(self, told: OnProgress | None) -> OnProgress:
+        """See `judge.bytes_look.Crew.watch`; a job tells nobody."""
+        return told or (lambda _done, _total: None)
+
+    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
+        """See `judge.bytes_look.Crew.gather`."""
+        every = self._group.gather(found)
+        return every[1:] if self._group.is_first else ()
+
+
+def prove_content(decision: Decision, group: Group, looking: Looking) -> LoadFailed | None:
+    """Compare every byte of the step where level `content` was asked for, shared by all ranks.
+
+    The failure that all ranks agree on, None where the step is what was saved. Raises
+    `StorageError`. Cost: every byte of the step, read by one rank or another.
+    """
+    path = decision.path
+    if path is None or looking.level is None or Level(looking.level) is not Level.CONTENT:
+        return None
+    reports = group.from_all(
+        lambda: verify(
+            path,
+            level=Level.CONTENT,
+            pattern=looking.pattern,
+            require_seal=looking.require_seal,
+            key=looking.key,
+            crew=_GroupCrew(group) if group.size > 1 else None,
+            **looking.storage,
+        )
+    )
+    report = reports[0]
+    if report.usable:
+        return None
+    first = report.with_severity(Severity.FAULT)[0]
+    if report.verdict is Verdict.UNKNOWN:
+        raise StorageUnavailable(first.message, next_command=first.next_command)
+    return LoadFailed(f"{report.verdict.value} at level content: {first.message}")
+
+
+def too_many(failed: Collection[int], root: str) -> NothingToResume:
+    """What it means that several steps looked whole and were not."""
+    steps = ", ".join(str(step) for step in failed)
+    return NothingToResume(
+        f"{len(failed)} steps looked whole and are not ({steps}): suspect the storage path itself "
+        "before you trust an older step",
+        exit_code=11,
+        next_command=f"ckptctl scan {shlex.quote(root)}",
+    )
 
 
 def metadata_path(decision: Decision) -> str:

@@ -130,9 +130,13 @@ def make_group(patience_s: float = PATIENCE_S) -> Group:
     Every rank calls it. Raises `UsageError` where a launcher started several processes
     that do not know of each other yet: each would take itself for the only one.
     """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    try:
+        import torch.distributed as dist
+    except ModuleNotFoundError:
+        known = False  # `resolve` works where torch does not
+    else:
+        known = dist.is_available() and dist.is_initialized()
+    if not known:
         place = place_in(os.environ)
         if place is not None:
             raise UsageError(

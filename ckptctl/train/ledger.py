@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
@@ -66,7 +66,10 @@ class Ledger:
         line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
         if is_local(self.store.url):
             path = join_url(absolute_url(self.store.url), f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl")
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            except OSError as error:
+                raise StorageUnavailable(f"{path}: {error.strerror}") from error
             append_line(path, line)
             return
         self._lines.append(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ckptctl.model import Level
-from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_seen
+from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
 from ckptctl.train.group import PATIENCE_S, make_group
 
 
@@ -36,6 +36,8 @@ def resolve(
     where a rank sees another storage than rank 0 (`settle_s` seconds after the first try).
     A run is never called fresh where that is not certain.
 
+    With level `content` all ranks share the bytes, and steps that fail are passed over.
+
     Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
     """
     group = make_group(patience_s)
@@ -52,6 +54,12 @@ def resolve(
         settle_s=settle_s,
     )
 
-    decision = group.from_first(lambda: decide(resume_from, root, looking))
-    prove_seen(decision, group, looking)
-    return decision.path
+    failed: list[int] = []
+    while True:
+        decision = group.from_first(lambda: decide(resume_from, root, looking, skip=tuple(failed)))
+        prove_seen(decision, group, looking)
+        if decision.step is None or prove_content(decision, group, looking) is None:
+            return decision.path
+        failed.append(decision.step)
+        if len(failed) > max_fallback:
+            raise too_many(failed, root)

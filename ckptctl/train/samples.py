@@ -173,9 +173,12 @@ class GlobalLoader:
         return self.position // self.order.n_samples
 
     def batch_at(self, position: int) -> int:
-        """How many samples the global batch at a position has; 0 at the end of the data."""
+        """How many samples the global batch at a position has; 0 at the end of the data.
+
+        A last batch that is too small to give every rank a sample is left out.
+        """
         left = self.global_batch if self._end is None else self._end - position
-        return max(0, min(self.global_batch, left))
+        return min(self.global_batch, left) if left >= self.n_ranks else 0
 
     def own(self, start: int, size: int) -> range:
         """The positions of a global batch that this rank takes."""

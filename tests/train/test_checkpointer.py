@@ -15,7 +15,7 @@ from command_line import validated
 torch = pytest.importorskip("torch")
 
 from one_process import N_STEPS, Job, run  # noqa: E402
-from small_job import Lines  # noqa: E402
+from small_job import Lines, train_one  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import ckptctl  # noqa: E402
@@ -181,6 +181,36 @@ def test_a_loader_that_says_nothing_of_its_place_is_told_before_it_does_harm(tmp
     plain.die()
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_stateful_loader_goes_on_where_it_was_also_over_the_end_of_an_epoch(tmp_path, n_workers):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def job(name, last):
+        torch.manual_seed(11)
+        loader = loaders.StatefulDataLoader(
+            Lines(), batch_size=24, shuffle=True, num_workers=n_workers
+        )
+        made = Job(tmp_path / name, dataloader=loader)
+        step = made.resume().step + 1
+        while step <= last:
+            for batch, ids in loader:  # four batches an epoch
+                made.losses[step] = train_one(
+                    made.model, made.optimizer, made.scheduler, batch
+                ).item()
+                made.samples[step] = ids.tolist()
+                made.ckpt.save(step)
+                step += 1
+                if step > last:
+                    break
+        made.die()
+        return made
+
+    whole, first, second = job("whole", 11), job("cut", 6), job("cut", 11)
+    assert {**first.samples, **second.samples} == whole.samples
+    assert {**first.losses, **second.losses} == whole.losses
+
+
 def test_another_data_set_is_told_before_it_does_harm(half):
     class Fewer(Lines):
         def __len__(self):
@@ -342,6 +372,20 @@ def test_too_many_steps_that_do_not_load_make_the_storage_suspect(root):
     job = Job(root, level="listing")
     with pytest.raises(NothingToResume, match="suspect the storage path itself"):
         job.resume()
+    job.die()
+
+
+def test_shards_of_another_step_are_seen_at_level_content(root):
+    step = root / "step_12"
+    times = (step / "__0_0.distcp").stat()
+    assert (root / "step_9" / "__0_0.distcp").stat().st_size == times.st_size
+    shutil.copy(root / "step_9" / "__0_0.distcp", step)
+    os.utime(step / "__0_0.distcp", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert resolve("auto", str(root), level="content") == str(root / "step_9")
+    job = Job(root, level="content")
+    start = job.resume()
+    assert start.step == 9
+    assert "not what was sealed" in start.rejected[0].reason
     job.die()
 
 
