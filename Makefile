@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt bench loss-bench clean
+.PHONY: help demo test lint fmt kills bench loss-bench clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ lint: $(READY) ## Style and types
 fmt: $(READY) ## Put the code in form
 	@$(BIN)/ruff check -q --fix .
 	@$(BIN)/ruff format .
+
+kills: $(READY) ## Kill a training job 50 times at random; its losses must stay those of an unbroken run
+	@$(BIN)/python tests/campaign/kills.py
 
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -1,0 +1,74 @@
+"""Killed 50 times at random moments: does the run stay the one that nobody kills?
+
+    python tests/campaign/kills.py [--kills 50] [--seed 0] [--lazy]
+
+Four ranks on gloo train a small transformer with dropout, AdamW, a schedule and
+shuffled data. All of them are killed with SIGKILL, at a random time or at a moment of a
+save, and started again with `auto`, ten times a run; then the run may end. Its losses
+must be those of an unbroken run in every digit, and its samples those of one epoch.
+Ends with a code other than 0 where they are not; `--seed` repeats a campaign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "train"), str(HERE.parent.parent)]
+
+from running import N_SAMPLES, codes_of, losses, rows_of, run_job, samples  # noqa: E402
+
+KILLS_A_RUN = 10
+JOB = ("--ranks", 4, "--batch", 4, "--steps", 24, "--save-every", 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill a training job at random.")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lazy", action="store_true", help="save beside the training")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    lazy = ("--lazy",) if options.lazy else ()
+    with tempfile.TemporaryDirectory() as folder:
+        began_s = time.monotonic()
+        done = run_job(Path(folder), *JOB, name="unbroken")
+        if codes_of(done) != [0]:
+            sys.exit(done.stderr)
+        unbroken = rows_of(Path(folder), "unbroken")
+        n_kills = 0
+        while n_kills < options.kills:
+            n_more = min(KILLS_A_RUN, options.kills - n_kills)
+            moments = [moment(draw) for _ in range(n_more)]
+            name = f"run-{n_kills}"
+            done = run_job(Path(folder), *JOB, *lazy, "--kill", *moments, name=name)
+            check(done, rows_of(Path(folder), name), unbroken, moments)
+            n_kills += sum(code == -9 for code in codes_of(done))
+            print(f"{n_kills:3} kills, {time.monotonic() - began_s:.0f} s: {' '.join(moments)}")
+    print(f"{n_kills} kills, and every loss and every sample as if there had been none")
+
+
+def moment(draw: random.Random) -> str:
+    """Two times out of three any time, else right before something is published."""
+    if draw.random() < 2 / 3:
+        return f"{draw.uniform(0, 0.9):.3f}"
+    return f"{draw.choice(('claim', 'metadata', 'seal'))}:{draw.choice((1, 1, 2))}"
+
+
+def check(done, rows: dict[int, dict], unbroken: dict[int, dict], moments: list[str]) -> None:
+    said = f"kills at {' '.join(moments)}\n{done.stderr}"
+    if codes_of(done)[-1] != 0:
+        sys.exit(f"the run did not come to its end: {codes_of(done)}, {said}")
+    if losses(rows) != losses(unbroken):
+        sys.exit(f"the losses differ: {losses(rows)}\nand not {losses(unbroken)}, {said}")
+    if sorted(samples(rows)) != list(range(N_SAMPLES)):
+        sys.exit(f"not every sample once: {samples(rows)}, {said}")
+
+
+if __name__ == "__main__":
+    main()
