@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ckptctl.failures.results import Classification
     from ckptctl.findings import Finding, Report, Severity, Verdict
     from ckptctl.formats.marks import Mark, Word
+    from ckptctl.gate.gating import preflight
+    from ckptctl.gate.results import Check, Preflight
     from ckptctl.judge.marking import mark
     from ckptctl.judge.picking import pick
     from ckptctl.judge.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccessDenied",
     "Answer",
+    "Check",
     "CkptctlError",
     "Classification",
     "Contents",
@@ -58,6 +61,7 @@ __all__ = [
     "PassedOver",
     "PathNotFound",
     "Pick",
+    "Preflight",
     "RankShare",
     "RecoveryCost",
     "Report",
@@ -78,6 +82,7 @@ __all__ = [
     "mark",
     "pick",
     "plan_reshard",
+    "preflight",
     "recovery_cost",
     "reshard",
     "scan",
@@ -87,6 +92,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ckptctl.gate.gating": "preflight",
+    "ckptctl.gate.results": "Check Preflight",
     "ckptctl.cost.estimating": "RecoveryCost recovery_cost",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "

@@ -34,6 +34,7 @@ COMMANDS = (
     "reject",
     "accept",
     "pin",
+    "preflight",
     "cost",
     "reshard",
     "runbook",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from ckptctl.cost.estimating import RecoveryCost
+    from ckptctl.gate.results import Preflight
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
     from ckptctl.loss.verdict import Judgement
@@ -137,6 +138,12 @@ def _replayed(row: Replayed) -> Document:
         "averaged": row.averaged,
         **values,
     }
+
+
+def preflight_document(found: Preflight) -> Document:
+    """The document of `preflight`; what `pick` says of its steps is in its field `pick`."""
+    document = {**_envelope("preflight", found.exit_code), **_rest(found)}
+    return {**document, "pick": _rest(found.pick)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

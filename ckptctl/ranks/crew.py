@@ -137,6 +137,14 @@ class RankCrew:
         self._gathered = True
         return tuple(one for one in (gathered or ())[1:] if one is not None)
 
+    def everyone(self, value: T) -> tuple[T, ...]:
+        """What every process has, by rank, in every process. All of them must call it."""
+        import torch.distributed as dist
+
+        found: list[T | None] = [None] * self.size
+        together(lambda: dist.all_gather_object(found, value), "a process is gone")
+        return tuple(found)  # type: ignore[arg-type]
+
     def agree(self, exit_code: int) -> int:
         """The exit code of rank 0, in every process.
 

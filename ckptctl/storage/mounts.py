@@ -7,6 +7,7 @@ Whether the server is there is not asked.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from ckptctl.storage.contract import Kind
 
@@ -38,20 +39,39 @@ _NETWORK_TYPES = frozenset(
 _MOUNT_TABLE = "/proc/self/mounts"
 
 
+class Mount(NamedTuple):
+    """What is mounted where: `nfs:/export`, `/shared`, `nfs4`."""
+
+    source: str
+    at: str
+    type: str
+
+
+def mount_of(folder: str) -> Mount | None:
+    """The mount that `folder` lies on, None where there is no mount table to read (macOS)."""
+    try:
+        with open(_MOUNT_TABLE, encoding="utf-8", errors="surrogateescape") as table:
+            return _mount_in(table.read(), os.path.realpath(folder))
+    except OSError:
+        return None
+
+
 def kind_of(folder: str) -> Kind:
     """`NETWORK` where a server or a FUSE process answers for `folder`, else `LOCAL`.
 
-    `LOCAL` too where there is no mount table to read (macOS).
+    `LOCAL` too where there is no mount table to read.
     """
-    try:
-        with open(_MOUNT_TABLE, encoding="utf-8", errors="surrogateescape") as table:
-            return _kind_in(table.read(), os.path.realpath(folder))
-    except OSError:
-        return Kind.LOCAL
+    mount = mount_of(folder)
+    return Kind.LOCAL if mount is None else _kind_of_type(mount.type)
 
 
 def _kind_in(table: str, folder: str) -> Kind:
-    best, kind = "", Kind.LOCAL
+    mount = _mount_in(table, folder)
+    return Kind.LOCAL if mount is None else _kind_of_type(mount.type)
+
+
+def _mount_in(table: str, folder: str) -> Mount | None:
+    best: Mount | None = None
     for line in table.splitlines():
         fields = line.split(" ")
         if len(fields) < 3:
@@ -59,9 +79,9 @@ def _kind_in(table: str, folder: str) -> Kind:
         at = _unescaped(fields[1])
         inside = folder == at or folder.startswith(at.rstrip("/") + "/")
         # Of mounts on one place, the last in the table lies on top.
-        if inside and len(at) >= len(best):
-            best, kind = at, _kind_of_type(fields[2])
-    return kind
+        if inside and (best is None or len(at) >= len(best.at)):
+            best = Mount(_unescaped(fields[0]), at, fields[2])
+    return best
 
 
 def _kind_of_type(name: str) -> Kind:

@@ -24,7 +24,7 @@ FLOORS = {
     "loss": 5,
     "failures": 5,
     "cost": 5,
-    "preflight": 6,
+    "gate": 6,
     "train": 6,
     "supervise": 6,
     "runbook": 7,

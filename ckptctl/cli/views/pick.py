@@ -13,9 +13,16 @@ def pick_lines(pick: Pick) -> list[Line]:
         lines = [line(Span("error:", "bad"), f" {pick.message}", hang=2)]
     else:
         lines = [line(Span(pick.message, "good"), hang=2)]
-    for over in pick.passed_over:
-        lines.append(line(f"  not step {step_name(over.report)}: {over.reason}", hang=4))
+    lines += refused_lines(pick)
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""
         lines.append(line(f"  looked at: {pick.level.value}{reason}", hang=4))
     return [*lines, *finding_lines(pick.findings), *next_line(pick.next_command)]
+
+
+def refused_lines(pick: Pick) -> list[Line]:
+    """Why newer steps were refused, one a line."""
+    return [
+        line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
+        for over in pick.passed_over
+    ]

@@ -1,0 +1,166 @@
+"""`ckptctl preflight`: the gate in a job script."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated
+
+import ckptctl
+from ckptctl.cli.documents import preflight_document
+from ckptctl.cli.options import (
+    GraceOpt,
+    KeyFileOpt,
+    LevelOpt,
+    MarksOpt,
+    PatternOpt,
+    RequireOpt,
+    RequireSealOpt,
+    RootArg,
+    SavedWorldSizeOpt,
+    Storage,
+    WeightsOpt,
+    WorldSizeOpt,
+    level_of,
+    option,
+    parse_duration,
+    parse_kinds,
+    parse_steps,
+    seal_key,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.preflight import preflight_lines
+from ckptctl.ranks.crew import RankCrew, joined, place_in
+
+EXAMPLES = (
+    "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
+    "srun --ntasks-per-node=1 ckptctl preflight /shared/ckpt/run-1234 --probe-storage",
+)
+EXIT_CODES = (0, 2, 10, 11, 75, 77)
+
+
+def preflight(
+    root: RootArg,
+    level: LevelOpt = None,
+    require: RequireOpt = None,
+    weights_ok: WeightsOpt = False,
+    accept_unverifiable: Annotated[
+        bool,
+        option(
+            "--accept-unverifiable",
+            help="Take a step that nothing in it can prove good at the level asked for.",
+        ),
+    ] = False,
+    before: Annotated[
+        int | None,
+        option("--before", metavar="STEP", min=0, help="Only steps older than this one."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        option(
+            "--skip",
+            metavar="STEP,...",
+            help="Steps to leave out, also when they cannot be looked at.",
+        ),
+    ] = None,
+    max_fallback: Annotated[
+        int,
+        option(
+            "--max-fallback",
+            metavar="N",
+            min=0,
+            help="How many damaged steps may be passed over; interrupted saves do not count.",
+        ),
+    ] = 2,
+    allow_fresh: Annotated[
+        bool,
+        option(
+            "--allow-fresh",
+            help="Exit with 0 and print nothing where the root holds no step at all.",
+        ),
+    ] = False,
+    mtbf: Annotated[
+        str | None,
+        option("--mtbf", metavar="TIME", help="Mean time between failures of the whole job."),
+    ] = None,
+    room_for: Annotated[
+        int,
+        option(
+            "--room-for",
+            metavar="N",
+            min=0,
+            help="How many more steps must fit; 0 for a job that saves nothing.",
+        ),
+    ] = 1,
+    probe_storage: Annotated[
+        bool,
+        option(
+            "--probe-storage",
+            help="Write up to 64 MiB to a folder of its own under ROOT/.ckptctl, read them back, "
+            "compare, and remove them; say what damaged steps have in common.",
+        ),
+    ] = False,
+    world_size: WorldSizeOpt = None,
+    saved_world_size: SavedWorldSizeOpt = None,
+    pattern: PatternOpt = None,
+    grace: GraceOpt = 600.0,
+    require_seal: RequireSealOpt = False,
+    key_file: KeyFileOpt = None,
+    marks: MarksOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Can this job start here and now, and from which step?
+
+    Chooses as pick does, then looks whether the storage can be read and written to, whether the
+    ranks fit, and whether saves are frequent enough. Prints the path on standard output, and one
+    line for each check on standard error. Started on every node by srun or torchrun, the nodes
+    compare what they see; one of them prints, all end with the same code. With --quiet standard
+    error stays empty unless a check failed.
+    """
+    with ExitStack() as stack:
+        crew = _crew(stack, out)
+        found = ckptctl.preflight(
+            root,
+            level=level_of(level),
+            require=parse_kinds(require),
+            weights_ok=weights_ok,
+            accept_unverifiable=accept_unverifiable,
+            before=before,
+            skip=parse_steps(skip),
+            max_fallback=max_fallback,
+            allow_fresh=allow_fresh,
+            world_size=world_size,
+            saved_world_size=saved_world_size,
+            mtbf_s=parse_duration(mtbf, "--mtbf"),
+            room_for=room_for,
+            probe_storage=probe_storage,
+            pattern=pattern,
+            grace_s=grace,
+            require_seal=require_seal,
+            key=seal_key(key_file),
+            marks=marks,
+            crew=crew,
+            **storage,
+        )
+    document = partial(preflight_document, found)
+    out.save(document)
+    if out.as_json:
+        out.document(document())
+    elif crew is None or crew.rank == 0:
+        if out.talks or found.exit_code:
+            out.lines(preflight_lines(found), to=out.err)
+        out.bare(() if found.path is None else (found.path,))
+    return found.exit_code
+
+
+def _crew(stack: ExitStack, out: Output) -> RankCrew | None:
+    """The processes that torchrun or srun started besides this one; None where there are none."""
+    place = place_in(os.environ)
+    if place is None:
+        return None
+    if place.rank > 0:
+        out.step_aside()
+    return stack.enter_context(joined(place))

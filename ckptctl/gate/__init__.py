@@ -1,0 +1,1 @@
+"""Can this job start here and now, and from which step?"""

@@ -1,0 +1,221 @@
+"""Can this job start here and now, and from which step?
+
+Everything that can be known before a GPU is warm: `pick`'s choice, the storage as each
+node sees it, ranks against those that saved, saves against failures. Where several
+processes were started (srun, torchrun), rank 0 chooses, all look, and all come to the
+same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol, TypeVar
+
+from ckptctl.cost.measuring import Measured, measured_in
+from ckptctl.errors import UsageError
+from ckptctl.findings import Report
+from ckptctl.gate.node import check_nodes, look_from_here
+from ckptctl.gate.probing import StorageProbe, check_probe
+from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight
+from ckptctl.gate.sizing import check_cadence, check_capacity, ranks_in
+from ckptctl.gate.suspects import check_damage, scan_command
+from ckptctl.judge.picking import pick
+from ckptctl.judge.results import Answer, Pick
+from ckptctl.judge.scanning import scan
+from ckptctl.model import Level
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+from ckptctl.train.cluster import cluster_context
+from ckptctl.train.group import Outcome as Told
+from ckptctl.train.group import outcome_of
+
+T = TypeVar("T")
+
+_DEEP_LOOK = 20
+
+
+class Crew(Protocol):
+    """The processes of one job step, and which of them this is."""
+
+    rank: int
+    size: int
+
+    def everyone(self, value: T) -> tuple[T, ...]:
+        """What every process has, by rank, in every process."""
+        ...
+
+
+class _Alone:
+    """A crew of one."""
+
+    rank = 0
+    size = 1
+
+    def everyone(self, value: T) -> tuple[T, ...]:
+        return (value,)
+
+
+def preflight(
+    root: str,
+    *,
+    level: Level | None = None,
+    require: Collection[str] = (),
+    weights_ok: bool = False,
+    accept_unverifiable: bool = False,
+    before: int | None = None,
+    skip: Collection[int] = (),
+    max_fallback: int = 2,
+    allow_fresh: bool = False,
+    world_size: int | None = None,
+    saved_world_size: int | None = None,
+    mtbf_s: float | None = None,
+    room_for: int = 1,
+    probe_storage: bool = False,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    require_seal: bool = False,
+    key: bytes | None = None,
+    marks: str | None = None,
+    crew: Crew | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Preflight:
+    """Look at everything that a job needs from its storage before it starts.
+
+    `world_size` is how many ranks will load; None takes what torchrun or SLURM say. `mtbf_s`
+    is the mean time between failures, in seconds. There must be room for `room_for` more
+    steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
+    and compares, and looks at the newest 20 steps for what damaged ones share. `crew` are
+    the other processes of the job, each of which must call this. The rest is `pick`'s.
+
+    The exit code is that of the first check that failed, else `pick`'s; only with 0 is
+    there a path. Raises `UsageError`, and `StorageError` where the root cannot be listed.
+
+    Cost: `pick`, and on each process one listing, the chosen step's metadata, 16 MiB of one
+    shard file; on rank 0 one listing for each of the newest 11 steps.
+    """
+    crew = crew or _Alone()
+    if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
+        raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
+    if room_for < 0:
+        raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
+    cluster = cluster_context()
+    told = ranks_in(cluster)
+    asked_size = world_size if world_size is not None else told[0] if told else None
+    source = "" if world_size is not None or told is None else f" ({told[1]})"
+    to_storage = {
+        "storage_options": storage_options,
+        "endpoint_url": endpoint_url,
+        "timeout_s": timeout_s,
+    }
+
+    def choose() -> Pick:
+        return pick(
+            root,
+            level=level,
+            require=require,
+            weights_ok=weights_ok,
+            accept_unverifiable=accept_unverifiable,
+            before=before,
+            skip=skip,
+            max_fallback=max_fallback,
+            allow_fresh=allow_fresh,
+            world_size=asked_size,
+            saved_world_size=saved_world_size,
+            pattern=pattern,
+            grace_s=grace_s,
+            require_seal=require_seal,
+            key=key,
+            marks=marks,
+            **to_storage,  # type: ignore[arg-type]
+        )
+
+    picked = _first(crew, choose)
+    with open_store(root, **to_storage) as store:  # type: ignore[arg-type]
+        nodes = crew.everyone(look_from_here(store, picked.chosen, crew.rank))
+        probe = _probed(store, crew) if probe_storage else None
+
+        def judge() -> tuple[Check, ...]:
+            room = room_for * picked.chosen.n_bytes if picked.chosen else 0
+            reports = _reports(picked)
+            if probe_storage and reports:
+                deep = scan(
+                    root,
+                    level=Level.LISTING,
+                    last=_DEEP_LOOK,
+                    pattern=pattern,
+                    **to_storage,  # type: ignore[arg-type]
+                )
+                known = {one.url for one in reports}
+                reports += tuple(one for one in deep.reports if one.url not in known)
+            seen = measured_in(store, pattern) if picked.chosen else Measured(0)
+            checks = [
+                _check_pick(picked),
+                *check_nodes(root, nodes, room),
+                probe,
+                check_damage(store, reports, scan_command(root)),
+                check_capacity(asked_size, source, picked.chosen, seen),
+                check_cadence(root, mtbf_s, seen) if picked.chosen else None,
+            ]
+            return tuple(one for one in checks if one is not None)
+
+        checks = _first(crew, judge)
+    return _answer(root, picked, checks, nodes)
+
+
+def _first(crew: Crew, act: Callable[[], T]) -> T:
+    """What rank 0 comes to, in every process; its error is everyone's."""
+    mine: Told[T] = outcome_of(act) if crew.rank == 0 else Told()
+    told = crew.everyone(mine)[0] if crew.size > 1 else mine
+    if told.error is not None:
+        raise told.raised()
+    return told.value  # type: ignore[return-value]
+
+
+def _probed(store: Store, crew: Crew) -> Check:
+    """Every process writes, reads its own files, and those of the next process."""
+    with StorageProbe(store) as probe:
+        crew.everyone(None)  # each has seen what was there before anyone wrote
+        written = crew.everyone(probe.write())
+        compared = [probe.compare(written[crew.rank])]
+        if crew.size > 1:
+            compared.append(probe.compare(written[(crew.rank + 1) % crew.size]))
+        # Nobody removes what another still reads.
+        gathered = crew.everyone(tuple(compared))
+    return check_probe(written, [one for each in gathered for one in each])
+
+
+def _reports(picked: Pick) -> tuple[Report, ...]:
+    over = tuple(one.report for one in picked.passed_over)
+    return over if picked.chosen is None else (*over, picked.chosen)
+
+
+def _check_pick(picked: Pick) -> Check:
+    outcome = Outcome.OK
+    if picked.answer is Answer.FELL_BACK:
+        outcome = Outcome.WARNING
+    if picked.exit_code:
+        outcome = Outcome.FAILED
+    looked = f" (looked at: {picked.level.value})" if picked.level else ""
+    return Check("step", outcome, picked.message + looked, picked.exit_code, picked.next_command)
+
+
+def _answer(
+    root: str, picked: Pick, checks: tuple[Check, ...], nodes: tuple[NodeFacts, ...]
+) -> Preflight:
+    # A storage that nodes see differently makes `pick`'s word worthless: it comes first.
+    failed = [one for one in checks if one.outcome is Outcome.FAILED]
+    worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
+    chosen = picked.chosen if worst is None else None
+    return Preflight(
+        root=root,
+        path=None if chosen is None else chosen.url,
+        step=None if chosen is None else chosen.number,
+        checks=checks,
+        nodes=nodes,
+        pick=picked,
+        message=picked.message if worst is None else worst.message,
+        exit_code=0 if worst is None else worst.exit_code,
+        next_command=None if worst is None else worst.next_command,
+    )

@@ -1,0 +1,346 @@
+"""The gate of a job: one path when everything is well, one reason when it is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+import ckptctl
+from ckptctl.cost.measuring import Measured
+from ckptctl.errors import NothingToResume, UsageError
+from ckptctl.gate.node import check_nodes
+from ckptctl.gate.probing import StorageProbe, check_probe
+from ckptctl.gate.results import NodeFacts, Outcome
+from ckptctl.gate.sizing import check_cadence, check_capacity, ranks_in
+from ckptctl.storage.local import LocalStore
+from ckptctl.train.cluster import cluster_context
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that the tests run on may be part of a job."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "PET_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def root(framework_roots: Path, tmp_path: Path) -> Path:
+    """Steps 100, 200 and 300, saved by two ranks, an hour apart and a minute long."""
+    source = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+    for hours, number in enumerate((100, 200, 300)):
+        step = tmp_path / "ckpt" / f"step_{number}"
+        shutil.copytree(source, step)
+        for place, file in enumerate(sorted(one for one in step.rglob("*") if one.is_file())):
+            at = 1_700_000_000 + 3600 * hours + (60 if place else 0)
+            os.utime(file, (at, at))
+    return tmp_path / "ckpt"
+
+
+def cut(root: Path, number: int, rank: int = 1) -> None:
+    """Cut the shard file of one rank short, without a trace in its times."""
+    file = root / f"step_{number}" / f"__{rank}_0.distcp"
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[:1000])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def outcomes(found: ckptctl.Preflight) -> dict[str, Outcome]:
+    return {check.name: check.outcome for check in found.checks}
+
+
+def message(found: ckptctl.Preflight, name: str) -> str:
+    (check,) = [one for one in found.checks if one.name == name]
+    return check.message
+
+
+# One process
+
+
+def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
+    found = ckptctl.preflight(str(root), mtbf_s=24 * 3600)
+    assert (found.chosen, found.step, found.exit_code) == (f"{root}/step_300", 300, 0)
+    assert outcomes(found) == dict.fromkeys(("step", "storage", "capacity", "cadence"), Outcome.OK)
+    (node,) = found.nodes
+    assert (node.host, node.n_names, node.error) == (socket.gethostname(), 3, None)
+    assert node.read_bytes > 0
+
+
+def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root: Path):
+    cut(root, 300)
+    found = ckptctl.preflight(str(root))
+    assert found.step == 200
+    assert outcomes(found)["step"] is Outcome.WARNING
+    assert "damage" not in outcomes(found)
+
+
+def test_damaged_steps_that_one_rank_wrote_in_one_hour_say_so(root: Path):
+    cut(root, 200)
+    cut(root, 300)
+    found = ckptctl.preflight(str(root))
+    assert found.step == 100
+    assert message(found, "damage") == (
+        "steps 300, 200 are damaged: all have damage in files of rank 1; all were written "
+        "between 2023-11-14 23:14 UTC and 2023-11-15 00:14 UTC, and no good one then"
+    )
+
+
+def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root: Path):
+    cut(root, 200, rank=0)
+    cut(root, 300, rank=1)
+    found = ckptctl.preflight(str(root))
+    assert "rank" not in message(found, "damage")
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    (attempts / "20260101T000000.resume.json").write_text('{"cluster": {"local_world_size": 8}}')
+    found = ckptctl.preflight(str(root))
+    assert "all have damage in files of node 0 (ranks 0 to 7)" in message(found, "damage")
+
+
+def test_none_usable_is_a_failure_with_no_path(root: Path):
+    for number in (100, 200, 300):
+        cut(root, number)
+    found = ckptctl.preflight(str(root))
+    assert (found.exit_code, found.path) == (11, None)
+    with pytest.raises(NothingToResume):
+        _ = found.chosen
+
+
+def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path: Path):
+    assert ckptctl.preflight(str(tmp_path / "new")).exit_code == 10
+    found = ckptctl.preflight(str(tmp_path / "new"), allow_fresh=True)
+    assert (found.exit_code, found.path) == (0, None)
+    assert set(outcomes(found)) == {"step", "storage"}
+
+
+def test_a_full_disk_stops_the_job_before_it_trains_to_its_first_save(root: Path):
+    found = ckptctl.preflight(str(root), room_for=10**9)
+    assert (found.exit_code, found.path) == (75, None)
+    assert "nothing can be saved" in found.message
+    assert found.next_command == f"ckptctl prune {root} --keep 3"
+
+
+@pytest.mark.parametrize("wrong", [{"mtbf_s": 0}, {"mtbf_s": float("nan")}, {"room_for": -1}])
+def test_what_makes_no_sense_is_refused(root: Path, wrong: dict):
+    with pytest.raises(UsageError):
+        ckptctl.preflight(str(root), **wrong)
+
+
+# Nodes
+
+
+HERE = NodeFacts("node1", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a", metadata="m")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            {"listing": "b", "n_names": 0, "mount": "ext4 /dev/a on /"},
+            "other names under the root than node1 (0 names there, 3 here): ext4 /dev/a on / there",
+        ),
+        ({"metadata": "n"}, "node2 sees other metadata of the step than node1: a stale mount"),
+        ({"error": "no answer", "error_code": 75}, "node2 cannot look: no answer"),
+        ({"read_only": True}, "read-only on node2"),
+        ({"free": 5}, "5 bytes are free on node2, and the next saves need 100"),
+    ],
+)
+def test_a_node_that_differs_is_named(other: dict, says: str):
+    about = {"mount": HERE.mount, "free": 10**12, "n_names": 3, "listing": "a", "metadata": "m"}
+    checks = list(check_nodes("ckpt", [HERE, NodeFacts("node2", **{**about, **other})], 100))
+    (failed,) = [one for one in checks if one.outcome is Outcome.FAILED]
+    assert says in failed.message
+    assert failed.exit_code == 75
+
+
+def test_nodes_that_see_the_same_are_counted():
+    there = NodeFacts("node2", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a", metadata="m")
+    (check,) = check_nodes("ckpt", [HERE, there, there], 100)
+    assert check.outcome is Outcome.OK
+    assert check.message.startswith("2 nodes see the same: 3 names under the root")
+
+
+def started(folder: Path, rank: int, port: int, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "preflight", "ckpt", *args],
+        cwd=folder,
+        env=clean_environment(
+            RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free when the test begins."""
+    with closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_two_processes_give_one_path_and_one_answer(root: Path, port: int):
+    both = [started(root.parent, rank, port, "--probe-storage") for rank in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [out for out, _ in said] == ["ckpt/step_300\n", ""]
+    assert "268 MB written, read back and compared" in said[0][1]
+    assert not (root / ".ckptctl").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_process_whose_storage_is_another_one_stops_all(root: Path, tmp_path: Path, port: int):
+    (tmp_path / "elsewhere" / "ckpt").mkdir(parents=True)
+    both = [started(root.parent, 0, port), started(tmp_path / "elsewhere", 1, port)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [75, 75], said
+    assert [out for out, _ in said] == ["", ""]
+    assert "cannot look" in said[0][1]
+
+
+# Ranks and saves
+
+
+def test_the_environment_says_how_many_ranks_there_will_be():
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+    assert ranks_in(cluster_context(slurm)) == (32, "4 nodes of 8 GPUs")
+    per_node = {**slurm, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    assert ranks_in(cluster_context(per_node)) == (32, "4 nodes of 8 GPUs")
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "16"}
+    assert ranks_in(cluster_context(torchrun)) == (16, "torchrun")
+    assert ranks_in(cluster_context({"SLURM_JOB_ID": "1"})) is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "outcome", "says"),
+    [
+        (2, Outcome.OK, "2 ranks, as saved"),
+        (None, Outcome.OK, "saved by 2 ranks; compare with --world-size N"),
+        (1, Outcome.WARNING, "1 ranks, saved by 2: reshard on load"),
+        (4, Outcome.WARNING, "4 ranks, saved by 2: reshard on load"),
+    ],
+)
+def test_capacity_compares_ranks_with_those_that_saved(
+    root: Path, world_size: int | None, outcome: Outcome, says: str
+):
+    found = ckptctl.preflight(str(root), world_size=world_size)
+    assert outcomes(found)["capacity"] is outcome
+    assert message(found, "capacity").startswith(says)
+
+
+def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Path):
+    chosen = ckptctl.verify(f"{root}@300")
+    seen = Measured(3, interval_s=3600, steps_apart=100, save_s=60)
+    check = check_capacity(1, "", chosen, seen)
+    assert check.message.endswith(
+        "50% of the ranks, so 1,000 steps take about 20 h instead of 10 h; or wait for 1 more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "outcome", "says"),
+    [
+        (None, Outcome.OK, "a save every 60 min: a failure loses 30 min on average"),
+        (24 * 3600, Outcome.OK, "a save every 60 min, a failure every 24 h"),
+        (4 * 3600, Outcome.WARNING, "a failure every 4 h; best is every 21"),
+        (1800, Outcome.WARNING, "most work is done again; best is every"),
+    ],
+)
+def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outcome, says: str):
+    check = check_cadence("ckpt", mtbf, Measured(5, interval_s=3600, steps_apart=1, save_s=60))
+    assert check.outcome is outcome
+    assert says in check.message
+
+
+# The probe
+
+
+class Forgetful(LocalStore):
+    """A file system that loses a block of the third file that is written to it."""
+
+    def put_pieces(self, path, pieces, size):
+        super().put_pieces(path, pieces, size)
+        if path.endswith("/2.bin"):
+            with open(f"{self.url}/{path}", "r+b") as file:
+                file.seek(5 << 20)
+                file.write(bytes(4096))
+
+
+def probed(store: LocalStore) -> ckptctl.Check:
+    with StorageProbe(store) as probe:
+        written = probe.write()
+        return check_probe([written], [probe.compare(written)])
+
+
+def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(root: Path):
+    before = sorted(root.rglob("*"))
+    check = probed(LocalStore(str(root)))
+    assert check.outcome is Outcome.OK
+    assert check.message.startswith("67 MB written, read back and compared")
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(root: Path):
+    check = probed(Forgetful(str(root)))
+    assert (check.outcome, check.exit_code) == (Outcome.FAILED, 11)
+    assert "file 2: 4," in check.message
+    assert "bytes of zeros from 5,242,880 to 5,246,975 are not what was written" in check.message
+    assert not (root / ".ckptctl").exists()
+
+
+def test_what_others_keep_below_ckptctl_stays(root: Path):
+    (root / ".ckptctl").mkdir()
+    (root / ".ckptctl" / "root.json").write_text("{}")
+    assert probed(LocalStore(str(root))).outcome is Outcome.OK
+    assert [one.name for one in (root / ".ckptctl").iterdir()] == ["root.json"]
+
+
+def test_an_object_store_is_not_probed():
+    with pytest.raises(UsageError, match="for file systems"):
+        ckptctl.preflight("memory://nothing/here", allow_fresh=True, probe_storage=True)
+
+
+# The command
+
+
+def test_the_path_stands_alone_on_standard_output_and_the_checks_beside_it(root: Path):
+    done = run_ckptctl("preflight", root, "--mtbf", "24h")
+    assert (done.returncode, done.stdout) == (0, f"{root}/step_300\n")
+    assert done.stderr.startswith("ready: resume from step 300\n")
+    assert "  ok       storage   " in done.stderr
+    done = run_ckptctl("preflight", root, "-q")
+    assert (done.stdout, done.stderr) == (f"{root}/step_300\n", "")
+
+
+def test_a_failure_is_an_error_with_nothing_on_standard_output(root: Path):
+    done = run_ckptctl("preflight", root, "--room-for", 10**9)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"next: ckptctl prune {root} --keep 3\n")
+
+
+@pytest.mark.parametrize("broken", [(), (300,), (200, 300), (100, 200, 300)])
+def test_the_document_holds_to_its_schema(root: Path, broken: tuple[int, ...]):
+    for number in broken:
+        cut(root, number)
+    done = run_ckptctl("preflight", root, "--json", "--world-size", 1)
+    document = validated(done.stdout)
+    assert document["exit_code"] == done.returncode == (11 if len(broken) == 3 else 0)
+    assert document["step"] == {0: 300, 1: 200, 2: 100, 3: None}[len(broken)]
+    assert document["pick"]["passed_over"] or not broken
+
+
+def test_a_storage_that_is_not_mounted_is_75(tmp_path: Path):
+    assert run_ckptctl("preflight", tmp_path / "not" / "there").returncode == 75
