@@ -23,6 +23,7 @@ from ckptctl.cli.app import COMMANDS, build_app
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
 from ckptctl.findings import CODES
+from ckptctl.loss.verdict import FORCES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = (REPOSITORY / "docs" / "reference.md", REPOSITORY / "docs" / "findings" / "README.md")
@@ -128,7 +129,8 @@ def _findings() -> Iterator[str]:
     yield "| code | severity | verdict | means |"
     yield "|---|---|---|---|"
     for code, meaning in sorted(CODES.items()):
-        verdict = meaning.verdict.value if meaning.verdict else ""
+        forced = meaning.verdict or FORCES.get(code)
+        verdict = forced.value if forced else ""
         link = f"[`{code}`](../../ckptctl/pages/{code}.md)"
         yield f"| {link} | {meaning.severity.value} | {verdict} | {meaning.title} |"
 

@@ -33,6 +33,21 @@ _VERDICTS = {
 }
 
 
+_LOSS_VERDICTS = {
+    "discontinuous": "Something is wrong that has no innocent cause: a counter, the data, the "
+    "weights, or the level of the loss. Stop the job, reject the step, take another.",
+    "suspect": "Something differs that should not, and the loss alone cannot say what. A person "
+    "has to look.",
+    "inconclusive": "Nothing speaks against the resume, and too little was logged for it. Wait, "
+    "or give more of the logs.",
+    "no-jump": "The level of the loss did not jump. A lost optimizer, lost random numbers, and "
+    "data that is repeated or skipped show in no curve: only steps that were logged twice show them. "
+    "After a clean stop a canary makes some: `ckptctl loss --canary`.",
+    "continuous": "Steps that were logged twice agree: weights, optimizer, random numbers and data "
+    "are those of before.",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """One thing that can be explained: `kind` is `finding`, `verdict` or `exit-code`."""
@@ -52,6 +67,8 @@ def page(name: str) -> Page:
         return Page(name, "finding", CODES[name].title, _text_of(name))
     if name in {verdict.value for verdict in Verdict}:
         return _verdict_page(Verdict(name))
+    if name in _LOSS_VERDICTS:
+        return _loss_verdict_page(name)
     if name.isascii() and name.isdigit() and int(name[:4]) in EXIT_CODES:
         return _exit_code_page(int(name))
     raise UsageError(
@@ -66,6 +83,8 @@ def all_pages() -> Iterator[Page]:
         yield page(code)
     for verdict in Verdict:
         yield page(verdict.value)
+    for word in _LOSS_VERDICTS:
+        yield page(word)
     for number in EXIT_CODES:
         yield page(str(number))
 
@@ -105,6 +124,21 @@ def _verdict_page(verdict: Verdict) -> Page:
     return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines))
 
 
+def _loss_verdict_page(word: str) -> Page:
+    from ckptctl.loss.verdict import FORCES, LossVerdict
+
+    verdict = LossVerdict(word)
+    lines = [f"# {word}", "", _LOSS_VERDICTS[word], ""]
+    lines.append(f"`ckptctl loss` exits with {verdict.exit_code()}.")
+    if verdict is LossVerdict.NO_JUMP:
+        lines[-1] = f"{lines[-1][:-1]}, with `--strict` {verdict.exit_code(strict=True)}."
+    codes = [code for code, forced in FORCES.items() if forced is verdict]
+    if codes:
+        lines += ["", "Findings that make it so:", ""]
+        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines))
+
+
 def _exit_code_page(number: int) -> Page:
     code = EXIT_CODES[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
@@ -115,6 +149,6 @@ def _exit_code_page(number: int) -> Page:
 def _close_to(name: str) -> str:
     from difflib import get_close_matches
 
-    names = [*CODES, *(verdict.value for verdict in Verdict)]
+    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS]
     close = get_close_matches(name.lower(), names, n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,105 @@
+"""The verdicts on resumes of a real training job, each with a fault that is known."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return runpy.run_path(str(REPOSITORY / "bench" / "loss_rules.py"))
+
+
+@pytest.fixture(scope="module")
+def document(bench):
+    return json.loads(lzma.decompress(bench["FIXTURE"].read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def verdicts(bench, document):
+    """How often each verdict was given, by fault and habit of the log."""
+    found: dict[tuple, dict[str, Counter]] = {}
+
+    def of(**habit):
+        key = tuple(sorted(habit.items()))
+        if key not in found:
+            counts: dict[str, Counter] = {}
+            for case in bench["cases"](document, **habit):
+                said = bench["verdict"](case.before, case.after, case.saved)
+                counts.setdefault(case.fault, Counter())[said] += 1
+            found[key] = counts
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_correct_resumes_are_continuous(verdicts, bench, interval):
+    counts = verdicts(interval=interval)
+    for fault in bench["HARMLESS"]:
+        assert set(counts[fault]) == {"continuous"}
+
+
+def test_a_lost_optimizer_is_seen_in_every_resume(verdicts, bench):
+    for fault in bench["OPTIMIZER"]:
+        assert set(verdicts()[fault]) == {"suspect"}
+
+
+def test_counters_are_seen_with_and_without_steps_that_were_logged_twice(verdicts, bench):
+    for replay in (True, False):
+        for fault in bench["COUNTERS"]:
+            assert set(verdicts(replay=replay)[fault]) == {"discontinuous"}
+
+
+@pytest.mark.parametrize("fault", ["older weights", "shard zeroed", "tensors swapped"])
+def test_wrong_weights_are_never_continuous(verdicts, fault):
+    assert verdicts()[fault]["continuous"] == 0
+    assert verdicts()[fault]["discontinuous"] >= 6
+
+
+@pytest.mark.parametrize("fault", ["other batch order", "data restarted", "data skipped"])
+def test_other_batches_are_told_and_not_blamed(verdicts, fault):
+    assert set(verdicts()[fault]) == {"inconclusive"}
+
+
+def test_nothing_loaded_is_seen_by_the_level_alone(verdicts):
+    assert set(verdicts(replay=False)["nothing loaded"]) == {"discontinuous"}
+
+
+def test_what_no_curve_shows_is_never_a_plain_yes(verdicts):
+    every = verdicts(replay=False)
+    assert all(counts["continuous"] == 0 for counts in every.values())
+
+
+def test_two_decimals_never_prove_anything(verdicts):
+    every = verdicts(decimals=2)
+    assert all(counts["continuous"] == 0 for counts in every.values())
+
+
+def test_where_nothing_happened_there_is_no_alarm(bench, document):
+    said = Counter()
+    for run in document["runs"]:
+        rows = bench["as_logged"](run["before"], 1, 4)
+        for cut in range(60, len(rows) - 30, 23):
+            said[bench["verdict"](rows[:cut], rows[cut : cut + 60], rows[cut - 1].step)] += 1
+    assert sum(said.values()) > 90
+    assert set(said) <= {"no-jump", "inconclusive"}
+
+
+def test_the_rules_of_others_are_what_the_page_says(bench, document):
+    cases = list(bench["cases"](document))
+    losses, rules = bench["losses"], bench["RULES"]
+    fired = Counter()
+    for case in cases:
+        before = losses([row for row in case.before if row.step <= case.saved])
+        for name, rule in rules.items():
+            fired[name] += rule(before, losses(case.after))
+    assert fired == {"megatron": 0, "first row": 8, "ema z": 10}
