@@ -19,10 +19,11 @@ _MARKS = {
     "overwritten": Mark("○", "o", "warn", "before, trained again"),
     "after": Mark("●", "x", "strong", "after"),
     "both": Mark("◉", "@", "good", "both"),
+    "beyond": Mark("▲", "^", "bad", "beyond"),
     "boundary": Mark("│", "|", "", "resume"),
     "limit": Mark("╌", "-", "", "a median above is a jump"),
 }
-_ORDER = ("limit", "boundary", "before", "overwritten", "after", "both")
+_ORDER = ("limit", "boundary", "before", "overwritten", "after", "both", "beyond")
 _AXES = {True: ("┤", "└", "─"), False: ("|", "+", "-")}
 
 Grid = list[list[str | None]]
@@ -68,6 +69,9 @@ class _Scale:
         share = (self._high - loss) / (self._high - self._low)
         return min(_HEIGHT - 1, max(0, round(share * (_HEIGHT - 1))))
 
+    def holds(self, loss: float) -> bool:
+        return self._low <= loss <= self._high
+
     def loss(self, row: int) -> float:
         return self._high - row * (self._high - self._low) / (_HEIGHT - 1)
 
@@ -77,7 +81,7 @@ def _draw(grid: Grid, scale: _Scale, points: Sequence[Point], kind: str) -> None
         cells, column = grid[scale.row(loss)], scale.column(step)
         there = cells[column]
         twice = {there, kind} == {"overwritten", "after"} or there == "both"
-        cells[column] = "both" if twice else kind
+        cells[column] = ("both" if twice else kind) if scale.holds(loss) else "beyond"
 
 
 def _draw_limit(cells: list[str | None]) -> None:

@@ -41,10 +41,10 @@ _LOSS_VERDICTS = {
     "inconclusive": "Nothing speaks against the resume, and too little was logged for it. Wait, "
     "or give more of the logs.",
     "no-jump": "The level of the loss did not jump. A lost optimizer, lost random numbers, and "
-    "data that is repeated or skipped show in no curve: only steps that were logged twice show them. "
-    "After a clean stop a canary makes some: `ckptctl loss --canary`.",
-    "continuous": "Steps that were logged twice agree: weights, optimizer, random numbers and data "
-    "are those of before.",
+    "data that is repeated or skipped show in no curve: only steps that were logged twice show "
+    "them. After a clean stop a canary makes some: `ckptctl loss --canary`.",
+    "continuous": "Steps that were logged twice agree: weights, optimizer, random numbers and "
+    "data are those of before.",
 }
 
 

@@ -49,10 +49,18 @@ class Curve:
 
     @property
     def losses(self) -> tuple[float, float]:
-        """The lowest and the highest loss, a little apart even where all are equal."""
-        losses = [loss for _, loss in self.points]
-        losses += [each for each in (self.base, self.limit) if each is not None]
-        low, high = min(losses), max(losses)
+        """The lowest and the highest loss that are drawn, a little apart even where all are equal.
+
+        A few losses far away from all others would press these into a line: they lie beyond.
+        """
+        losses = sorted(loss for _, loss in self.points)
+        few = len(losses) // 40
+        low, high = losses[few], losses[-1 - few]
+        low = max(losses[0], low - (high - low))
+        high = min(losses[-1], 2 * high - low)
+        for each in (self.base, self.limit):
+            if each is not None:
+                low, high = min(low, each), max(high, each)
         room = 0.05 * (high - low) or 0.01 * abs(high) or 0.01
         return low - room, high + room
 

@@ -102,14 +102,18 @@ def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[Shape]
 class _Scale:
     def __init__(self, curve: Curve) -> None:
         self._first, last = curve.steps
-        self._low, high = curve.losses
+        self._low, self._high = curve.losses
         self._per_step = (WIDTH - _LEFT - _RIGHT) / max(1, last - self._first)
-        self._per_loss = (HEIGHT - _TOP - _BOTTOM) / (high - self._low)
+        self._per_loss = (HEIGHT - _TOP - _BOTTOM) / (self._high - self._low)
 
     def x(self, step: float) -> float:
         return round(_LEFT + (step - self._first) * self._per_step, 2)
 
+    def holds(self, loss: float) -> bool:
+        return self._low <= loss <= self._high
+
     def y(self, loss: float) -> float:
+        loss = min(self._high, max(self._low, loss))
         return round(HEIGHT - _BOTTOM - (loss - self._low) * self._per_loss, 2)
 
 
@@ -144,7 +148,8 @@ def _dots(
     points: Sequence[Point], scale: _Scale, color: str, radius: float, *, hollow: bool
 ) -> Iterator[Dot]:
     for step, loss in points:
-        title = f"step {step:,}: {loss:.6g}"
+        beyond = "" if scale.holds(loss) else ", beyond what is drawn"
+        title = f"step {step:,}: {loss:.6g}{beyond}"
         yield Dot(scale.x(step), scale.y(loss), radius, color, hollow, title)
 
 

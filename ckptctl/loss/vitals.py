@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
@@ -86,7 +87,7 @@ def check_throughput(resume: Resume) -> Iterator[Finding]:
     for vital in _VITALS:
         before = _values(resume.before, vital)[-5 * _N_BASE :]
         after = _values(resume.after[warm:], vital)[:_N_BASE]
-        if len(before) < _N_BASE or len(after) < _N_FIRST:
+        if len(before) < _N_BASE or len(after) < _N_FIRST or _is_clock(before):
             continue
         low, *_, high = sorted(before)[len(before) // 10 : len(before) - len(before) // 10]
         now = median(after)
@@ -107,6 +108,11 @@ def check_throughput(resume: Resume) -> Iterator[Finding]:
 def _values(rows: Sequence[Row], vital: _Vital) -> list[float]:
     numbers = [number for row in rows if (number := vital.of(row)) is not None]
     return [number.value for number in numbers if math.isfinite(number.value) and number.value > 0]
+
+
+def _is_clock(values: Sequence[float]) -> bool:
+    """Numbers that only rise are the time since the start, whatever the log calls them."""
+    return all(later > earlier for earlier, later in pairwise(values))
 
 
 def check_clock(jumps: Sequence[ClockJump]) -> Iterator[Finding]:
