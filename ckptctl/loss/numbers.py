@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 from ckptctl.loss.rows import Number
 
@@ -31,16 +32,39 @@ def parse_number(text: str) -> Number | None:
 
     None where it is none. NaN and infinity have quantum 0.
     """
-    text = text.strip().strip("'\"")
+    try:
+        # Nine of ten texts are as Python prints numbers.
+        value = float(text)
+    except ValueError:
+        return _in_other_words(text.strip().strip("'\""))
+    if value - value != 0:
+        return Number(value, 0.0)
+    mantissa, _, power = text.replace("E", "e").partition("e")
+    return Number(value, _unit(mantissa.replace("_", "").strip(), int(power or 0)))
+
+
+def _in_other_words(text: str) -> Number | None:
     match = _NUMBER.fullmatch(text)
     if match is None:
         return _not_finite(text)
     digits = match["digits"].replace(",", "").replace("_", "")
     power = int(match["power"] or 0) + _SUFFIXES.get(match["suffix"], 0)
     power += _UNITS.get(match["unit"], 0)
-    decimals = len(digits.partition(".")[2])
-    quantum = 0.0 if _significant(digits) > _WHOLE_DIGITS else float(f"1e{power - decimals}")
-    return Number(float(f"{digits}e{power}"), quantum)
+    return Number(float(f"{digits}e{power}"), _unit(digits, power))
+
+
+def _unit(digits: str, power: int) -> float:
+    """What one unit of the last digit is worth; 0 where so many digits are a whole float."""
+    if len(digits) > _WHOLE_DIGITS and _significant(digits) > _WHOLE_DIGITS:
+        return 0.0
+    dot = digits.find(".")
+    return power_of_ten(power if dot < 0 else power - (len(digits) - dot - 1))
+
+
+@lru_cache(maxsize=1024)
+def power_of_ten(power: int) -> float:
+    """The float that is nearest to this power of ten."""
+    return float(f"1e{power}")
 
 
 def _not_finite(text: str) -> Number | None:
@@ -76,7 +100,7 @@ class Precision:
         if self._whole or number.quantum == 0:
             self._whole = self._whole or math.isfinite(number.value)
             return Number(number.value, 0.0)
-        decimals = -round(math.log10(number.quantum))
+        decimals = _decimals_of(number.quantum)
         self._decimals = max(self._decimals, decimals)
         power = -self._decimals
         if number.value:
@@ -85,7 +109,12 @@ class Precision:
             power = max(power, magnitude - self._digits + 1)
         if power >= -decimals:
             return number
-        return Number(number.value, float(f"1e{power}"))
+        return Number(number.value, power_of_ten(power))
+
+
+@lru_cache(maxsize=1024)
+def _decimals_of(quantum: float) -> int:
+    return -round(math.log10(quantum))
 
 
 def at_least_digits(number: Number, digits: int) -> Number:
@@ -95,4 +124,4 @@ def at_least_digits(number: Number, digits: int) -> Number:
     magnitude = math.floor(math.log10(abs(number.value)))
     if round(number.value / number.quantum) >= 10:
         return number
-    return Number(number.value, float(f"1e{magnitude - digits + 1}"))
+    return Number(number.value, power_of_ten(magnitude - digits + 1))

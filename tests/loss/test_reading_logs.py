@@ -55,7 +55,7 @@ def zstd(data: bytes) -> bytes:
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
-    "bz2": bz2.compress,
+    "bz2": lambda data: bz2.compress(data, 1),  # in blocks of 100 kB
     "xz": lzma.compress,
     "zst": zstd,
 }
@@ -66,7 +66,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("packer", PACKERS)
 def test_a_packed_log_is_read_as_the_log(tmp_path, packer):
-    data = megatron(range(1, 5000)).encode()
+    data = megatron(range(1, 1000)).encode()
     path, packed = tmp_path / "train.log", tmp_path / "packed"
     path.write_bytes(data)
     # Rotation packs one part after another into the same file.
@@ -78,7 +78,7 @@ def test_a_packed_log_is_read_as_the_log(tmp_path, packer):
 
 @pytest.mark.parametrize("packer", PACKERS)
 def test_a_packed_log_that_is_still_written_gives_what_it_holds(tmp_path, packer):
-    data = "".join(megatron(range(1, 3000), minute=m) for m in range(8)).encode()
+    data = megatron(range(1, 2500)).encode()
     packed = PACKERS[packer](data)
     path = tmp_path / "packed"
     path.write_bytes(packed[: len(packed) * 9 // 10])
@@ -87,7 +87,7 @@ def test_a_packed_log_that_is_still_written_gives_what_it_holds(tmp_path, packer
 
 @pytest.mark.parametrize("packer", ["gz", "bz2", "xz", "zst"])
 def test_a_damaged_packed_log_is_unreadable_behind_the_damage(tmp_path, packer):
-    packed = bytearray(PACKERS[packer](megatron(range(1, 3000)).encode()))
+    packed = bytearray(PACKERS[packer](megatron(range(1, 1000)).encode()))
     for at in range(len(packed) // 2, len(packed) // 2 + 40):
         packed[at] ^= 0xFF
     path = tmp_path / "packed"
@@ -240,7 +240,7 @@ def test_a_key_map_says_what_a_record_means():
 
 
 def test_a_key_map_to_a_field_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match="--key a=los: a row has no los; it has step, loss,"):
+    with pytest.raises(UsageError, match="--key los=a: a row has no los; it has step, loss,"):
         LogReader("x", keys={"a": "los"})
 
 

@@ -261,7 +261,7 @@ class LineReader:
             return
         yield from self.end()
         if self.format.tail is None or self.format.tail.search(text, head.start()):
-            yield from self._row(text, place)
+            yield from self._row(text, place, head)
             return
         self._held, self._joined, self._n_wraps = (text, place), text, 0
 
@@ -283,15 +283,15 @@ class LineReader:
         elif self._n_wraps >= _MAX_WRAPS:
             yield from self.end()
 
-    def _row(self, text: str, place: Place) -> Iterator[Row]:
-        head = self.format.head.search(text)
+    def _row(self, text: str, place: Place, head: re.Match[str] | None = None) -> Iterator[Row]:
+        head = head or self.format.head.search(text)
         if head is None:
             return
-        groups = {name: value for name, value in head.groupdict().items() if value is not None}
+        groups = head.groupdict()
         step = _step(groups)
         if step is None:
             return
-        pairs = [(name, value) for name, value in groups.items() if name in FIELDS]
+        pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
         if self.format.pairs is not None:
             pairs += self.format.pairs.findall(text, head.start())
         row = self._maker.row(pairs, place, step=step, at=clock_in(text))
@@ -299,9 +299,9 @@ class LineReader:
             yield row
 
 
-def _step(groups: Mapping[str, str]) -> int | None:
+def _step(groups: Mapping[str, str | None]) -> int | None:
     if "step" in groups:
-        return parse_step(groups["step"])
-    if "per" in groups:
+        return parse_step(groups["step"] or "")
+    if groups["epoch"] and groups["per"] and groups["it"]:
         return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
     return None

@@ -59,6 +59,10 @@ _WORTH = {
 
 # The last record of a Hugging Face trainer sums the run up; its loss is no step's.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
+_SUMMED_UP = "summed up"
+
+# So many names of one log are remembered.
+_MAX_NAMES = 10_000
 
 # No program prints a learning rate with fewer, unless it leaves out zeros.
 _LR_DIGITS = 3
@@ -67,17 +71,11 @@ _LR_DIGITS = 3
 _EPOCH_S = 1e8
 
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
-_names_seen: dict[str, str] = {}
 
 
 def plain_name(name: str) -> str:
     """The name without case, spaces and punctuation; a leading `_` stays."""
-    plain = _names_seen.get(name)
-    if plain is None:
-        plain = _PUNCTUATION.sub("", name.lower())
-        if len(_names_seen) < 10_000:
-            _names_seen[name] = plain
-    return plain
+    return _PUNCTUATION.sub("", name.lower())
 
 
 def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -85,7 +83,7 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
     for name, field in keys.items():
         if field not in FIELDS:
             raise UsageError(
-                f"--key {name}={field}: a row has no {field}; it has {', '.join(FIELDS)}"
+                f"--key {field}={name}: a row has no {field}; it has {', '.join(FIELDS)}"
             )
     return keys
 
@@ -102,6 +100,7 @@ class RowMaker:
         self._trimmed = trimmed
         self._own = {plain_name(name): (field, -1) for name, field in (keys or {}).items()}
         self._precision = {name: Precision() for name in NUMBERS}
+        self._known: dict[str, tuple[str, int] | None] = {}
 
     @property
     def own(self) -> bool:
@@ -114,9 +113,22 @@ class RowMaker:
 
     def field(self, name: str) -> str | None:
         """The field that a metric of this name fills."""
+        worth = self._worth(name)
+        return None if worth is None else worth[0]
+
+    def _worth(self, name: str) -> tuple[str, int] | None:
+        """The field, and how good a name for it this one is: the least is taken."""
+        try:
+            return self._known[name]
+        except KeyError:
+            pass
         plain = plain_name(name)
         worth = self._own.get(plain) or _WORTH.get(plain)
-        return None if worth is None else worth[0]
+        if plain in _SUMMARY:
+            worth = (_SUMMED_UP, 0)
+        if len(self._known) < _MAX_NAMES:
+            self._known[name] = worth
+        return worth
 
     def row(
         self,
@@ -127,15 +139,15 @@ class RowMaker:
         at: float | None = None,
     ) -> Row | None:
         """The row that a record's names and texts come to; None where it names no step."""
-        best: dict[str, tuple[int, str]] = {}
-        names = set()
+        best: dict[str, tuple[int, str, str]] = {}
         for name, text in pairs:
-            plain = plain_name(name)
-            names.add(plain)
-            worth = self._own.get(plain) or _WORTH.get(plain)
-            if worth is not None and worth[1] < best.get(worth[0], (1_000_000, ""))[0]:
-                best[worth[0]] = (worth[1], text)
-        if names & _SUMMARY and "loss" not in names:
+            worth = self._worth(name)
+            if worth is None:
+                continue
+            field, rank = worth
+            if field not in best or rank < best[field][0]:
+                best[field] = (rank, text, name)
+        if _SUMMED_UP in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
         if step is None:
             if "step" not in best:
@@ -143,7 +155,7 @@ class RowMaker:
             step = parse_step(best["step"][1])
             if step is None:
                 return None
-        values = self._values({field: text for field, (_, text) in best.items()})
+        values = self._values({field: text for field, (_, text, _) in best.items()})
         clock = parse_clock(best["at"][1]) if "at" in best else None
         interval = best.get("interval")
         digest = best.get("samples_digest")
@@ -158,21 +170,19 @@ class RowMaker:
 
     def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
         values: dict[str, Number | None] = {}
-        for field in NUMBERS:
-            text = texts.get(field)
-            if text is None:
-                continue
-            number = parse_number(text)
+        for field, column in self._precision.items():
+            number = parse_number(texts[field]) if field in texts else None
             if number is None:
                 continue
             if field == "lr" and self._trimmed:
                 number = at_least_digits(number, _LR_DIGITS)
-            values[field] = self._precision[field].refine(number)
+            values[field] = column.refine(number)
         if values.get("step_time_s") is None and "step_time_ms" in texts:
             values["step_time_s"] = _scaled(parse_number(texts["step_time_ms"]), 0.001)
         elif (seconds := values.get("step_time_s")) is not None and seconds.value > _EPOCH_S:
             values["step_time_s"] = None
-        values["mfu"] = _fraction(values.get("mfu"), texts.get("mfu", ""))
+        if "mfu" in values:
+            values["mfu"] = _fraction(values["mfu"], texts["mfu"])
         return values
 
 
