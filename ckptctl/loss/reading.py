@@ -159,8 +159,8 @@ def read_logs(
     input; gzip, bzip2, xz and zstd are unpacked. Where every log keeps a clock, the
     first time in each decides the order; where none does, that of the caller, with
     `version_10` behind `version_2`. `format` is a name of `FORMATS`; `pattern` is a
-    regular expression with groups named as the fields of `Row`; `keys` maps a log's
-    own names to these fields.
+    regular expression with groups named as the fields of `Row`; `keys` maps a
+    field to the name that the log has for it.
 
     Memory does not grow with the logs. Where a log is damaged in the middle, its rows
     up to there are yielded; then `on_damage` is told, or else `LogUnreadable` raised.

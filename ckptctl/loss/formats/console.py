@@ -108,7 +108,7 @@ LINE_FORMATS = (
         r"\bstep:(?P<step>\d+)/\d+\s+(?=\w+:)",
         _COLONS,
         tail=r"train_time:\S+",
-        keys={"step_avg": "step_time_s"},
+        keys={"step_time_s": "step_avg"},
     ),
     _format(
         "kempnerforge",

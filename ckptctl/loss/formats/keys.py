@@ -79,8 +79,8 @@ def plain_name(name: str) -> str:
 
 
 def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
-    """The key map, from a name in the log to a field; raises `UsageError` for no such field."""
-    for name, field in keys.items():
+    """The key map, from a field to its name in the log; raises `UsageError` for no such field."""
+    for field, name in keys.items():
         if field not in FIELDS:
             raise UsageError(
                 f"--key {field}={name}: a row has no {field}; it has {', '.join(FIELDS)}"
@@ -91,14 +91,14 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
 class RowMaker:
     """Makes rows of the names and texts that one log has.
 
-    `keys` says what the log's own names mean and wins over the table. `trimmed` says
-    that the log leaves out trailing zeros: a learning rate of `0.0001` is then one that
-    somebody set, and not one that is known to a single digit.
+    `keys` says by which names of its own the log calls a field, and wins over the
+    table. `trimmed` says that the log leaves out trailing zeros: a learning rate of
+    `0.0001` is then one that somebody set, and not one that is known to a single digit.
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
         self._trimmed = trimmed
-        self._own = {plain_name(name): (field, -1) for name, field in (keys or {}).items()}
+        self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
         self._precision = {name: Precision() for name in NUMBERS}
         self._known: dict[str, tuple[str, int] | None] = {}
 
