@@ -10,7 +10,10 @@ checksums by the Reader, and by nobody in torch's.
 Memory is how far the peak of a process rises during a load above what it held before,
 with all tensors in place; bytes read are those that the kernel counted for the process.
 
-    python bench/reader.py [--gigabytes 1.6] [--rounds 5] [--only 4:2] [--folder DIR]
+torch's reader makes each record once more in memory, and what that costs depends on how
+long the records are: with `--layers 2` they are some eight times as long as with 16.
+
+    python bench/reader.py [--gigabytes 1.6] [--layers 16] [--rounds 5] [--only 4:2] [--folder DIR]
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LAYERS = 16
 PIECE, PERIOD = 1 << 14, 9973
 CASES = ((1, 1), (4, 4), (4, 2), (8, 3))
 """How many processes save, and how many load."""
@@ -36,18 +38,20 @@ CASES = ((1, 1), (4, 4), (4, 2), (8, 3))
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=1.6)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="one case, as SAVED:LOADED")
     parser.add_argument("--folder")
     asked = parser.parse_args()
     cases = [case for case in CASES if asked.only in (None, f"{case[0]}:{case[1]}")]
-    print(f"{asked.gigabytes} GB; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(f"{asked.gigabytes} GB, {asked.layers} layers; {machine}")
     print("              | wall, s               | processor, s      | read/needed | MiB more")
     print("saved loaded  | stock   own ratio xcat | stock   own ratio | stock   own | stock own")
     for saved in sorted({saved for saved, _ in cases}):
         with tempfile.TemporaryDirectory(dir=asked.folder, prefix="ckptctl-bench-") as made:
             step = Path(made) / "step"
-            in_processes(saved, save, str(step), asked.gigabytes)
+            in_processes(saved, save, str(step), asked)
             for loaded in [loaded for one, loaded in cases if one == saved]:
                 measure(step, saved, loaded, asked)
     return 0
@@ -55,7 +59,7 @@ def main() -> int:
 
 def measure(step: Path, saved: int, loaded: int, asked: argparse.Namespace) -> None:
     answers = Path(step.parent, "answers")
-    in_processes(loaded, compare, str(step), asked.gigabytes, asked.rounds, str(answers))
+    in_processes(loaded, compare, str(step), asked, str(answers))
     said = json.loads(answers.read_text())
     cat_s = min(seconds(lambda: cat(step)) for _ in range(asked.rounds))
     stock, own = said["stock"], said["own"]
@@ -102,7 +106,7 @@ def joined(rank: int, size: int, method: str, act: Callable[..., None], args: An
     dist.destroy_process_group()
 
 
-def make_state(gigabytes: float) -> dict[str, Any]:
+def make_state(asked: argparse.Namespace) -> dict[str, Any]:
     """Weights and the optimizer's state of a transformer, sharded along their first dimension."""
     import torch
     import torch.distributed as dist
@@ -110,17 +114,17 @@ def make_state(gigabytes: float) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, zeros
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    width = int((gigabytes * 1e9 / 4 / 3 / LAYERS / 12) ** 0.5) // 24 * 24
+    width = int((asked.gigabytes * 1e9 / 4 / 3 / asked.layers / 12) ** 0.5) // 24 * 24
     shapes = {"qkv": (3 * width, width), "out": (width, width), "norm": (width,)}
     shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
     return {
         f"{kind}.layers.{layer}.{name}": zeros(shape, device_mesh=mesh, placements=[Shard(0)])
         for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq")
-        for layer in range(LAYERS)
+        for layer in range(asked.layers)
         for name, shape in shapes.items()
     } | {
         f"optim.step.layers.{layer}.{name}": torch.zeros(())
-        for layer in range(LAYERS)
+        for layer in range(asked.layers)
         for name in shapes
     }
 
@@ -154,29 +158,29 @@ def fill(state: dict[str, Any], *, check: bool = False) -> None:
                 piece.copy_(wanted)
 
 
-def save(step: str, gigabytes: float) -> None:
+def save(step: str, asked: argparse.Namespace) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state = make_state(gigabytes)
+    state = make_state(asked)
     fill(state)
     dcp.save(state, checkpoint_id=step)
 
 
-def compare(step: str, gigabytes: float, rounds: int, answers: str) -> None:
+def compare(step: str, asked: argparse.Namespace, answers: str) -> None:
     """Load with both readers in turns; the first process writes what all of them took."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     from ckptctl.train import Reader
 
-    state = make_state(gigabytes)
+    state = make_state(asked)
     readers: dict[str, Callable[[], Any]] = {
         "stock": lambda: dcp.FileSystemReader(step),
         "own": lambda: Reader(step),
     }
     needed = sum(local_bytes(tensor) for tensor in state.values())
     taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in readers}
-    for number in range(rounds):
+    for number in range(asked.rounds):
         for name in sorted(readers, reverse=bool(number % 2)):
             for tensor in state.values():
                 tensor.fill_(-1)

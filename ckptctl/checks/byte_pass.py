@@ -125,11 +125,14 @@ class _Board:
                 yield self.waiting.get_nowait()
 
 
-def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
+def read_runs(
+    store: Store, runs: Sequence[Run], limits: Limits, *, to_the_last: bool = False
+) -> int:
     """Read all runs, and give their bytes to them; how many were read.
 
     Ends early when the time is up or `limits.stop` was asked; what was begun is then
-    left where it is. Storage errors pass through, and what a run raises.
+    left where it is. Storage errors pass through, and what a run raises: at once, or
+    `to_the_last` when no thread reads into anybody's memory any more.
 
     Cost: every byte once; a buffer of 1 MiB for each thread on a file system, and
     64 MiB in all on an object store.
@@ -147,6 +150,7 @@ def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
             target=_work, args=(read, store, board, number), name="ckptctl-bytes", daemon=True
         ).start()
     limits.stop.listening = True
+    failed: BaseException | None = None
     try:
         while n_threads:
             try:
@@ -155,12 +159,17 @@ def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
                 if limits.on_progress is not None:
                     limits.on_progress(sum(board.n_read), total)
                 continue
-            if error is not None:
-                raise error
             n_threads -= 1
+            if error is not None:
+                failed = failed or error
+                board.given_up = True
+                if not to_the_last:
+                    break
     finally:
         limits.stop.listening = False
         board.given_up = True
+    if failed is not None:
+        raise failed
     return sum(board.n_read)
 
 

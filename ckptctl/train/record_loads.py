@@ -220,6 +220,7 @@ class RecordLoads:
         if dtype is None:
             reason = f"torch {torch.__version__} has no {owner.entry.dtype}"
             raise self._damaged(number, "format.unsupported", reason)
+        self._check_size(number, found, dtype)
         for place, item in enumerate(items):
             target = self._planner.resolve_tensor(item).detach()
             if tuple(target.shape) != tuple(item.lengths):
@@ -232,6 +233,17 @@ class RecordLoads:
                 self._copy(view, found, item, target, dtype)
             else:
                 self._wait(number, found, item, target, dtype, first=place == 0)
+
+    def _check_size(self, number: int, found: Framed, dtype: torch.dtype) -> None:
+        """What `framed` cannot for dtypes whose size only torch knows."""
+        stub = found.stub
+        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
+        member = found.directory.find(f"data/{stub.storage_key}")
+        n_bytes = stub.n_elements_in_storage * dtype.itemsize
+        if member is None or member.size != n_bytes:
+            has = 0 if member is None else member.size
+            reason = f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
+            raise self._damaged(number, "record.mismatch", reason)
 
     def _copy(
         self, view: View, found: Framed, item: ReadItem, target: torch.Tensor, dtype: torch.dtype
@@ -299,7 +311,9 @@ class RecordLoads:
         devices = {one.target.device for one in self._waiting if one.target.device.type == "cuda"}
         for device in devices:
             torch.cuda.synchronize(device)  # what fills the tensors otherwise has ended
-        self.loaded.n_read += read_runs(self._store, self._runs, Limits(jobs=self._jobs))
+        # An older step may be loaded into the same tensors next: nothing may write to them then.
+        limits = Limits(jobs=self._jobs)
+        self.loaded.n_read += read_runs(self._store, self._runs, limits, to_the_last=True)
         for one in self._waiting:
             if one.aside is not None:
                 one.target.copy_(one.aside)

@@ -1,0 +1,66 @@
+"""Reading many files at once: where the bytes go, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ckptctl.checks.byte_pass import Limits, Piece, read_runs
+from ckptctl.storage.local import LocalStore
+
+
+class Wrong(Exception):
+    """What a run raises."""
+
+
+@dataclass
+class Pieces:
+    """A run over a file of ten bytes, in pieces of one byte."""
+
+    path: str
+    fails: bool = False
+    pause_s: float = 0.0
+    others_began: threading.Event = field(default_factory=threading.Event)
+    memory: bytearray = field(default_factory=lambda: bytearray(10))
+    n_bytes = 10
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        for at in range(10):
+            yield Piece(at, 1, into=memoryview(self.memory)[at : at + 1])
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        if self.fails:
+            self.others_began.wait()
+            raise Wrong
+        self.others_began.set()
+        time.sleep(self.pause_s)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"abcdefghij")
+    return LocalStore(str(tmp_path))
+
+
+def test_bytes_are_read_to_where_a_run_wants_them(store: LocalStore):
+    runs = [Pieces("a"), Pieces("b")]
+    assert read_runs(store, runs, Limits(jobs=2)) == 20
+    assert [bytes(run.memory) for run in runs] == [b"0123456789", b"abcdefghij"]
+
+
+def test_after_an_error_nothing_is_written_any_more(store: LocalStore):
+    slow = Pieces("b", pause_s=0.05)
+    failing = Pieces("a", fails=True, others_began=slow.others_began)
+    with pytest.raises(Wrong):
+        read_runs(store, [failing, slow], Limits(jobs=2), to_the_last=True)
+    left = bytes(slow.memory)
+    for thread in threading.enumerate():
+        if thread.name == "ckptctl-bytes":
+            thread.join()
+    assert bytes(slow.memory) == left < b"abcdefghij"
