@@ -6,13 +6,16 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt kills bench loss-bench clean
+.PHONY: help demo drill test lint fmt kills bench loss-bench clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## Train a small model, kill it in the middle of a save, resume to the last digit
 	@$(BIN)/python examples/demo/run.py
+
+drill: $(READY) ## Kill and damage a real job in nine ways, and see where the runbook ends each time
+	@$(BIN)/python examples/drill/run.py
 
 test: lint ## Everything that CI runs: lint, types, tests
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
