@@ -41,16 +41,16 @@ class Failure:
     """One thing that goes wrong, and where the runbook has to end.
 
     `killed` are the options with which the job is killed; `breaks` damages what is left;
-    `step` is the step to resume from, None where the runbook must not resume at all.
-    `exit_codes` are those that say so.
+    `steps` are those that it has to resume from, one after the other; none where it must
+    not resume at all. `resumed_with` is a mistake that the job makes with every resume.
     """
 
     name: str
     about: str
     killed: tuple[str, ...]
     breaks: Breaks | None
-    step: int | None
-    exit_codes: tuple[int, ...] = (0,)
+    steps: tuple[int, ...]
+    exit_code: int = 0
     resumed_with: str = ""
 
 
@@ -150,20 +150,20 @@ def _problems(
     failure: Failure, place: Path, exit_code: int, right: dict[int, str]
 ) -> Iterator[str]:
     """What is not as it should be."""
-    if exit_code not in failure.exit_codes:
-        yield f"expected exit code {' or '.join(map(str, failure.exit_codes))}"
+    if exit_code != failure.exit_code:
+        yield f"expected exit code {failure.exit_code}"
     resumed = [
         Path(event["values"]["STEP"]).name
         for event in _events(place)
         if event["event"] == "began" and event["block"] == "resume"
     ]
-    expected = [] if failure.step is None else [f"step_{failure.step}"]
+    expected = [f"step_{step}" for step in failure.steps]
     if resumed != expected:
         yield f"it resumed from {resumed}, and should from {expected}"
-    if failure.step is None or failure.resumed_with:
+    if failure.exit_code:
         return
     found = _losses(place / "after.log")
-    if sorted(found) != list(range(failure.step + 1, STEPS + 1)):
+    if sorted(found) != list(range(failure.steps[-1] + 1, STEPS + 1)):
         yield f"after the resume it logged the steps {sorted(found)}"
     differing = [step for step, row in found.items() if row != right[step]]
     if differing:
@@ -237,27 +237,22 @@ def _damage_three(root: Path, draw: random.Random) -> None:
 
 
 FAILURES = (
-    Failure("rank-killed", "one rank is killed", KILLED, None, NEWEST),
-    Failure(
-        "killed-in-save",
-        "all ranks are killed in the middle of a save",
-        KILLED_IN_SAVE,
-        None,
-        NEWEST,
-    ),
-    Failure("flipped-bit", "a bit of a shard flipped", KILLED, _flip_a_bit, OLDER),
-    Failure("lost-shard", "a shard is missing", KILLED, _lose_a_shard, OLDER),
-    Failure("half-shard", "half of a shard is there", KILLED, _halve_a_shard, OLDER),
-    Failure("stale-shard", "a shard is that of an older step", KILLED, _put_an_older_shard, OLDER),
-    Failure("lost-metadata", "the metadata is gone", KILLED, _lose_the_metadata, OLDER),
-    Failure("three-damaged", "three steps are damaged", KILLED, _damage_three, None, (11,)),
+    Failure("rank-killed", "one rank is killed", KILLED, None, (NEWEST,)),
+    Failure("killed-in-save", "all ranks are killed in a save", KILLED_IN_SAVE, None, (NEWEST,)),
+    Failure("flipped-bit", "a bit of a shard flipped", KILLED, _flip_a_bit, (OLDER,)),
+    Failure("lost-shard", "a shard is missing", KILLED, _lose_a_shard, (OLDER,)),
+    Failure("half-shard", "half of a shard is there", KILLED, _halve_a_shard, (OLDER,)),
+    Failure("stale-shard", "a shard is of an older step", KILLED, _put_an_older_shard, (OLDER,)),
+    Failure("lost-metadata", "the metadata is gone", KILLED, _lose_the_metadata, (OLDER,)),
+    Failure("three-damaged", "three steps are damaged", KILLED, _damage_three, (), 11),
+    # One jump may be the step's fault; after two the runbook says that it is the job's.
     Failure(
         "weights-only",
         "the job loads weights and nothing else",
         KILLED,
         None,
-        NEWEST,
-        (30, 32),
+        (NEWEST, OLDER),
+        30,
         "--weights-only",
     ),
 )

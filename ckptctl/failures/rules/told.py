@@ -22,7 +22,8 @@ RULES = (
                 r"(?:[Rr]eceived|[Cc]aught|[Gg]ot|[Hh]andling|intercepted)\b.{0,30}\b(?:SIGTERM|"
                 "SIGUSR[12]|signal (?:15|10|12)|[Tt]ermination (?:signal|notice)|[Pp]reemption)"
             ),
-            r"\b(?:SIGTERM|SIGUSR[12])\b.{0,20}\b(?:received|caught)",
+            # torchrun's table has "Signal 15 (SIGTERM) received by PID 7" of those it ended itself.
+            r"(?<!\()\b(?:SIGTERM|SIGUSR[12])\b.{0,20}\b(?:received|caught)",
             "exiting program after receiving SIGTERM",
             "[Pp]reemption (?:detected|signal|requested|notice)",
             "auto-?requeu",
