@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptctl.gate.results import Check, Preflight
     from ckptctl.judge.marking import mark
     from ckptctl.judge.picking import pick
+    from ckptctl.judge.pruning import Fate, Pruned, prune
     from ckptctl.judge.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
     from ckptctl.judge.scanning import scan
     from ckptctl.judge.sealing import seal
@@ -50,6 +51,7 @@ __all__ = [
     "Classification",
     "Contents",
     "Evidence",
+    "Fate",
     "Finding",
     "Level",
     "LossReport",
@@ -62,6 +64,7 @@ __all__ = [
     "PathNotFound",
     "Pick",
     "Preflight",
+    "Pruned",
     "RankShare",
     "RecoveryCost",
     "Report",
@@ -83,6 +86,7 @@ __all__ = [
     "pick",
     "plan_reshard",
     "preflight",
+    "prune",
     "recovery_cost",
     "reshard",
     "scan",
@@ -92,6 +96,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ckptctl.judge.pruning": "Fate Pruned prune",
     "ckptctl.gate.gating": "preflight",
     "ckptctl.gate.results": "Check Preflight",
     "ckptctl.cost.estimating": "RecoveryCost recovery_cost",

@@ -34,6 +34,7 @@ COMMANDS = (
     "reject",
     "accept",
     "pin",
+    "prune",
     "preflight",
     "cost",
     "reshard",

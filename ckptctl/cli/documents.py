@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from ckptctl.cost.estimating import RecoveryCost
     from ckptctl.gate.results import Preflight
+    from ckptctl.judge.pruning import Pruned
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
     from ckptctl.loss.verdict import Judgement
@@ -144,6 +145,11 @@ def preflight_document(found: Preflight) -> Document:
     """The document of `preflight`; what `pick` says of its steps is in its field `pick`."""
     document = {**_envelope("preflight", found.exit_code), **_rest(found)}
     return {**document, "pick": _rest(found.pick)}
+
+
+def pruned_document(found: Pruned) -> Document:
+    """The document of `prune`."""
+    return {**_envelope("pruned", found.exit_code), **_rest(found)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

@@ -11,6 +11,7 @@ PUBLIC = {
     *("mark", "pick", "scan", "seal", "show", "verify"),
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "Word",
+    *("Fate", "Pruned", "prune"),
     *("Check", "Preflight", "preflight"),
     *("RecoveryCost", "recovery_cost"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),

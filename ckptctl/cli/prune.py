@@ -1,0 +1,61 @@
+"""`ckptctl prune`: retention that cannot remove the last good step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import ckptctl
+from ckptctl.cli.documents import pruned_document
+from ckptctl.cli.options import LevelOpt, PatternOpt, RootArg, Storage, level_of, option
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.prune import prune_lines
+
+EXAMPLES = (
+    "ckptctl prune /shared/ckpt/run-1234 --keep 3",
+    "ckptctl prune /shared/ckpt/run-1234 --keep 3 --apply",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+def prune(
+    root: RootArg,
+    keep: Annotated[
+        int,
+        option("--keep", metavar="N", min=1, help="How many good steps to keep."),
+    ],
+    apply: Annotated[
+        bool,
+        option("--apply", help="Remove what goes; without it nothing is removed."),
+    ] = False,
+    unsealed: Annotated[
+        bool,
+        option("--unsealed", help="Let steps without a seal count as good ones too."),
+    ] = False,
+    level: LevelOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Which old steps may go, and which must stay?
+
+    Keeps the newest N that are whole, sealed and resumable; damaged, rejected and weights-only
+    steps do not count, and where there are fewer than N nothing goes. Pinned steps stay, and the
+    one that the newest attempt resumed from. Plans unless --apply is given. With --quiet the
+    paths that go are printed.
+    """
+    found = ckptctl.prune(
+        root,
+        keep,
+        apply=apply,
+        unsealed=unsealed,
+        level=level_of(level),
+        pattern=pattern,
+        **storage,
+    )
+    out.answer(
+        lambda: pruned_document(found),
+        lambda: prune_lines(found),
+        bare=tuple(one.url for one in found.fates if one.goes),
+    )
+    return found.exit_code

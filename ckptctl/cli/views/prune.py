@@ -1,0 +1,21 @@
+"""How does `prune` show what goes and what stays?"""
+
+from __future__ import annotations
+
+from ckptctl.cli.lines import Line, Span, line, padded
+from ckptctl.cli.views.common import next_line
+from ckptctl.cli.words import size
+from ckptctl.judge.pruning import Pruned
+
+
+def prune_lines(found: Pruned) -> list[Line]:
+    """The answer, then every step with its fate and the reason, newest first."""
+    lines = [line(Span(found.message, "strong"), hang=2)]
+    width = max((len(str(one.number)) for one in found.fates), default=0)
+    gone = "removed" if found.applied else "goes"
+    for one in found.fates:
+        word = padded(gone if one.goes else "stays", 7, "warn" if one.goes else "good")
+        step = padded(str(one.number), width, right=True)
+        room = padded(size(one.n_bytes), 9, right=True)
+        lines.append(line("  ", word, "  ", step, room, f"  {one.reason}", hang=22 + width))
+    return [*lines, *next_line(found.next_command)]
