@@ -215,11 +215,19 @@ def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossRep
         told_now = told is None or (report.verdict, report.message) != (told.verdict, told.message)
         if out.as_json and told_now:
             out.document_line(loss_document(report))
-        out.progress(f"{report.n_rows:,} rows read; {report.verdict.value} so far")
+        out.progress(f"watching: {_so_far(report)}")
         told = report
     if told is None:
         raise UsageError("no log was named")
     return told
+
+
+def _so_far(report: ckptctl.LossReport) -> str:
+    judged = report.judged
+    if judged is None:
+        return f"{report.n_rows:,} rows read, none after a resume yet"
+    after, twice = len(judged.resume.after), len(judged.replay.rows)
+    return f"{after:,} rows after the resume, {twice:,} logged twice, {report.verdict.value} so far"
 
 
 def _which(resume: str) -> int | str:

@@ -201,6 +201,7 @@ def _answer(
     verdict = worst_of([*verdicts, *forced])
     worst = min(judgements, key=lambda each: each.verdict.rank, default=None)
     decides = decisive(findings, verdict)
+    said = decides if worst is None or decides is not None else decisive(worst.findings, verdict)
     return LossReport(
         verdict=verdict,
         exit_code=verdict.exit_code(strict=strict),
@@ -213,7 +214,7 @@ def _answer(
         faults=() if worst is None else faults(worst),
         missing=() if worst is None else missing(worst),
         report=report,
-        next_commands=_next(verdict, worst, report),
+        next_commands=_next(verdict, said, report),
     )
 
 
@@ -294,7 +295,8 @@ def _of_logs(
             found=f"{parts.n_legs - 1} resumes",
         )
     yield from check_clock([leg.clock_jump for leg in parts.legs if leg.clock_jump is not None])
-    yield from check_cadence(parts)
+    if not parts.interleaved:
+        yield from check_cadence(parts)
 
 
 def _no_loss(parts: Split) -> Finding:
@@ -331,20 +333,17 @@ def _no_resume(parts: Split, boundary: Boundary | None) -> Finding:
 
 def _next(
     verdict: LossVerdict,
-    worst: Judgement | None,
+    deciding: Finding | None,
     report: ResumeReport | None,
 ) -> tuple[str, ...]:
     if verdict is LossVerdict.CONTINUOUS:
         return ()
     if verdict is LossVerdict.DISCONTINUOUS and report is not None and report.path and report.root:
         reason = "the loss does not continue after the resume"
-        if worst is not None and (found := decisive(worst.findings, verdict)) is not None:
-            reason = f"{found.code}: {found.message}"
+        if deciding is not None:
+            reason = f"{deciding.code}: {deciding.message}"
         return (
             shlex.join(["ckptctl", "reject", report.path, "--reason", reason]),
             shlex.join(["ckptctl", "pick", report.root]),
         )
-    if verdict is LossVerdict.NO_JUMP or worst is None:
-        return ("ckptctl explain no-jump",) if worst else ("ckptctl explain loss.no-resume",)
-    found = decisive(worst.findings, verdict)
-    return (f"ckptctl explain {found.code if found is not None else 'loss.no-resume'}",)
+    return (f"ckptctl explain {verdict.value if deciding is None else deciding.code}",)

@@ -155,8 +155,10 @@ def _counted_from(resume: Resume, count: Count) -> tuple[float, float, float] | 
     rows = [row for row in resume.before if count(row) is not None]
     first = next((row for row in resume.after if count(row) is not None), None)
     rates = _per_step(rows[-_N_RECENT:], count)
-    if first is None or not rates:
+    if first is None:
         return None
+    if not rates:
+        return _counted_from_report(resume, first, count)
     per_step = median(rates)
     last = rows[-1]
     start, counted = count(last), count(first)
@@ -164,6 +166,21 @@ def _counted_from(resume: Resume, count: Count) -> tuple[float, float, float] | 
         return None
     expected = start.value + per_step * (first.step - last.step)
     return expected, counted.value, max(per_step, start.quantum, counted.quantum)
+
+
+def _counted_from_report(
+    resume: Resume, first: Row, count: Count
+) -> tuple[float, float, float] | None:
+    """The same where the log of before is not there, by what the checkpoint holds."""
+    rates = _per_step(resume.after[:_N_RECENT], count)
+    counted, boundary = count(first), resume.boundary
+    if count is not _tokens_of or counted is None or not rates:
+        return None
+    if boundary is None or boundary.tokens is None or median(rates) <= 0:
+        return None
+    per_step = median(rates)
+    expected = boundary.tokens + per_step * (first.step - boundary.step)
+    return expected, counted.value, max(per_step, counted.quantum)
 
 
 def _batch(resume: Resume, what: str, count: Count) -> Finding | None:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from ckptctl.errors import UsageError
@@ -74,6 +75,9 @@ class _Tail(Protocol):
     def new_items(self) -> Iterator[Row | Marker]:
         """What was logged since the last time."""
 
+    def end(self) -> Iterator[Row | Marker]:
+        """What was held back until it was whole, when nothing more is waited for."""
+
     @property
     def ended(self) -> bool:
         """Nothing more can come."""
@@ -109,6 +113,9 @@ class _FileTail:
                 self._offset += len(piece)
                 yield from self._reader.feed(piece)
 
+    def end(self) -> Iterator[Row | Marker]:
+        return self._reader.end()
+
 
 class _InputTail:
     """Standard input."""
@@ -125,9 +132,11 @@ class _InputTail:
             piece = os.read(fd, _PIECE)
             if not piece:
                 self.ended = True
-                yield from self._reader.end()
                 return
             yield from self._reader.feed(piece)
+
+    def end(self) -> Iterator[Row | Marker]:
+        return self._reader.end()
 
 
 def follow_loss(
@@ -144,7 +153,7 @@ def follow_loss(
     poll_s: float = POLL_S,
     **storage: Any,
 ) -> Iterator[LossReport]:
-    """Yield a report whenever rows were added, the last of them when it is settled.
+    """Yield a report each time that was looked, the last of them when it is settled.
 
     Ends early after `wait_s` seconds, or `max_steps` steps after the resume, with the
     verdict of then. `logs` are files, read to their end one after the other and then
@@ -162,6 +171,7 @@ def follow_loss(
     splitter = Splitter(around=boundary.step if boundary is not None else None)
     ends_at = None if wait_s is None else time.monotonic() + wait_s
     part: bool | None = None
+    now: LossReport | None = None
     while True:
         n_new = 0
         for tail in tails:
@@ -170,22 +180,19 @@ def follow_loss(
                 n_new += 1
         ended = all(tail.ended for tail in tails)
         over = ended or (ends_at is not None and time.monotonic() >= ends_at)
-        if n_new or part is None or over:
-            now_split = splitter.split()
-            if part is None:
-                part = _may_part(now_split, boundary)
+        for item in chain.from_iterable(tail.end() for tail in tails if over):
+            splitter.feed(item)
+            n_new += 1
+        if n_new or now is None:
+            parts = splitter.split()
+            part = _may_part(parts, boundary) if part is None else part
             now = report_on(
-                now_split,
-                logs=logs,
-                boundary=boundary,
-                report=found,
-                strict=strict,
-                part=part,
+                parts, logs=logs, boundary=boundary, report=found, strict=strict, part=part
             )
-            yield now
-            judged = now.judged
-            if judged is not None and (is_settled(judged) or _enough(judged, max_steps)):
-                return
+        yield now
+        judged = now.judged
+        if judged is not None and (is_settled(judged) or _enough(judged, max_steps)):
+            return
         if over:
             return
         left_s = poll_s if ends_at is None else ends_at - time.monotonic()

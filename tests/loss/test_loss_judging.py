@@ -122,6 +122,16 @@ def test_tokens_that_begin_anew_are_told(died):
     assert found(judge(lost, died=died, noise=0.004)) == ("discontinuous", ["loss.tokens"])
 
 
+def test_tokens_are_held_against_the_checkpoint_where_the_log_of_before_has_none():
+    untold = changed(tokens=lambda _: None)
+    before = [untold(each) for each in rows(1, DIED)]
+    saved = Boundary(SAVED, "report", tokens=SAVED * TOKENS)
+    assert found(check_rows([*before, *rows(SAVED + 1, 260)], boundary=saved))[1] == []
+    wrong = Boundary(SAVED, "report", tokens=3 * SAVED * TOKENS)
+    report = check_rows([*before, *rows(SAVED + 1, 260)], boundary=wrong)
+    assert found(report) == ("discontinuous", ["loss.tokens"])
+
+
 def test_half_the_batch_is_told_by_the_tokens_of_a_step():
     half = changed(tokens=lambda each: Number(SAVED * TOKENS + (each.step - SAVED) * TOKENS / 2, 1))
     assert found(judge(half, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.batch"])
@@ -354,6 +364,7 @@ def test_two_runs_in_one_log_are_not_judged():
     report = check_rows([each for pair in pairs for each in pair])
     assert found(report) == ("inconclusive", ["loss.interleaved"])
     assert report.judgements == ()
+    assert report.next_commands == ("ckptctl explain loss.interleaved",)
 
 
 # Several resumes.
