@@ -9,10 +9,13 @@ the formats.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 MAX_LINE = 1 << 20
 """A longer line, in bytes, is no line of a log and is left out."""
+
+# Ends a line that a carriage return ended; NUL bytes of the log itself are gone by then.
+_BAR = b"\0"
 
 _CODES = re.compile(
     rb"\x00|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?"
@@ -65,18 +68,11 @@ class LineCutter:
         if begun and self._prefix is None:
             self._prefix = _prefix_of(begun)
 
-    def lines(self, whole: bytes) -> Iterator[tuple[int, bytes]]:
-        """Each line with its number, counted from 1; empty ones are left out."""
+    def lines(self, whole: bytes) -> LineWalk:
+        """The lines with their numbers, counted from 1."""
         number, prefix = self.n_lines, self._prefix
         self.skip(whole)
-        if b"\r" in whole:
-            yield from _bars(whole, number, prefix)
-            return
-        for line in whole.split(b"\n"):
-            number += 1
-            if line and len(line) <= MAX_LINE:
-                yield number, (prefix or b"") + line
-            prefix = None
+        return LineWalk(whole, number, prefix)
 
     def _keep(self, rest: bytes) -> None:
         self._rest = rest
@@ -96,20 +92,75 @@ class LineCutter:
         return whole
 
 
-def _bars(whole: bytes, number: int, prefix: bytes | None) -> Iterator[tuple[int, bytes]]:
-    # A launcher writes its prefix once a line, before the first of the bars on it.
+class LineWalk:
+    """Walks through lines, from one that holds certain words to the next.
+
+    Empty lines are left out, and those that are too long.
+    """
+
+    def __init__(self, whole: bytes, number: int, prefix: bytes | None) -> None:
+        # A launcher writes its prefix once a line, before the first of the bars on it.
+        if b"\r" in whole:
+            whole = _bars_apart(whole, prefix)
+        elif prefix and not whole.startswith(b"\n"):
+            whole = prefix + whole
+        self._whole = whole
+        self._at = 0
+        self._number = number
+        self._found: dict[bytes, int] = {}
+
+    def next(self, words: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """The next line that holds one of the words, with its number; any, where there are none."""
+        whole = self._whole
+        while self._at < len(whole):
+            start = self._nearest(words) if words else self._at
+            if start is None:
+                return None
+            if start > self._at:
+                begin = whole.rfind(b"\n", self._at, start) + 1 or self._at
+                n_bars = whole.count(_BAR + b"\n", self._at, begin)
+                self._number += whole.count(b"\n", self._at, begin) - n_bars
+                self._at = begin
+            end = whole.find(b"\n", self._at)
+            end = len(whole) if end < 0 else end
+            line = whole[self._at : end]
+            self._at = end + 1
+            number = self._number + 1
+            if line.endswith(_BAR):
+                line = line[:-1]
+            else:
+                self._number = number
+            if line and len(line) <= MAX_LINE:
+                return number, line
+        return None
+
+    def _nearest(self, words: Sequence[bytes]) -> int | None:
+        nearest = None
+        for word in words:
+            at = self._found.get(word, -1)
+            if at < self._at:
+                at = self._whole.find(word, self._at)
+                at = self._found[word] = len(self._whole) if at < 0 else at
+            if at < len(self._whole) and (nearest is None or at < nearest):
+                nearest = at
+        return nearest
+
+
+def _bars_apart(whole: bytes, prefix: bytes | None) -> bytes:
+    """The same with every bar on a line of its own, marked as none that counts."""
+    lines = []
     for line in whole.split(b"\n"):
-        number += 1
-        for part in line.split(b"\r"):
+        parts = line.split(b"\r")
+        for n, part in enumerate(parts):
             if not part:
                 continue
             if prefix is None:
                 prefix = _prefix_of(part)
             elif not part.startswith(prefix):
-                part = prefix + part
-            if len(part) <= MAX_LINE:
-                yield number, part
+                parts[n] = prefix + part
+        lines.append((_BAR + b"\n").join(parts))
         prefix = None
+    return b"\n".join(lines)
 
 
 def _prefix_of(line: bytes) -> bytes:

@@ -260,6 +260,9 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
     return f"{names}: no step with a loss in {n_bytes:,} bytes, in none of {len(FORMATS)} formats"
 
 
-def _with_pattern(readers: Sequence[LogReader]) -> str:
+def _with_pattern(readers: Sequence[LogReader]) -> str | None:
+    """The command that reads a format nobody knows; None where that is not what is missing."""
+    if not any(reader.n_bytes for reader in readers) or any(r.n_without_step for r in readers):
+        return None
     names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
     return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"

@@ -188,19 +188,27 @@ class TextLog:
         if not whole:
             return
         words = [word for word in markers.HINTS if word in whole]
-        hints = [hint for hint in self._hints if hint in whole]
-        if self._chosen is not None and not (hints or words or self._open):
-            self._cutter.skip(whole)
-            return
-        for number, line in self._cutter.lines(whole):
+        walk = self._cutter.lines(whole)
+        chosen, hints = self._chosen, self._words_in(whole)
+        while True:
+            if self._chosen is not chosen:
+                # The format was found in the middle of these lines.
+                chosen, hints = self._chosen, self._words_in(whole)
+            every = chosen is None or self._open or b"" in hints
+            if not (every or hints or words):
+                return
+            found = walk.next(() if every else (*hints, *words))
+            if found is None:
+                return
+            number, line = found
+            text = line.decode("utf-8", "replace")
             if words and any(word in line for word in words):
-                text = line.decode("utf-8", "replace")
                 yield from self._marker_or_rows(text, number)
-            elif self._chosen is None or self._open or any(hint in line for hint in hints):
-                yield from self._rows(line.decode("utf-8", "replace"), number)
-                # The format may have been found in the middle of these lines.
-                if not hints:
-                    hints = [hint for hint in self._hints if hint in whole]
+            else:
+                yield from self._rows(text, number)
+
+    def _words_in(self, whole: bytes) -> list[bytes]:
+        return [hint for hint in self._hints if hint in whole]
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, rest = split_prefix(text)

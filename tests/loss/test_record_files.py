@@ -147,6 +147,15 @@ def test_a_flipped_byte_ends_the_reading_of_an_offline_run_and_is_told():
     assert 0 < len(found) < 49
 
 
+def test_zeros_that_a_crash_left_at_the_end_are_no_damage():
+    history = wandb_file(wandb_history(step, {"loss": 1.5}) for step in range(1, 5))
+    for data in (events(range(1, 5)), history):
+        for piece in (5, 1 << 20):
+            reader, found = read(data + bytes(9_999), piece=piece)
+            assert [row.step for row in found] == [1, 2, 3, 4]
+            assert reader.damage is None
+
+
 def trainer_state(steps: range) -> dict:
     history = [
         {"epoch": step / 10, "grad_norm": 0.5324, "learning_rate": 1e-4, "loss": 4.25, "step": step}

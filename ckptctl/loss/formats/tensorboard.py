@@ -120,6 +120,10 @@ class EventFile:
         if len(self._buffer) < _HEADER.size:
             return None
         length, crc = _HEADER.unpack_from(self._buffer)
+        if not length and not crc:
+            # What a crash leaves of a file whose size, but not its bytes, was on the disk.
+            self._buffer.clear()
+            return None
         if masked_crc32c(bytes(self._buffer[:8])) != crc:
             self.damage = f"the length of record {self._n_records + 1:,} has a wrong CRC-32C"
             return None
