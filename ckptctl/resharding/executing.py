@@ -26,7 +26,7 @@ from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.journal import entry_path, note, noted, work_folder
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.proving import prove
-from ckptctl.resharding.reading import Piece, SourceFiles
+from ckptctl.resharding.reading import Damage, Piece, SourceFiles
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import Budget, Told, in_threads, share_of
 from ckptctl.storage.contract import Store
@@ -222,14 +222,24 @@ class _Work:
     def prove(self, on_progress: OnProgress | None) -> None:
         """Hold every record of the source that went along against its checksum."""
         for part in self.plan.parts:
-            prove(
-                part.source,
-                self._files[part.source.path],
-                self._pieces(part),
-                self._budget.buffers.held,
-                Limits(self._budget.jobs, on_progress=on_progress),
-                only=[entry.fqn for entry in part.entries],
-            )
+            try:
+                prove(
+                    part.source,
+                    self._files[part.source.path],
+                    self._pieces(part),
+                    self._budget.buffers.held,
+                    Limits(self._budget.jobs, on_progress=on_progress),
+                    only=[entry.fqn for entry in part.entries],
+                )
+            except Damage:
+                self._forget(part)
+                raise
+
+    def _forget(self, part: PartPlan) -> None:
+        """Take the notes of a part back: its files were made of damaged bytes."""
+        for file in part.files:
+            path = entry_path(self.identity, self.place.name, file.path)
+            self.place.store.put(path, b"", replace=True)
 
     def _pieces(self, part: PartPlan) -> Iterator[Piece]:
         for file in part.files:

@@ -30,6 +30,9 @@ _SMALLEST_BLOCK = 64 << 10
 _TELL_EVERY_S = 0.1
 _PARTS_IN_FLIGHT = 5
 
+_TIDY_S = 2.0
+"""How long threads have to remove what they were writing, when the command is to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -73,17 +76,33 @@ def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetF
     return tuple(own)
 
 
+class GivenUp(Exception):
+    """Another thread failed, or somebody stopped the command: what is half written goes."""
+
+
 class Told:
-    """Counts bytes of several threads."""
+    """Counts bytes of several threads, and ends them where they are."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self.n_bytes = 0
 
     def add(self, n_bytes: int) -> None:
-        """So many more are done."""
+        """So many more are done; raises `GivenUp` where there is no point in going on."""
+        if self._ended.is_set():
+            raise GivenUp
         with self._lock:
             self.n_bytes += n_bytes
+
+    def end(self) -> None:
+        """Nobody is to go on."""
+        self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Nobody is to go on."""
+        return self._ended.is_set()
 
 
 def in_threads(
@@ -93,19 +112,18 @@ def in_threads(
     total: int,
     on_progress: OnProgress | None,
 ) -> None:
-    """Do all tasks; the first error of any ends the others at their next one, and is raised.
+    """Do all tasks; the first error of any ends the others at their next block, and is raised.
 
     Progress is told in the caller's thread.
     """
     waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    given_up = threading.Event()
     for task in tasks:
         waiting.put(task)
 
     def work() -> None:
         try:
-            while not given_up.is_set():
+            while not told.ended:
                 waiting.get_nowait()()
         except Empty:
             pass
@@ -115,9 +133,12 @@ def in_threads(
         ended.put(None)
 
     n_left = min(n_threads, len(tasks))
-    for _ in range(n_left):
-        # Daemons: Ctrl-C must not wait for a storage that does not answer.
-        threading.Thread(target=work, name="ckptctl-write", daemon=True).start()
+    # Daemons: Ctrl-C must not wait for a storage that does not answer.
+    threads = [
+        threading.Thread(target=work, name="ckptctl-write", daemon=True) for _ in range(n_left)
+    ]
+    for thread in threads:
+        thread.start()
     next_s = time.monotonic()
     try:
         while n_left:
@@ -134,4 +155,7 @@ def in_threads(
                 on_progress(told.n_bytes, total)
                 next_s = time.monotonic() + _TELL_EVERY_S
     finally:
-        given_up.set()
+        told.end()
+        until_s = time.monotonic() + _TIDY_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))

@@ -140,7 +140,8 @@ class LocalStore:
         """How many bytes can still be written where the root is, or will be."""
         with busy(self.url):
             try:
-                about = os.statvfs(os.path.dirname(self._root_to_be()))
+                there = os.path.isdir(self._root)
+                about = os.statvfs(self._root if there else os.path.dirname(self._root_to_be()))
             except OSError as exc:
                 raise self._error("", exc) from exc
         return about.f_bavail * about.f_frsize

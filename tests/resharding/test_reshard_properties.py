@@ -1,0 +1,142 @@
+"""Does cutting anew, in whatever way, leave every byte of every tensor as it was?"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_steps import grid, octets, read_step, write_step
+
+import ckptctl
+from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.looking import look
+from ckptctl.judge.verifying import open_target
+from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.resharding.cutting import Mesh, ShardRule, chunked, cut
+from ckptctl.resharding.executing import Place, Written, write
+from ckptctl.resharding.planning import Plan, Wanted, plan
+from ckptctl.resharding.reading import Buffers
+from ckptctl.resharding.sources import source_of
+from ckptctl.resharding.writing import Budget
+from ckptctl.storage.local import LocalStore
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+]
+
+SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+@st.composite
+def tensors(draw):
+    import torch
+
+    dtype = draw(st.sampled_from(sorted(WRITABLE)))
+    shape = draw(SHAPES)
+    seed = draw(st.integers(0, 1 << 30))
+    n_bytes = prod(shape) * DTYPE_SIZES[dtype]
+    made = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256 if dtype != "bool" else 2, (n_bytes,), generator=made)
+    tensor = raw.to(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+    cuts = [draw(st.lists(st.integers(1, 8), max_size=3)) for _ in shape]
+    return tensor, grid(shape, cuts)
+
+
+STEPS = st.dictionaries(st.sampled_from(["model.a", "model.b", "optim.c", "rng.d"]), tensors())
+MESHES = st.one_of(
+    st.integers(1, 16).map(lambda n: Mesh((("dp", n),))),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)).map(
+        lambda n: Mesh((("dp", n[0]), ("tp", n[1])))
+    ),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)).map(
+        lambda n: Mesh((("rep", n[0]), ("fsdp", n[1])))
+    ),
+)
+
+
+def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
+    """Write a step with blocks so small that every tensor takes several."""
+    with open_target(str(source), asked=conditions((), None, None, 600.0)) as found:
+        checked = conditions((), None, None, 600.0)
+        looked = look(found.store, found.named, checked, level=Level.STRUCTURE)
+        assert looked.report.exit_code == 0, looked.report.findings
+        planned = plan(source_of(looked), wanted)
+        place = Place(LocalStore(str(target.parent)), target.name)
+        budget = Budget(2, Buffers(block, block, 1 << 20))
+        written = write(planned, found, place, budget)
+        assert isinstance(written, Written), written.findings
+    return planned
+
+
+def check_same(before: Path, after: Path) -> None:
+    import torch
+
+    left, right = read_step(before), read_step(after)
+    assert left.keys() == right.keys()
+    for fqn in left:
+        assert torch.equal(octets(left[fqn]), octets(right[fqn])), fqn
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    step=STEPS,
+    mesh=MESHES,
+    dim=st.integers(0, 3),
+    block=st.sampled_from([16, 64, 1024]),
+    transposed=st.booleans(),
+    n_files=st.integers(1, 3),
+)
+def test_there_and_back_gives_the_same_bytes(step, mesh, dim, block, transposed, n_files):
+    folder = Path(tempfile.mkdtemp())
+    try:
+        source = folder / "a" / "step_1"
+        write_step(source, step, {"step": 1}, n_files=n_files, transposed=transposed)
+        rules = tuple(
+            ShardRule(fqn, dim) for fqn, (tensor, _) in step.items() if tensor.dim() > dim
+        )
+        there, back = folder / "b" / "step_1", folder / "c" / "step_1"
+        for target in (there, back):
+            target.parent.mkdir()
+        cut_anew(source, there, Wanted(mesh, rules), block)
+        check_same(source, there)
+        done = ckptctl.reshard(str(there), str(back), like=str(source))
+        assert done.written, done.report.findings
+        check_same(source, back)
+        assert boxes_of(back) == boxes_of(source)
+    finally:
+        shutil.rmtree(folder)
+
+
+def boxes_of(step: Path) -> dict[str, set]:
+    from ckptctl.formats.metadata import decode_metadata
+
+    read = decode_metadata((step / ".metadata").read_bytes())
+    return {
+        fqn: {(chunk.offsets, chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes)}
+        for fqn, tensor in read.tensors.items()
+    }
+
+
+@given(n=st.integers(0, 1000), n_parts=st.integers(1, 64))
+def test_rows_are_cut_as_torch_cuts_them(n, n_parts):
+    import torch
+
+    lengths = [len(part) for part in torch.arange(n).chunk(n_parts)] if n else []
+    assert [length for _, length in chunked(n, n_parts) if length] == lengths
+    assert sum(length for _, length in chunked(n, n_parts)) == n
+
+
+@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), mesh=MESHES)
+def test_the_boxes_of_a_tensor_fill_it_once_and_every_rank_holds_at_most_one(shape, mesh):
+    boxes = cut(shape, mesh, 0)
+    assert sum(box.n_elements for box in boxes) == prod(shape)
+    ranks = [rank for box in boxes for rank in box.ranks]
+    assert len(ranks) == len(set(ranks))
+    assert set(ranks) <= set(range(mesh.world_size))
