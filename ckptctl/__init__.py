@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
-    from ckptctl.resharding.results import RankShare, Reshard
+    from ckptctl.resharding.comparing import diff
+    from ckptctl.resharding.results import Diff, Difference, RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
 
 __version__ = "0.1.0"
@@ -50,6 +51,8 @@ __all__ = [
     "CkptctlError",
     "Classification",
     "Contents",
+    "Diff",
+    "Difference",
     "Evidence",
     "Fate",
     "Finding",
@@ -82,6 +85,7 @@ __all__ = [
     "WorldSize",
     "check_loss",
     "classify",
+    "diff",
     "mark",
     "pick",
     "plan_reshard",
@@ -119,7 +123,8 @@ _HOMES = {
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",
-    "ckptctl.resharding.results": "RankShare Reshard",
+    "ckptctl.resharding.comparing": "diff",
+    "ckptctl.resharding.results": "Diff Difference RankShare Reshard",
     "ckptctl.resharding.steps": "plan_reshard reshard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

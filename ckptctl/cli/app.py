@@ -38,6 +38,7 @@ COMMANDS = (
     "preflight",
     "cost",
     "reshard",
+    "diff",
     "runbook",
     "classify",
     "loss",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
     from ckptctl.loss.verdict import Judgement
-    from ckptctl.resharding.results import Reshard
+    from ckptctl.resharding.results import Diff, Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
 
@@ -150,6 +150,11 @@ def preflight_document(found: Preflight) -> Document:
 def pruned_document(found: Pruned) -> Document:
     """The document of `prune`."""
     return {**_envelope("pruned", found.exit_code), **_rest(found)}
+
+
+def diff_document(answer: Diff) -> Document:
+    """The document of `diff`."""
+    return {**_envelope("diff", answer.exit_code), **_rest(answer)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

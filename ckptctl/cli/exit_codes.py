@@ -93,6 +93,11 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "Someone, or an older branch of the run, has ruled this step out. Use another step.",
         "use another step",
     ),
+    28: ExitCode(
+        "the two steps differ",
+        "Only `diff` gives it: names, shapes, dtypes or values are not the same. Both steps may be "
+        "good; the answer says in what they differ.",
+    ),
     30: ExitCode(
         "the loss is not continuous across the resume",
         "The resume was not correct, or the step is not good. Stop the job; `ckptctl reject STEP` "

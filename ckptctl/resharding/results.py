@@ -68,3 +68,41 @@ class Reshard:
     def smallest(self) -> int:
         """The bytes of the smallest shard file."""
         return min((share.n_bytes for share in self.shares), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two steps differ.
+
+    `what` is `only-in-a`, `only-in-b`, `kind`, `shape`, `dtype`, `values` or `layout`;
+    `a` and `b` say it of either step. A layout is how a tensor is cut: it changes
+    nothing in what is loaded.
+    """
+
+    fqn: str
+    what: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """Two steps compared: the answer of `diff`.
+
+    `same` says that nothing differs but perhaps the layout. With `values_compared`
+    that includes every value: `n_by_checksum` tensors by the checksums of their
+    records, `n_by_bytes` by their bytes. `n_layouts` tensors are cut differently.
+    """
+
+    a: str
+    b: str
+    same: bool
+    n_entries: int
+    n_layouts: int
+    values_compared: bool
+    n_by_checksum: int
+    n_by_bytes: int
+    differences: tuple[Difference, ...]
+    message: str
+    exit_code: int
+    next_command: str | None

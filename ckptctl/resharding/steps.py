@@ -246,7 +246,7 @@ def _reshard(
             report=written.report,
             continued=written.continued,
             message=f"resharded for {answer.world_size} ranks: proven at level content, sealed",
-            next_command=f"ckptctl verify {shlex.quote(place.url)} --require-seal",
+            next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
         )
 
 

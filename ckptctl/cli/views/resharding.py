@@ -1,13 +1,13 @@
-"""What does `reshard` show?"""
+"""What do `reshard` and `diff` show?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line
+from ckptctl.cli.lines import EMPTY, Line, Span, Style, line
 from ckptctl.cli.views.common import finding_lines, next_line, section
 from ckptctl.cli.words import count, exact_size, size
-from ckptctl.resharding.results import RankShare, Reshard
+from ckptctl.resharding.results import Diff, Difference, RankShare, Reshard
 
 _SHOWN = 16
 """Of more shard files than so many, the first and the last few are shown."""
@@ -81,3 +81,28 @@ def _share(share: RankShare, width: int) -> Line:
         f"{share.n_reads:>7,}",
         solid=True,
     )
+
+
+def diff_lines(answer: Diff) -> list[Line]:
+    """Whether the steps are the same, and what differs."""
+    style: Style = "good" if answer.same else "bad"
+    real = [one for one in answer.differences if one.what != "layout"]
+    lines = [
+        line(Span("same" if answer.same else "differ", style), f": {answer.message}", hang=2),
+        line("  a: ", Span(answer.a, "name"), solid=True),
+        line("  b: ", Span(answer.b, "name"), solid=True),
+    ]
+    if answer.n_layouts:
+        lines.append(line(f"  {count(answer.n_layouts, 'tensor')} cut differently", hang=4))
+    if answer.values_compared:
+        how = f"{answer.n_by_checksum:,} by checksum, {answer.n_by_bytes:,} by bytes"
+        lines.append(line(f"  values of tensors compared: {how}", hang=4))
+    else:
+        lines.append(line("  values were not compared", hang=4))
+    return [*lines, EMPTY, *section(map(_difference, real)), *next_line(answer.next_command)]
+
+
+def _difference(one: Difference) -> Line:
+    if one.what.startswith("only"):
+        return line(f"  {one.what.replace('-', ' ')}: {one.fqn}, {one.a or one.b}", hang=4)
+    return line(f"  {one.what}: {one.fqn}: {one.a} in a, {one.b} in b", hang=4)

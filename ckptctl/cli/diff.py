@@ -1,0 +1,58 @@
+"""`ckptctl diff`: in what do two steps differ?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import diff_document
+from ckptctl.cli.options import PatternOpt, Storage, option
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.resharding import diff_lines
+
+EXAMPLES = (
+    "ckptctl diff /shared/ckpt/run-1234@1200 /shared/ckpt/run-1235@1200",
+    "ckptctl diff /shared/ckpt/run-1234@1200 s3://bucket/run-1235/step_1200 --values",
+)
+EXIT_CODES = (0, 2, 28, 75, 77)
+
+_STEP = "PATH of a step, ROOT@1200, ROOT@latest or ROOT@auto."
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=_STEP)],
+    b: Annotated[str, typer.Argument(metavar="B", help=f"The other: {_STEP}")],
+    values: Annotated[
+        bool,
+        option(
+            "--values",
+            help="Compare every value too: by checksums where tensors are cut alike, by bytes "
+            "where not.",
+        ),
+    ] = False,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """In what do two steps differ: entries, shapes, dtypes, values?
+
+    How tensors are cut is told, and makes no difference: a step that was resharded is the same
+    step. With --quiet the names of the entries that differ are printed.
+    """
+    answer = ckptctl.diff(
+        a,
+        b,
+        values=values,
+        pattern=pattern,
+        on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
+        **storage,
+    )
+    out.answer(
+        lambda: diff_document(answer),
+        lambda: diff_lines(answer),
+        bare=tuple(one.fqn for one in answer.differences if one.what != "layout"),
+    )
+    return answer.exit_code

@@ -1,0 +1,348 @@
+"""In what do two steps differ?
+
+Entries, shapes and dtypes by their metadata; values, where asked for, by the checksums
+of records that hold the same boxes, and by their bytes where the boxes differ. Only DCP
+is compared. Whether either step is whole is the question of `verify`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+from ckptctl.checks.byte_pass import OnProgress
+from ckptctl.errors import UsageError
+from ckptctl.findings import EXIT_DIFFERS
+from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.records import TAIL, parse_directory, tail_needed
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.verifying import OpenTarget
+from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.resharding.cutting import Box
+from ckptctl.resharding.elements import row_major, slabs
+from ckptctl.resharding.planning import overlaps
+from ckptctl.resharding.reading import Buffers, Damage, Reader, SourceFiles
+from ckptctl.resharding.results import Diff, Difference
+from ckptctl.resharding.sources import SourceBytes, SourcePart, SourceTensor, source_of
+from ckptctl.resharding.steps import Opening, opened_step
+from ckptctl.resharding.writing import Told, in_threads
+from ckptctl.storage.contract import Span
+
+_BUFFERS = Buffers(1 << 20, 1 << 20, 64 << 20)
+_THREADS = 2
+
+Entry = SourceTensor | SourceBytes
+
+
+def diff(
+    a: str,
+    b: str,
+    *,
+    values: bool = False,
+    pattern: str | None = None,
+    on_progress: OnProgress | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Diff:
+    """Compare the steps `a` and `b`, named as for `verify`.
+
+    Without `values` the metadata is compared, and nothing else is read. How tensors are
+    cut is reported, and makes no difference. Raises `UsageError` where one of them
+    holds no DCP, or has records that contradict its metadata.
+
+    Cost: two listings and the metadata; with `values` two short reads for each record,
+    and all bytes of tensors that are cut differently.
+    """
+    opening: Opening = {
+        "storage_options": storage_options,
+        "endpoint_url": endpoint_url,
+        "timeout_s": timeout_s,
+    }
+    with (
+        opened_step(a, pattern, 600.0, opening) as (found_a, checked),
+        opened_step(b, pattern, 600.0, opening) as (found_b, _),
+    ):
+        sides = []
+        for found in (found_a, found_b):
+            looked = look(found.store, found.named, checked, level=Level.LISTING, files=found.files)
+            sides.append(_Side(found, looked))
+        compared = _Compared(*sides)
+        found_different = [*compared.by_metadata()]
+        if values:
+            found_different += compared.by_values(on_progress)
+        return _answer(compared, found_different, values=values)
+
+
+class _Side:
+    """One step: its entries by part and FQN."""
+
+    def __init__(self, found: OpenTarget, looked: Looked) -> None:
+        if not any(part.metadata for part in looked.parts):
+            raise UsageError(
+                f"{found.url} holds no metadata of DCP that could be compared",
+                next_command=f"ckptctl verify {shlex.quote(found.url)}",
+            )
+        self.url = found.url
+        self.entries: dict[str, Entry] = {}
+        self.files: dict[str, SourceFiles] = {}
+        parts = source_of(looked).parts
+        for part in parts:
+            self._add(part, found, alone=len(parts) == 1)
+
+    def _add(self, part: SourcePart, found: OpenTarget, *, alone: bool) -> None:
+        folder = f"{found.name}/{part.path}" if part.path else found.name
+        files = SourceFiles(found.store, folder, found.url, part.path)
+        entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
+        for entry in entries:
+            fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
+            # Steps of one part each are compared wherever that lies.
+            name = fqn if alone or not part.path else f"{part.path}: {fqn}"
+            self.entries[name] = entry
+            self.files[name] = files
+
+
+class _Compared:
+    """Two steps, while they are being compared."""
+
+    def __init__(self, a: _Side, b: _Side) -> None:
+        self.a = a
+        self.b = b
+        self.names = sorted({*a.entries, *b.entries})
+        self.n_by_checksum = 0
+        self.n_by_bytes = 0
+        self._lock = threading.Lock()
+
+    def by_metadata(self) -> Iterator[Difference]:
+        """What the metadata says."""
+        for name in self.names:
+            left, right = self.a.entries.get(name), self.b.entries.get(name)
+            if left is None or right is None:
+                what = "only-in-b" if left is None else "only-in-a"
+                yield Difference(name, what, _said(left), _said(right))
+            elif isinstance(left, SourceBytes) or isinstance(right, SourceBytes):
+                if type(left) is not type(right):
+                    yield Difference(name, "kind", _said(left), _said(right))
+            else:
+                yield from _of_tensors(name, left, right)
+
+    def by_values(self, on_progress: OnProgress | None) -> list[Difference]:
+        """What the values say, of entries that are alike so far."""
+        different: list[Difference] = []
+        told, total = Told(), 0
+        tasks: list[Callable[[], None]] = []
+        for name in self.names:
+            left, right = self.a.entries.get(name), self.b.entries.get(name)
+            if isinstance(left, SourceTensor) and isinstance(right, SourceTensor):
+                if _alike(left, right):
+                    total += _n_bytes(left)
+                    tasks.append(self._task(name, left, right, different, told))
+            elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
+                said = self._of_bytes(name, left, right)
+                different += [Difference(name, "values", *said)] if said else []
+        try:
+            in_threads(tasks, _THREADS, told, total, on_progress)
+        except Damage as damage:
+            raise UsageError(
+                damage.finding.message, next_command=damage.finding.next_command
+            ) from damage
+        return sorted(different, key=lambda each: each.fqn)
+
+    def _task(
+        self,
+        name: str,
+        left: SourceTensor,
+        right: SourceTensor,
+        different: list[Difference],
+        told: Told,
+    ) -> Callable[[], None]:
+        def task() -> None:
+            by_checksum = self._same_checksums(name, left, right)
+            said = None
+            if by_checksum is None:
+                said = self._different_bytes(name, left, right, told)
+            else:
+                told.add(_n_bytes(left))
+                if not by_checksum:
+                    said = ("checksums", "other checksums")
+            with self._lock:
+                self.n_by_checksum += by_checksum is not None
+                self.n_by_bytes += by_checksum is None
+                if said is not None:
+                    different.append(Difference(name, "values", *said))
+
+        return task
+
+    def _same_checksums(self, name: str, left: SourceTensor, right: SourceTensor) -> bool | None:
+        """Whether all checksums are the same; None where they say nothing."""
+        if _boxes(left) != _boxes(right):
+            return None
+        same = True
+        for number in range(len(left.chunks)):
+            one = self.a.files[name].opened(left, number, _BUFFERS.held)
+            other = self.b.files[name].opened(right, number, _BUFFERS.held)
+            alike = one.strides == other.strides or (one.is_row_major and other.is_row_major)
+            comparable = one.n_bytes == other.n_bytes and alike
+            if one.crc is None or other.crc is None or not comparable:
+                return None
+            same = same and one.crc == other.crc
+        return same
+
+    def _different_bytes(
+        self, name: str, left: SourceTensor, right: SourceTensor, told: Told
+    ) -> tuple[str, str] | None:
+        """Where the first bytes that differ are; None where all are the same."""
+        itemsize = DTYPE_SIZES[left.entry.dtype]
+        blocks = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
+        with (
+            Reader(self.a.files[name], _BUFFERS) as of_a,
+            Reader(self.b.files[name], _BUFFERS) as of_b,
+        ):
+            for offsets, sizes in slabs(left.entry.shape, itemsize, _BUFFERS.block):
+                n_bytes = prod(sizes) * itemsize
+                if not n_bytes:
+                    return None
+                for reader, tensor, block in ((of_a, left, blocks[0]), (of_b, right, blocks[1])):
+                    _fill(reader, tensor, Box(offsets, sizes, ()), block)
+                told.add(n_bytes)
+                if blocks[0][:n_bytes] != blocks[1][:n_bytes]:
+                    at = _first(blocks[0][:n_bytes], blocks[1][:n_bytes]) // itemsize * itemsize
+                    where = _element(offsets, sizes, at // itemsize)
+                    said = [
+                        f"{bytes(block[at : at + itemsize]).hex()} at {where}" for block in blocks
+                    ]
+                    return said[0], said[1]
+        return None
+
+    def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
+        """How two entries that are no tensors differ; None where they do not."""
+        described = [
+            _members(files[name], entry)
+            for files, entry in ((self.a.files, left), (self.b.files, right))
+        ]
+        return None if described[0] == described[1] else (described[0], described[1])
+
+
+def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[Difference]:
+    a, b = left.entry, right.entry
+    if a.dtype != b.dtype:
+        yield Difference(name, "dtype", a.dtype, b.dtype)
+    if a.shape != b.shape:
+        yield Difference(name, "shape", str(a.shape), str(b.shape))
+    elif _boxes(left) != _boxes(right):
+        said = [f"{len(t.chunks)} chunk{'' if len(t.chunks) == 1 else 's'}" for t in (left, right)]
+        yield Difference(name, "layout", said[0], said[1])
+
+
+def _alike(left: SourceTensor, right: SourceTensor) -> bool:
+    a, b = left.entry, right.entry
+    return a.dtype == b.dtype and a.shape == b.shape and a.dtype in WRITABLE
+
+
+def _boxes(tensor: SourceTensor) -> list[object]:
+    return [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+
+
+def _n_bytes(tensor: SourceTensor) -> int:
+    return prod(tensor.entry.shape) * DTYPE_SIZES[tensor.entry.dtype]
+
+
+def _said(entry: Entry | None) -> str | None:
+    if entry is None:
+        return None
+    if isinstance(entry, SourceBytes):
+        return "no tensor"
+    return f"{entry.entry.dtype} {entry.entry.shape}"
+
+
+def _fill(reader: Reader, tensor: SourceTensor, slab: Box, block: memoryview) -> None:
+    strides = row_major(slab.sizes, DTYPE_SIZES[tensor.entry.dtype])
+    for overlap in overlaps(tensor, slab):
+        chunk = tensor.chunks[overlap.number]
+        within = tuple(o - s for o, s in zip(overlap.offsets, chunk.offsets, strict=True))
+        places = zip(overlap.offsets, slab.offsets, strict=True)
+        at = sum((o - s) * stride for (o, s), stride in zip(places, strides, strict=True))
+        reader.fill(tensor, overlap.number, within, overlap.sizes, block, at, strides)
+
+
+def _first(left: memoryview, right: memoryview) -> int:
+    """The first byte that differs, of two runs that do."""
+    low, high = 0, len(left)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] != right[low:middle]:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _element(offsets: Sequence[int], sizes: Sequence[int], number: int) -> tuple[int, ...]:
+    """The index of an element of a box, by its number in row-major order."""
+    index = []
+    for offset, size in zip(reversed(offsets), reversed(sizes), strict=True):
+        number, at = divmod(number, size)
+        index.append(offset + at)
+    return tuple(reversed(index))
+
+
+def _members(files: SourceFiles, entry: SourceBytes) -> str:
+    """What tells the value of one entry from that of another: its members' checksums."""
+    record = entry.record
+    path = files.in_store(record.file)
+    if record.transforms:
+        (data,) = (data for _, data in files.store.read_spans([_span(path, entry, 0)]))
+        return f"{record.length:,} bytes compressed, {_hash_of(data)}"
+    start = max(0, record.length - TAIL)
+    ((_, tail),) = files.store.read_spans([_span(path, entry, start)])
+    needed = tail_needed(tail, record.length)
+    if needed > len(tail):
+        ((_, tail),) = files.store.read_spans([_span(path, entry, record.length - needed)])
+    members = parse_directory(tail, record.length)
+    told = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
+    if not members.has_crcs:
+        ((_, data),) = files.store.read_spans([_span(path, entry, 0)])
+        told_bytes = b"".join(data[m.start : m.end] for m in told)
+        return f"{len(told_bytes):,} bytes, {_hash_of(told_bytes)}"
+    return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in told)
+
+
+def _span(path: str, entry: SourceBytes, start: int) -> Span:
+    return Span(path, entry.record.offset + start, entry.record.length - start)
+
+
+def _hash_of(data: bytes) -> str:
+    """A digest of a few bytes, short enough to be shown."""
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _answer(compared: _Compared, found: Sequence[Difference], *, values: bool) -> Diff:
+    layouts = sum(one.what == "layout" for one in found)
+    real = len(found) - layouts
+    n_entries = len(compared.names)
+    a, b = shlex.quote(compared.a.url), shlex.quote(compared.b.url)
+    if real:
+        message = f"{real:,} of {n_entries:,} entries differ"
+        if real == 1:
+            message = f"1 of {n_entries:,} entries differs"
+    else:
+        same = "the same values" if values else "the same names, shapes and dtypes"
+        message = f"{n_entries:,} entries with {same}"
+    return Diff(
+        a=compared.a.url,
+        b=compared.b.url,
+        same=not real,
+        n_entries=n_entries,
+        n_layouts=layouts,
+        values_compared=values,
+        n_by_checksum=compared.n_by_checksum,
+        n_by_bytes=compared.n_by_bytes,
+        differences=tuple(found),
+        message=message,
+        exit_code=EXIT_DIFFERS if real else 0,
+        next_command=None if real or values else f"ckptctl diff {a} {b} --values",
+    )

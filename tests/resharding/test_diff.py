@@ -1,0 +1,93 @@
+"""Does diff see every difference, and none where there is none?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+from made_steps import grid, write_step
+
+import ckptctl
+
+pytestmark = pytest.mark.torch
+
+
+def step(folder: Path, *, cuts: list[int], change: object = None) -> str:
+    import torch
+
+    weight = torch.arange(20 * 12, dtype=torch.float32).reshape(20, 12)
+    if change == "value":
+        weight[13, 7] += 1
+    if change == "dtype":
+        weight = weight.to(torch.float64)
+    if change == "shape":
+        weight = weight.reshape(12, 20)
+    tensors = {"model.w": (weight, grid(weight.shape, [cuts, []]))}
+    if change == "more":
+        tensors["model.more"] = (weight, grid(weight.shape, [cuts, []]))
+    write_step(folder / "step_1", tensors, {"step": 2 if change == "number" else 1})
+    return str(folder / "step_1")
+
+
+@pytest.mark.parametrize("cuts", [[10], [3, 8]], ids=["by-checksum", "by-bytes"])
+def test_two_steps_of_the_same_values_are_the_same(tmp_path, cuts):
+    a, b = step(tmp_path / "a", cuts=[10]), step(tmp_path / "b", cuts=cuts)
+    found = ckptctl.diff(a, b, values=True)
+    assert (found.same, found.exit_code) == (True, 0)
+    assert [one.what for one in found.differences] == (["layout"] if cuts != [10] else [])
+    assert (found.n_by_checksum, found.n_by_bytes) == ((1, 0) if cuts == [10] else (0, 1))
+
+
+@pytest.mark.parametrize("cuts", [[10], [3, 8]], ids=["by-checksum", "by-bytes"])
+def test_one_element_that_differs_is_found_by_values_alone(tmp_path, cuts):
+    a = step(tmp_path / "a", cuts=[10])
+    b = step(tmp_path / "b", cuts=cuts, change="value")
+    assert ckptctl.diff(a, b).same
+    found = ckptctl.diff(a, b, values=True)
+    (one,) = [one for one in found.differences if one.what != "layout"]
+    assert (one.fqn, one.what, found.exit_code) == ("model.w", "values", 28)
+    assert cuts == [10] or one.a == "00002343 at (13, 7)"
+
+
+@pytest.mark.parametrize(
+    ("change", "fqn", "what"),
+    [
+        ("dtype", "model.w", "dtype"),
+        ("shape", "model.w", "shape"),
+        ("more", "model.more", "only-in-b"),
+        ("number", "step", "values"),
+    ],
+)
+def test_each_difference_has_a_word(tmp_path, change, fqn, what):
+    a, b = step(tmp_path / "a", cuts=[10]), step(tmp_path / "b", cuts=[10], change=change)
+    found = ckptctl.diff(a, b, values=True)
+    assert [(one.fqn, one.what) for one in found.differences] == [(fqn, what)]
+    assert not found.same
+
+
+def test_a_step_that_was_resharded_is_the_same_step(checkpoints, tmp_path):
+    source = checkpoints / "tp_fsdp_2x2" / "step_100"
+    target = tmp_path / "step_100"
+    assert ckptctl.reshard(str(source), str(target), world_size=3).written
+    done = run_ckptctl("diff", source, target, "--values", "--json")
+    assert done.returncode == 0, done.stderr
+    document = validated(done.stdout)
+    assert document["same"]
+    assert document["n_by_bytes"] > 0
+
+
+def test_the_command_says_what_differs_and_ends_with_28(tmp_path):
+    a, b = step(tmp_path / "a", cuts=[10]), step(tmp_path / "b", cuts=[10], change="dtype")
+    done = run_ckptctl("diff", a, b)
+    assert done.returncode == 28
+    assert "dtype: model.w: float32 in a, float64 in b" in done.stdout
+    assert run_ckptctl("diff", a, b, "--quiet").stdout == "model.w\n"
+
+
+def test_a_folder_without_metadata_cannot_be_compared(tmp_path):
+    a = step(tmp_path / "a", cuts=[10])
+    (tmp_path / "b" / "step_1").mkdir(parents=True)
+    (tmp_path / "b" / "step_1" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ckptctl.UsageError, match="no metadata of DCP"):
+        ckptctl.diff(a, str(tmp_path / "b" / "step_1"))
