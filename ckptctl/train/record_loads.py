@@ -7,30 +7,28 @@ torch's plan; which bytes that is, and where they go, is for `record_runs`.
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptctl.checks.byte_pass import Limits, read_runs
 from ckptctl.checks.framing import Framed, framed, is_plain_pickle
-from ckptctl.checks.presence import check_presence, escape_reason
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.record_reads import Need, Reading, read_records
-from ckptctl.checks.sizes import check_sizes, holds_safetensors
-from ckptctl.checks.structure import SAYS
 from ckptctl.checks.tensor_records import Unfit
-from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable, StepDamaged
-from ckptctl.findings import Finding, Severity
-from ckptctl.formats.records import Member, View, read_member
+from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
+from ckptctl.formats.records import Member, View
+from ckptctl.formats.values import TensorStub
 from ckptctl.formats.zstd_streams import Unpacker, require_zstd
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.train.boxes import Box
+from ckptctl.train.damage import Damage
 from ckptctl.train.placing import Placing, dense_order, elements, is_plain, memory_of
 from ckptctl.train.record_runs import Proof, RecordRun, runs_of
 from ckptctl.train.safe_values import safe_copy
@@ -85,6 +83,16 @@ class _Waiting:
     aside: torch.Tensor | None
 
 
+class _Tensor(NamedTuple):
+    """The tensor in the record of range `number`; `member` holds its elements."""
+
+    number: int
+    stub: TensorStub
+    member: Member
+    dtype: torch.dtype
+    has_crcs: bool
+
+
 class RecordLoads:
     """Loads the records of one part, whose `ranges` are those of its metadata."""
 
@@ -106,6 +114,7 @@ class RecordLoads:
         self._safe_types = safe_types
         self._jobs = jobs
         self._most_waiting = most_waiting
+        self._damage = Damage(store, ranges)
         self._reach = _REACH[store.kind]
         self._waiting: list[_Waiting] = []
         self._n_waiting = 0
@@ -119,7 +128,7 @@ class RecordLoads:
         an entry that may not be unpickled. Other storage errors pass through. After an
         error nobody knows what is in the tensors.
         """
-        self._check_paths(wanted)
+        self._damage.check_paths(wanted)
         try:
             for number, view in self._records(wanted):
                 self._at(number, view, wanted[number])
@@ -127,7 +136,7 @@ class RecordLoads:
                     self._read_waiting()
             self._read_waiting()
         except (PathNotFound, PathEscape, ShortRead) as error:
-            raise self._explained(error, wanted) from error
+            raise self._damage.missing(error, wanted) from error
         return self.loaded
 
     # Frames and short records
@@ -182,11 +191,11 @@ class RecordLoads:
             if found.stub is not None:
                 if found.byte_order not in (None, sys.byteorder):
                     raise Unfit("format.unsupported", f"it is {found.byte_order}-endian")
-                if _is_irregular(found) and len(view.head) < view.length:
+                if order_of(found.stub) is None and len(view.head) < view.length:
                     return Need(head=view.length)
             return view, found
         except (RecordUnreadable, Unfit) as error:
-            raise self._damaged(number, error.code, error.message) from error
+            raise self._damage.record(number, error.code, error.message) from error
 
     def _unpacked(self, number: int, view: View) -> View:
         owner = self._ranges.owner(number)
@@ -210,100 +219,80 @@ class RecordLoads:
     def _at(self, number: int, record: tuple[View, Framed], items: Sequence[ReadItem]) -> None:
         view, found = record
         self.loaded.n_records += 1
-        owner = self._ranges.owner(number)
-        if isinstance(owner.entry, BytesEntry):
+        if found.stub is None:
+            fqn = self._ranges.owner(number).entry.fqn
             for item in items:
-                copy = safe_copy(view.head, owner.entry.fqn, self._safe_types)
-                self._planner.load_bytes(item, copy)
+                self._planner.load_bytes(item, safe_copy(view.head, fqn, self._safe_types))
             return
-        dtype = torch_dtype(owner.entry.dtype)
-        if dtype is None:
-            reason = f"torch {torch.__version__} has no {owner.entry.dtype}"
-            raise self._damaged(number, "format.unsupported", reason)
-        self._check_size(number, found, dtype)
+        tensor = self._tensor(number, found, found.stub)
         for place, item in enumerate(items):
             target = self._planner.resolve_tensor(item).detach()
-            if tuple(target.shape) != tuple(item.lengths):
+            if target.shape != item.lengths:
                 # What torch's own reader says then; no record is to blame.
                 raise AssertionError(
                     f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
                 )
-            self.loaded.n_needed += prod(item.lengths) * dtype.itemsize
+            self.loaded.n_needed += prod(item.lengths) * tensor.dtype.itemsize
             if len(view.head) == view.length:
-                self._copy(view, found, item, target, dtype)
+                self._copy(view, tensor, item, target)
+                self._planner.commit_tensor(item, target)
             else:
-                self._wait(number, found, item, target, dtype, first=place == 0)
+                self._wait(tensor, item, target, first=place == 0)
 
-    def _check_size(self, number: int, found: Framed, dtype: torch.dtype) -> None:
-        """What `framed` cannot for dtypes whose size only torch knows."""
-        stub = found.stub
-        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
+    def _tensor(self, number: int, found: Framed, stub: TensorStub) -> _Tensor:
+        dtype = torch_dtype(stub.dtype)
+        if dtype is None:
+            reason = f"torch {torch.__version__} has no {stub.dtype}"
+            raise self._damage.record(number, "format.unsupported", reason)
         member = found.directory.find(f"data/{stub.storage_key}")
         n_bytes = stub.n_elements_in_storage * dtype.itemsize
+        # What `framed` cannot compare for dtypes whose size only torch knows.
         if member is None or member.size != n_bytes:
             has = 0 if member is None else member.size
             reason = f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
-            raise self._damaged(number, "record.mismatch", reason)
+            raise self._damage.record(number, "record.mismatch", reason)
+        return _Tensor(number, stub, member, dtype, found.directory.has_crcs)
 
-    def _copy(
-        self, view: View, found: Framed, item: ReadItem, target: torch.Tensor, dtype: torch.dtype
-    ) -> None:
+    def _copy(self, view: View, tensor: _Tensor, item: ReadItem, target: torch.Tensor) -> None:
         """Take the elements from a record that is in memory, its checksums compared."""
-        stub = found.stub
-        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
-        data = read_member(found.directory, f"data/{stub.storage_key}", view) or b""
-        if found.directory.has_crcs:
+        stub, dtype = tensor.stub, tensor.dtype
+        data = view.get(tensor.member.start, tensor.member.end) or b""
+        if tensor.has_crcs:
             self.loaded.n_proven += len(data)
         if not target.numel():
-            pass
-        elif (
-            not _is_irregular(found)
-            and tuple(item.lengths) == stub.shape
-            and dense_order(stub.shape, stub.strides) == tuple(range(len(stub.shape)))
-            and target.dtype == dtype
-            and (memory := memory_of(target)) is not None
-        ):
-            memory[:] = data
-        else:
-            there = tuple(
-                slice(at, at + size)
-                for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            source = elements(memoryview(data), dtype)
-            source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
-            target.copy_(source[there])
-        self._planner.commit_tensor(item, target)
+            return
+        as_saved = tuple(item.lengths) == stub.shape and target.dtype == dtype
+        if as_saved and order_of(stub) == tuple(range(len(stub.shape))):
+            memory = memory_of(target)
+            if memory is not None:
+                memory[:] = data
+                return
+        there = tuple(
+            slice(at, at + size)
+            for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        source = elements(memoryview(data), dtype)
+        source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
+        target.copy_(source[there])
 
-    def _wait(
-        self,
-        number: int,
-        found: Framed,
-        item: ReadItem,
-        target: torch.Tensor,
-        dtype: torch.dtype,
-        *,
-        first: bool,
-    ) -> None:
+    def _wait(self, tensor: _Tensor, item: ReadItem, target: torch.Tensor, *, first: bool) -> None:
         """Have the elements read with those of other records."""
-        stub, ranges = found.stub, self._ranges
-        assert stub is not None  # noqa: S101 - `framed` gives one for each tensor
-        member = found.directory.find(f"data/{stub.storage_key}")
-        order = dense_order(stub.shape, stub.strides)
-        assert member is not None  # noqa: S101 - `framed` has looked
-        assert order is not None  # noqa: S101 - irregular records are read as a whole
-        aside = None if is_plain(target) else torch.empty(tuple(item.lengths), dtype=dtype)
-        box = Box(stub.shape, tuple(item.storage_offsets), tuple(item.lengths))
+        dtype, member, ranges = tensor.dtype, tensor.member, self._ranges
+        aside = None if is_plain(target) else torch.empty(item.lengths, dtype=dtype)
         self._waiting.append(_Waiting(item, target, aside))
         self._n_waiting += prod(item.lengths) * dtype.itemsize
-        if not target.numel():
+        order = order_of(tensor.stub)
+        if order is None or not target.numel():  # without order it was read as a whole
             return
+        box = Box(tensor.stub.shape, tuple(item.storage_offsets), tuple(item.lengths))
         proof = None
-        if found.directory.has_crcs and (box.is_whole or (self._prove_slices and first)):
-            proof = Proof(member.size, member.crc, self._wrong_crc(number, member))
+        if tensor.has_crcs and (box.is_whole or (self._prove_slices and first)):
+            wrong = self._damage.wrong_crc(tensor.number, member)
+            proof = Proof(member.size, member.crc, wrong)
             self.loaded.n_proven += member.size
         placing = Placing(box, order, dtype, target if aside is None else aside)
-        path = ranges.file_names[ranges.files[number]]
-        at = ranges.starts[number] + member.start
+        path = ranges.file_names[ranges.files[tensor.number]]
+        at = ranges.starts[tensor.number] + member.start
         self._runs += runs_of(path, at, placing, skip=self._reach.skip, proof=proof)
 
     def _read_waiting(self) -> None:
@@ -320,57 +309,12 @@ class RecordLoads:
             self._planner.commit_tensor(one.item, one.target)
         self._runs, self._waiting, self._n_waiting = [], [], 0
 
-    # What is wrong
 
-    def _check_paths(self, wanted: Mapping[int, Sequence[ReadItem]]) -> None:
-        ranges = self._ranges
-        for file in {ranges.files[number] for number in wanted}:
-            reason = escape_reason(ranges.file_names[file])
-            if reason is not None:
-                message = f"the path {reason}, and was not followed"
-                where = ranges.file_names[file]
-                raise StepDamaged(self._store.url, Finding("path.escape", where, message))
+def order_of(stub: TensorStub) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the slowest to the fastest.
 
-    def _wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
-        def wrong(found: int) -> None:
-            reason = f"{member.name} has CRC-32 {found:08x}, saved was {member.crc:08x}"
-            raise self._damaged(number, "record.crc", reason)
-
-        return wrong
-
-    def _damaged(self, number: int, code: str, reason: str) -> StepDamaged:
-        ranges = self._ranges
-        if code == "record.framing" and holds_safetensors(ranges):
-            return self._refused(next(check_sizes(ranges)))
-        start = ranges.starts[number]
-        end = start + ranges.lengths[number]
-        message = (
-            f"the record of {ranges.owner(number).name}, bytes {start:,} to {end:,}, "
-            f"{SAYS[code][0]}: {reason}"
-        )
-        return self._refused(Finding(code, ranges.file_names[ranges.files[number]], message))
-
-    def _explained(self, error: Exception, wanted: Mapping[int, Sequence[ReadItem]]) -> StepDamaged:
-        """What a file that is gone, short or a link means for the step: one listing says it."""
-        ranges = self._ranges
-        needed = {ranges.file_names[ranges.files[number]] for number in wanted}
-        for finding in check_presence(ranges, self._store.list_tree()):
-            if finding.severity is Severity.FAULT and finding.where in needed:
-                return self._refused(finding)
-        message = f"it changed while it was loaded ({error}): someone writes or deletes here"
-        return self._refused(Finding("step.changed", "", message))
-
-    def _refused(self, finding: Finding) -> StepDamaged:
-        url = self._store.url
-        command = f"ckptctl verify {shlex.quote(url)} --level content"
-        return StepDamaged(url, replace(finding, next_command=command))
-
-
-def _is_irregular(found: Framed) -> bool:
-    """The elements do not fill their member exactly once, from its first byte to its last."""
-    stub = found.stub
-    return stub is not None and (
-        stub.storage_offset != 0
-        or prod(stub.shape) != stub.n_elements_in_storage
-        or dense_order(stub.shape, stub.strides) is None
-    )
+    None where its elements do not fill their storage exactly once, from beginning to end.
+    """
+    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
+        return None
+    return dense_order(stub.shape, stub.strides)

@@ -1,0 +1,75 @@
+"""What does it say about a step that one of its records could not be loaded?
+
+From an error in the middle of a load to the finding that `ckptctl verify` has for the
+same damage, in the words of the checks. Storage that does not answer is no damage.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ckptctl.checks.presence import check_presence, escape_reason
+from ckptctl.checks.ranges import Ranges
+from ckptctl.checks.sizes import check_sizes, holds_safetensors
+from ckptctl.checks.structure import SAYS
+from ckptctl.errors import StepDamaged
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.records import Member
+from ckptctl.storage.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Errors about the records of one part, whose `ranges` are those of its metadata."""
+
+    store: Store
+    ranges: Ranges
+
+    def record(self, number: int, code: str, reason: str) -> StepDamaged:
+        """The record of range `number` is not what it should be."""
+        ranges = self.ranges
+        if code == "record.framing" and holds_safetensors(ranges):
+            return self.finding(next(check_sizes(ranges)))
+        start = ranges.starts[number]
+        message = (
+            f"the record of {ranges.owner(number).name}, bytes {start:,} to "
+            f"{start + ranges.lengths[number]:,}, {SAYS[code][0]}: {reason}"
+        )
+        return self.finding(Finding(code, self._file(number), message))
+
+    def wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
+        """What to call with the checksum of a member's bytes that is not the one saved."""
+
+        def wrong(found: int) -> None:
+            reason = f"{member.name} has CRC-32 {found:08x}, saved was {member.crc:08x}"
+            raise self.record(number, "record.crc", reason)
+
+        return wrong
+
+    def check_paths(self, numbers: Iterable[int]) -> None:
+        """Raise where the file of a record lies outside of the step."""
+        for name in {self._file(number) for number in numbers}:
+            reason = escape_reason(name)
+            if reason is not None:
+                message = f"the path {reason}, and was not followed"
+                raise self.finding(Finding("path.escape", name, message))
+
+    def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
+        """What a file that is gone, short or a link means for the step: one listing says it."""
+        needed = {self._file(number) for number in numbers}
+        for finding in check_presence(self.ranges, self.store.list_tree()):
+            if finding.severity is Severity.FAULT and finding.where in needed:
+                return self.finding(finding)
+        message = f"it changed while it was loaded ({error}): someone writes or deletes here"
+        return self.finding(Finding("step.changed", "", message))
+
+    def finding(self, finding: Finding) -> StepDamaged:
+        """A finding as an error, with the command that looks at all of the step."""
+        url = self.store.url
+        command = f"ckptctl verify {shlex.quote(url)} --level content"
+        return StepDamaged(url, replace(finding, next_command=command))
+
+    def _file(self, number: int) -> str:
+        return self.ranges.file_names[self.ranges.files[number]]
