@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from ckptctl.train.checkpointer import Checkpointer, Start
+    from ckptctl.train.checkpointer import Checkpointer
     from ckptctl.train.cluster import Cluster, cluster_context
     from ckptctl.train.graceful import GracefulStop
     from ckptctl.train.group import Group, make_group
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
+    from ckptctl.train.resuming import Start
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
 
 __all__ = [
@@ -48,7 +49,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ckptctl.train.checkpointer": "Checkpointer Start",
+    "ckptctl.train.checkpointer": "Checkpointer",
+    "ckptctl.train.resuming": "Start",
     "ckptctl.train.cluster": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop",
     "ckptctl.train.group": "Group make_group",

@@ -56,7 +56,8 @@ class Job:
 
     def die(self) -> None:
         """Leave as a killed process does: with nothing written. Its hooks must not stay here."""
-        self.ckpt._attempt = None
+        if self.ckpt._attempt is not None:
+            self.ckpt._attempt._over = True
         with suppress(Exception):
             self.ckpt._leave("killed")
 

@@ -105,9 +105,9 @@ def test_a_rank_that_sees_an_empty_mount_is_named_and_nobody_loads(folder, tmp_p
 def test_a_rank_that_dies_in_the_middle_of_a_resume_ends_the_others(folder, tmp_path):
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.train import checkpointer\n"
+        "from ckptctl.train import resuming\n"
         "def die(*args): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if rank == 1: checkpointer.load_into = die\n"
+        "if rank == 1: resuming.load_into = die\n"
     )
     done = run_job(folder, "--ranks", 3, "--steps", 8, "--hook", hook)
     assert codes_of(done)[0] in (75, -9)
@@ -120,12 +120,12 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
     hook = tmp_path / "hook.py"
     hook.write_text(
         "import shutil\n"
-        "from ckptctl.train import checkpointer\n"
-        "proved = checkpointer.prove_seen\n"
+        "from ckptctl.train import resuming\n"
+        "proved = resuming.prove_seen\n"
         "def removed(decision, *rest):\n"
         "    proved(decision, *rest)\n"
         "    if decision.step == 6 and rank == 0: shutil.rmtree(decision.path)\n"
-        "checkpointer.prove_seen = removed\n"
+        "resuming.prove_seen = removed\n"
     )
     done = run_job(folder, "--ranks", 2, "--steps", 8, "--hook", hook)
     assert codes_of(done) == [0], done.stderr

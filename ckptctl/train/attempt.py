@@ -1,0 +1,105 @@
+"""What does this life of the job leave in the record, however it ends?
+
+The attempt knows how far it has come, and writes it down; an exception that ends the
+process is seen on its way out. What the record means for a step is `evidence`'s question.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptctl.errors import StorageError
+from ckptctl.formats.seals import Origin
+from ckptctl.judge.fencing import Token
+from ckptctl.train.evidence import NOT_FINITE, signature_of
+from ckptctl.train.ledger import Ledger
+
+PROGRESS_EVERY_S = 30.0
+"""How often progress is written down, in seconds."""
+
+Hook = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One life of the job, as one of its ranks lives it.
+
+    `step` is how far the training has come, `saved` the newest step that is on its way or
+    there, `never_saved` that no attempt before this one has finished a save.
+    """
+
+    token: Token
+    ledger: Ledger
+    resumed_from: int | None = None
+    step: int = 0
+    saved: int = 0
+    never_saved: bool = False
+    cluster: dict[str, Any] = field(default_factory=dict)
+    _noted_s: float = 0.0
+    _has_failed: bool = False
+    _over: bool = False
+    _hooks: tuple[Hook, Hook] | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """What the seals of its steps say of it."""
+        job, node = (str(self.cluster.get(name) or "") for name in ("job", "node"))
+        return Origin(self.token.attempt, self.resumed_from, job, node)
+
+    def record(self, event: str, **fields: object) -> None:
+        """A line that nothing depends on: a storage that refuses it ends no training."""
+        with suppress(StorageError):
+            self.ledger.add(event, rank=self.ledger.rank, **fields)
+
+    def note(self, step: int, loss: float | None) -> None:
+        """Remember how far the training has come; write it down now and then, on rank 0."""
+        self.step = step
+        if self.ledger.rank != 0:
+            return
+        if loss is not None and not math.isfinite(loss):
+            self.failed(NOT_FINITE)
+        elif time.monotonic() - self._noted_s > PROGRESS_EVERY_S:
+            self._noted_s = time.monotonic()
+            self.record("progress", step=step, loss=loss)
+
+    def failed(self, evidence: str) -> None:
+        """Write down the first failure: what comes after it follows from it."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        self.record("failed", step=self.step, evidence=evidence)
+
+    def ended_by(self, error: BaseException) -> None:
+        """Write down an exception that says something; one that does not counts for nothing."""
+        evidence = signature_of(error)
+        if evidence is not None:
+            self.failed(evidence)
+        self._has_failed = True
+
+    def watch(self) -> None:
+        """See an exception that nobody catches, in passing."""
+        before = sys.excepthook
+
+        def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            self.ended_by(error)
+            before(kind, error, trace)
+
+        sys.excepthook = seen
+        self._hooks = (before, seen)
+
+    def leave(self, how: str) -> None:
+        """Write down that it is over, once, and put back what `watch` took the place of."""
+        if self._hooks is not None and sys.excepthook is self._hooks[1]:
+            sys.excepthook = self._hooks[0]
+        self._hooks = None
+        if self._over:
+            return
+        self._over = True
+        if self.ledger.rank == 0:
+            self.record("ended", step=self.step, how="exception" if self._has_failed else how)

@@ -1,0 +1,252 @@
+"""How does a job come from a root to a state that it can go on from?
+
+In one order, on all ranks: look whether the root may be written to, take it over, reject
+what earlier attempts prove bad, decide, prove, load, restore, and only then mark what is
+superseded and write the report. What each of these does is a module of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptctl.errors import LoadFailed, PathNotFound, UsageError
+from ckptctl.judge.fencing import take_token
+from ckptctl.judge.roots import list_root
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url
+from ckptctl.train.attempt import Attempt
+from ckptctl.train.cluster import cluster_context
+from ckptctl.train.deciding import (
+    Decision,
+    Looking,
+    Rejected,
+    check_root,
+    decide,
+    prove_content,
+    prove_seen,
+    too_many,
+)
+from ckptctl.train.evidence import reject_proven, supersede_newer
+from ckptctl.train.group import Group
+from ckptctl.train.ledger import (
+    ATTEMPTS_FOLDER,
+    MAX_ATTEMPTS,
+    Ledger,
+    new_attempt,
+    put_report,
+    read_attempts,
+    utc_now,
+)
+from ckptctl.train.loading import load_into, saved_metadata
+from ckptctl.train.restoring import Inventory, Policies, Progress, progress_of, restore
+from ckptctl.train.state import Parts, Place, template
+from ckptctl.train.telling import Tell, lines_of
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a job goes on: after `step`, which is 0 for a fresh run.
+
+    `path` is the step that was loaded, None for a fresh run. `tokens` and `samples` are
+    what the run had consumed, 0 where the step does not say. `rejected` are the newer steps
+    that were not taken. `report` is the document that lies at `report_path`.
+    """
+
+    step: int
+    tokens: int
+    samples: int
+    path: str | None
+    fell_back: bool
+    rejected: tuple[Rejected, ...]
+    report: Mapping[str, Any]
+    report_path: str
+
+    @property
+    def fresh(self) -> bool:
+        """The run begins here."""
+        return self.path is None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a resume works with: the root, the ranks, what they hold, and the caller's policies."""
+
+    root: str
+    store: Store
+    group: Group
+    place: Place
+    parts: Parts
+    policies: Policies
+    looking: Looking
+    tell: Tell
+
+
+def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]:
+    """Take the root over, load, restore, and write down how it went; see `Checkpointer.resume`."""
+    first = job.group.from_first
+    first(lambda: _check_before(job, resume_from))
+    token = first(lambda: take_token(job.store, new_attempt()))
+    attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank))
+    earlier = first(lambda: _started(job, attempt, resume_from))
+    decision, loaded, rejected = _loaded(job, resume_from, attempt)
+    saved, inventory = _restored(job, decision, loaded)
+    report = first(lambda: _reported(job, attempt, decision, saved, inventory, rejected, earlier))
+    attempt.resumed_from = decision.step
+    attempt.step = attempt.saved = saved.step
+    return attempt, Start(
+        step=saved.step,
+        tokens=saved.tokens or 0,
+        samples=saved.samples or 0,
+        path=decision.path,
+        fell_back=report["fell_back"],
+        rejected=rejected,
+        report=report,
+        report_path=join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json"),
+    )
+
+
+def _check_before(job: Job, resume_from: str | int | None) -> None:
+    check_root(job.root, job.looking)
+    if resume_from is None or str(resume_from).strip() in ("none", ""):
+        steps = list_root(job.store).steps
+        if steps:
+            raise UsageError(
+                f"{job.root} holds {len(steps)} steps, {steps[0].name} the newest: a run "
+                "from the beginning needs a root of its own",
+                next_command=f"ckptctl scan {job.root}",
+            )
+
+
+def _started(job: Job, attempt: Attempt, resume_from: str | int | None) -> str | None:
+    earlier = read_attempts(job.store)
+    events = [event.get("event") for _, events in earlier for event in events]
+    # Older records than these are not read, and may have it.
+    attempt.never_saved = 0 < len(earlier) < MAX_ATTEMPTS and "saved" not in events
+    cluster = cluster_context().placed(job.group.rank, job.group.size)
+    attempt.cluster = cluster.document()
+    attempt.ledger.add(
+        "started",
+        token=attempt.token.number,
+        resume_from=str(resume_from),
+        world_size=job.group.size,
+        cluster=attempt.cluster,
+    )
+    reject_proven(job.store, job.looking.storage, f"attempt {attempt.token.attempt}")
+    return earlier[-1][0] if earlier else None
+
+
+def _loaded(
+    job: Job, resume_from: str | int | None, attempt: Attempt
+) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...]]:
+    """Decide and load until a step loads on every rank; what it holds, and what did not."""
+    failed: dict[int, Rejected] = {}
+    while True:
+        decision = job.group.from_first(
+            lambda: decide(
+                resume_from,
+                job.root,
+                job.looking,
+                skip=tuple(failed),
+                never_saved=attempt.never_saved,
+            )
+        )
+        if decision.path is None or decision.step is None:
+            return decision, {}, decision.rejected
+        prove_seen(decision, job.group, job.looking)
+        error = prove_content(decision, job.group, job.looking)
+        loaded: dict[str, Any] = {}
+        if error is None:
+            error, loaded = _try_to_load(job, decision)
+        if error is None:
+            return decision, loaded, (*failed.values(), *decision.rejected)
+        step = decision.step
+        failed[step] = Rejected(step, decision.path, "corrupt", error.message)
+        if job.group.is_first:
+            attempt.ledger.add("failed", step=step, reason=error.message, while_="loading")
+        if len(failed) > job.looking.max_fallback:
+            raise too_many(failed, job.root)
+
+
+def _try_to_load(job: Job, decision: Decision) -> tuple[LoadFailed | None, dict[str, Any]]:
+    """Load on all ranks; the failure that all agree on, or what was loaded here."""
+    made: dict[str, Any] = {}
+
+    def prepare() -> None:
+        try:
+            saved = saved_metadata(decision, job.looking)
+        except PathNotFound as error:  # somebody removed it since rank 0 looked
+            raise LoadFailed(error.message) from error
+        made.update(template(job.parts, job.place, saved))
+
+    try:
+        job.group.from_all(prepare)
+        job.group.from_all(lambda: load_into(made, decision, job.group, job.looking))
+    except LoadFailed as error:
+        return error, {}
+    return None, made
+
+
+def _restored(job: Job, decision: Decision, loaded: dict[str, Any]) -> tuple[Progress, Inventory]:
+    if decision.step is None:
+        return Progress(0), Inventory()
+    saved = progress_of(loaded, decision.step)
+    told = job.group.from_all(lambda: restore(loaded, job.parts, job.place, saved, job.policies))
+    inventory = told[0]
+    for other in told[1:]:
+        for mine, theirs in zip(inventory.lists, other.lists, strict=True):
+            mine += [each for each in theirs if each not in mine]
+    return saved, inventory
+
+
+def _reported(
+    job: Job,
+    attempt: Attempt,
+    decision: Decision,
+    saved: Progress,
+    inventory: Inventory,
+    rejected: tuple[Rejected, ...],
+    earlier: str | None,
+) -> dict[str, Any]:
+    """Write down and tell how the resume went; on rank 0 alone."""
+    name = attempt.token.attempt
+    superseded: tuple[int, ...] = ()
+    if decision.step is not None:
+        superseded = supersede_newer(
+            job.store, decision.step, job.looking.storage, f"attempt {name}"
+        )
+    report = {
+        "schema": "ckptctl.resume/1",
+        "attempt": name,
+        "at": utc_now(),
+        "root": job.root,
+        "step": decision.step,
+        "path": decision.path,
+        "tokens": saved.tokens,
+        "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
+        "rejected": [
+            {"step": one.step, "path": one.path, "verdict": one.verdict, "reason": one.reason}
+            for one in rejected
+        ],
+        "superseded": list(superseded),
+        "world_size": job.group.size,
+        "saved_world_size": saved.world_size,
+        "previous_attempt": earlier,
+        "state": inventory.document(),
+        "cluster": attempt.cluster,
+    }
+    put_report(job.store, name, report)
+    attempt.ledger.add(
+        "resumed",
+        step=decision.step,
+        path=decision.path,
+        tokens=saved.tokens,
+        rejected=[one.step for one in rejected],
+        previous=earlier,
+    )
+    age_s = None if decision.written_s is None else time.time() - decision.written_s
+    for line in lines_of(report, inventory.notes, age_s):
+        job.tell(line)
+    return report
