@@ -172,20 +172,19 @@ def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
 
     path = _local_path(saver, saver.name_of(step))
     alone = saver.group.size == 1
-    fenced: list[CkptctlError] = []
-    writer = _writer(path, saver, fenced)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on saving without a process group
             save(
                 state,
-                storage_writer=writer,
+                storage_writer=_writer(path, saver),
                 process_group=saver.group.handle,
                 no_dist=alone,
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
-        if fenced:
-            raise fenced[0] from error
+        for cause, _ in error.failures.values():
+            if isinstance(cause, CkptctlError):
+                raise cause from error
         raise SaveFailed(
             f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
             next_command=f"ckptctl scan {shlex.quote(saver.store.url)}",
@@ -196,7 +195,7 @@ def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
         raise ranks_lost(error) from error
 
 
-def _writer(path: str, saver: Saver, fenced: list[CkptctlError]) -> FileSystemWriter:
+def _writer(path: str, saver: Saver) -> FileSystemWriter:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class FencedWriter(FileSystemWriter):
@@ -204,11 +203,7 @@ def _writer(path: str, saver: Saver, fenced: list[CkptctlError]) -> FileSystemWr
 
         def finish(self, metadata: Any, results: Any) -> None:
             """Runs on rank 0, when every rank has reported what it wrote."""
-            try:
-                check_token(saver.store, saver.token)
-            except CkptctlError as error:
-                fenced.append(error)
-                raise
+            check_token(saver.store, saver.token)
             super().finish(metadata, results)
 
     return FencedWriter(path)

@@ -537,6 +537,26 @@ def test_a_disk_that_is_full_leaves_older_steps_and_says_so(half, monkeypatch):
     job.die()
 
 
+def test_a_seal_that_cannot_be_written_leaves_a_whole_step(half, monkeypatch):
+    from ckptctl.train import saving
+
+    job = Job(half)
+    job.resume()
+    check = saving.check_token
+
+    def in_the_way(*args):
+        check(*args)
+        if (half / "step_9" / ".metadata").exists():
+            (half / "step_9" / ".ckptctl").write_text("a file where a folder should be")
+
+    monkeypatch.setattr(saving, "check_token", in_the_way)
+    with pytest.raises(SaveFailed, match="step 9 is whole and was not sealed"):
+        job.train(7, 9)
+    (half / "step_9" / ".ckptctl").unlink()
+    assert ckptctl.pick(str(half)).step == 9
+    job.die()
+
+
 def test_only_whole_and_sealed_steps_count_as_kept(root):
     shutil.rmtree(root / "step_9" / ".ckptctl")  # whole, and not sealed
     ckptctl.mark(str(root / "step_3"), "pinned")

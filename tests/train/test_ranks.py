@@ -130,3 +130,23 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
     done = run_job(folder, "--ranks", 2, "--steps", 8, "--hook", hook)
     assert codes_of(done) == [0], done.stderr
     assert report_of(folder)["step"] == 3
+
+
+def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
+    hook = tmp_path / "hook.py"
+    hook.write_text(
+        "from ckptctl.judge import fencing\n"
+        "from ckptctl.train import saving\n"
+        "real, asked = saving.check_token, []\n"
+        "def taken_over(store, token):\n"
+        "    asked.append(1)\n"
+        "    if len(asked) == 2: fencing.take_token(store, 'another')\n"
+        "    real(store, token)\n"
+        "saving.check_token = taken_over\n"
+    )
+    done = run_job(folder, "--ranks", 2, "--steps", 9, "--hook", hook)
+    assert codes_of(done) == [93]
+    for said in said_by_all(done, 2):
+        assert said.startswith("Fenced: ")
+        assert "attempt another has taken the root over" in said
+    assert not (folder / "run" / "step_9" / ".metadata").exists()
