@@ -201,11 +201,13 @@ def _answer(
     verdict = worst_of([*verdicts, *forced])
     worst = min(judgements, key=lambda each: each.verdict.rank, default=None)
     decides = decisive(findings, verdict)
-    said = decides if worst is None or decides is not None else decisive(worst.findings, verdict)
+    message = decides.message if decides is not None else ""
+    if worst is not None and decides is None:
+        decides, message = decisive(worst.findings, verdict), worst.message
     return LossReport(
         verdict=verdict,
         exit_code=verdict.exit_code(strict=strict),
-        message=worst.message if worst is not None and decides is None else findings[0].message,
+        message=message,
         logs=tuple(logs),
         n_rows=parts.n_rows,
         n_resumes=max(0, parts.n_legs - 1),
@@ -214,7 +216,7 @@ def _answer(
         faults=() if worst is None else faults(worst),
         missing=() if worst is None else missing(worst),
         report=report,
-        next_commands=_next(verdict, said, report),
+        next_commands=_next(verdict, decides, report),
     )
 
 

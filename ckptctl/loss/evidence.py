@@ -45,7 +45,6 @@ def _faults(judgement: Judgement) -> Iterator[Fault]:
     codes = {finding.code for finding in judgement.findings}
     n = len(replay.rows)
     fine = replay.fine_enough
-    equal = bool(n) and replay.first_is_equal and fine and "loss.drift" not in codes
     first = bool(n) and replay.first_is_equal and fine
     proven = replay.agrees and fine and n >= GOOD_ROWS
     again = f"{n} steps logged twice agree"
@@ -69,7 +68,7 @@ def _faults(judgement: Judgement) -> Iterator[Fault]:
         yield Fault("optimizer state lost", True, again)
     elif "loss.drift" not in codes:
         yield Fault("optimizer state lost", False, need)
-    if proven or (equal and replay.agrees):
+    if proven or (first and replay.agrees):
         yield Fault("random numbers lost, where they matter", True, again)
     elif "loss.differs" not in codes:
         yield Fault("random numbers lost", False, need)

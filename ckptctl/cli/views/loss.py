@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.loss_picture import picture_of_loss
 from ckptctl.cli.views.common import finding_lines, next_line, section
-from ckptctl.cli.words import count
+from ckptctl.cli.words import count, listed
 from ckptctl.findings import Finding
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.curve import curve_of
@@ -99,6 +99,14 @@ def _replay_lines(judgement: Judgement) -> Iterator[Line]:
         yield line(*spans, solid=True)
     if len(rows) > _MAX_ROWS:
         yield line(f"  and {len(rows) - _MAX_ROWS} more; --json has all of them", hang=2)
+    left_out = judgement.replay.not_compared
+    if left_out:
+        steps = listed([str(step) for step in left_out[:5]])
+        yield line(
+            f"  left out: {count(len(left_out), 'step')} whose rows are means over different "
+            f"numbers of steps ({steps})",
+            hang=4,
+        )
 
 
 def _cells(row: Replayed) -> tuple[str, ...]:
