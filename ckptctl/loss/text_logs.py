@@ -23,6 +23,8 @@ from ckptctl.loss.rows import Marker, Place, Row
 from ckptctl.loss.speakers import Speakers
 
 _WEAK_ROWS = 8
+# Of so many ranks, or what looks like them, the lines are kept apart.
+_MAX_READERS = 4096
 
 Keys = Mapping[str, str] | None
 
@@ -151,9 +153,10 @@ class TextLog:
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
         self._readers: dict[tuple[str, int | None], RankReader] = {}
-        self._weak: list[tuple[TextFormat, int | None, Row]] = []
+        # Rows that may be none, and markers between them, in the order they were read.
+        self._weak: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
         self._hints: tuple[bytes, ...] = ()
-        self._open = False
+        self._opened: set[tuple[str, int | None]] = set()
         if len(self._candidates) == 1:
             self._choose(self._candidates[0])
 
@@ -194,7 +197,7 @@ class TextLog:
             if self._chosen is not chosen:
                 # The format was found in the middle of these lines.
                 chosen, hints = self._chosen, self._words_in(whole)
-            every = chosen is None or self._open or b"" in hints
+            every = chosen is None or bool(self._opened) or b"" in hints
             if not (every or hints or words):
                 return
             found = walk.next(() if every else (*hints, *words))
@@ -217,42 +220,55 @@ class TextLog:
             yield from self._rows(text, number)
             return
         yield from self._ended()
+        if self._weak:
+            self._weak.append((None, rank, marker))
+        else:
+            yield from self._marked(rank, marker)
+
+    def _marked(self, rank: int | None, marker: Marker) -> Iterator[Marker]:
         told = self._speakers.marker(rank, marker)
         if told is not None:
             if self._averages is not None:
                 self._averages.restart()
             yield told
 
-    def _ended(self) -> Iterator[Row]:
+    def _ended(self) -> Iterator[Row | Marker]:
         for (name, rank), reader in list(self._readers.items()):
             form = self._chosen or next(each for each in self._candidates if each.name == name)
             for row in reader.end():
                 yield from self._found(form, rank, row)
-        self._open = False
+        self._opened.clear()
 
-    def _rows(self, text: str, number: int) -> Iterator[Row]:
+    def _rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, text = split_prefix(text)
         place = Place(self._name, number)
-        if self._open and rank is None:
+        if self._opened and rank is None:
             rank = self._rank_of_open()
         for form in self._candidates:
-            reader = self._readers.get((form.name, rank))
+            key = (form.name, rank)
+            reader = self._readers.get(key)
             if not any(hint in text for hint in form.hints) and not (reader and reader.open):
                 continue
             if reader is None:
-                reader = self._readers[form.name, rank] = form.reader(self._keys)
+                if len(self._readers) >= _MAX_READERS:
+                    yield from self._ended()
+                    self._readers.clear()
+                reader = self._readers[key] = form.reader(self._keys)
             for row in reader.read(text, place):
                 yield from self._found(form, rank, row)
+            if reader.open:
+                self._opened.add(key)
+            else:
+                self._opened.discard(key)
             if self._chosen is form:
                 break
-        self._open = any(reader.open for reader in self._readers.values())
 
     def _rank_of_open(self) -> int | None:
         # What a terminal wrapped has lost its prefix.
-        ranks = [rank for (_, rank), reader in self._readers.items() if reader.open]
-        return ranks[0] if len(ranks) == 1 else None
+        ranks = {rank for _, rank in self._opened}
+        return ranks.pop() if len(ranks) == 1 else None
 
-    def _found(self, form: TextFormat, rank: int | None, row: Row) -> Iterator[Row]:
+    def _found(self, form: TextFormat, rank: int | None, row: Row) -> Iterator[Row | Marker]:
         if self._chosen is None:
             if form.weak:
                 self._weak.append((form, rank, row))
@@ -261,19 +277,27 @@ class TextLog:
                 return
             if form.needs_loss and row.loss is None:
                 return
+            waited = self._weak
             self._choose(form)
+            for _, marked_by, item in waited:
+                if isinstance(item, Marker):
+                    yield from self._marked(marked_by, item)
         if self._chosen is form:
             for taken in self._speakers.row(rank, row):
                 yield self._told(taken)
 
-    def _settle_weak(self) -> Iterator[Row]:
-        waiting, self._weak = self._weak, []
-        with_loss = [form for form, _, row in waiting if row.loss is not None]
-        if not with_loss:
-            return
-        self._choose(with_loss[0])
-        for form, rank, row in waiting:
-            yield from self._found(form, rank, row)
+    def _settle_weak(self) -> Iterator[Row | Marker]:
+        waited, self._weak = self._weak, []
+        with_loss = [
+            form for form, _, item in waited if form and isinstance(item, Row) and item.loss
+        ]
+        if with_loss:
+            self._choose(with_loss[0])
+        for form, rank, item in waited:
+            if isinstance(item, Marker):
+                yield from self._marked(rank, item)
+            elif form is not None and with_loss:
+                yield from self._found(form, rank, item)
 
     def _choose(self, form: TextFormat) -> None:
         self._chosen = form
@@ -281,6 +305,7 @@ class TextLog:
         self._weak = []
         self._hints = tuple(hint.encode() for hint in form.hints)
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
+        self._opened = {key for key in self._opened if key[0] == form.name}
         if form.averages:
             self._averages = Averages(first_alone=form.first_alone)
 

@@ -202,6 +202,17 @@ def test_lines_of_a_training_loop_of_ones_own_wait_for_a_better_format():
     assert [(row.step, row.loss.value) for row in read(text)] == [(1, 8.5), (2, 7.5), (3, 6.5)]
 
 
+def test_few_rows_of_ones_own_stand_before_the_marker_that_follows_them():
+    rows = "".join(f"step {n} loss {9 - n}.50\n" for n in range(1, 4))
+    found = read(rows + "Resuming training from step 2\n" + rows)
+    assert [isinstance(item, Marker) for item in found] == [False] * 3 + [True] + [False] * 3
+
+
+def test_numbered_lines_are_no_ranks_that_need_memory():
+    text = "".join(f"{n}: step {n} of nothing, {{ [step= 'loss': %| -\n" for n in range(9_000))
+    assert steps(read(text + megatron(range(1, 4)))) == [1, 2, 3]
+
+
 def test_validation_losses_are_no_rows():
     text = nanogpt(range(2)) + "step 2: train loss 4.0390, val loss 4.0427\n" + nanogpt(range(2, 4))
     assert [row.loss.value for row in read(text)] == pytest.approx([4, 3.9899, 3.9798, 3.9697])
