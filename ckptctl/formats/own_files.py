@@ -75,7 +75,7 @@ def read_back(
 def _parsed(data: bytes) -> Fields:
     try:
         document = json.loads(
-            data,
+            data.decode(),  # of bytes, `json` would guess at the encoding
             object_pairs_hook=_no_twins,
             parse_float=_no_number,
             parse_constant=_no_number,

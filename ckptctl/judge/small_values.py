@@ -152,7 +152,7 @@ def _json(data: bytes) -> object:
     import json
 
     try:
-        value: object = json.loads(data)
+        value: object = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise MetadataUnreadable(f"it is not JSON: {str(error)[:200]}") from error
     return value

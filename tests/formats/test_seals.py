@@ -227,6 +227,13 @@ def test_a_field_that_is_there_twice_is_refused():
         parse_seal(data)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-32-be", "utf-8-sig"])
+def test_a_seal_has_one_encoding(encoding):
+    data = seal_bytes(made(), None).decode().encode(encoding)
+    with pytest.raises(OwnFileUnreadable, match="not JSON"):
+        parse_seal(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [

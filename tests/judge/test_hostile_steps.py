@@ -142,7 +142,7 @@ def in_place_of(name: str, make: Callable[[Path], object]) -> Spoil:
 
     def spoil(step: Path) -> None:
         path = step / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         make(path)
 
@@ -199,7 +199,8 @@ def in_seal(text: bytes) -> Spoil:
 
 
 def in_mark(make: Callable[[Path], object]) -> Spoil:
-    return in_place_of(".ckptctl/rejected-0000.mark.json", make)
+    name = ".ckptctl/marks/20260101T000000Z-rejected-76acf1dff443bcbf.json"
+    return in_place_of(name, make)
 
 
 DEEP = b'{"schema":"ckptctl.seal/1","files":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -281,6 +282,10 @@ HOSTILE: Mapping[str, tuple[Spoil, int, set[str]]] = {
     "seal of digits": (in_seal(b'{"n":' + b"9" * MIB + b"}"), 0, {"seal.invalid"}),
     "seal of a terabyte": (in_place_of(SEAL, sparse(1 << 40)), 0, {"seal.invalid"}),
     "seal a pipe": (in_place_of(SEAL, os.mkfifo), 0, {"seal.invalid"}),
+    "mark deeply nested": (in_mark(lambda path: path.write_bytes(DEEP)), 0, {"mark.damaged"}),
+    "mark of a terabyte": (in_mark(sparse(1 << 40)), 0, {"mark.damaged"}),
+    "mark a pipe": (in_mark(os.mkfifo), 0, {"mark.damaged"}),
+    "mark a link": (in_mark(lambda path: path.symlink_to("/dev/zero")), 0, {"mark.damaged"}),
 }
 
 
