@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test lint fmt kills bench loss-bench clean
+.PHONY: help demo drill test lint fmt kills bench loss-bench fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,13 @@ bench: $(READY) ## Measure against peers, and print the ratios
 
 loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
 	@$(BIN)/python bench/loss_rules.py --all
+
+fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each
+	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz
+	@$(BIN)/python tests/fuzz/fuzz.py
+
+campaign: $(READY) ## Break checkpoints in thirty thousand ways, and count what is missed (half an hour)
+	@$(BIN)/python tests/campaign/campaign.py
 
 clean: ## Remove all that make has made
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist

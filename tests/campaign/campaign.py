@@ -1,0 +1,145 @@
+"""Break sound checkpoints in thousands of ways, and count what is missed.
+
+    python tests/campaign/campaign.py [--share 0.05] [--seed 1] [--jobs 2] [--only A B]
+                                      [--seconds 1500] [--table docs/reliability.md]
+
+Each case has a category and a number, and is made from these and the seed alone: a
+share is a random part of them, and a run that was interrupted goes on where it was.
+Outcomes are lines of JSON in `.cache/campaign/SEED/`. Ends with 1 when a bad step was
+taken for a good one, a good one was refused, or anything else was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "formats"):
+    sys.path.insert(0, str(folder))
+
+from table import published, summary  # noqa: E402
+
+CATEGORIES = ("A", "B", "C", "D", "F", "J", "K", "L", "M", "N", "O")
+
+
+def planned(category: str, seed: int, share: float) -> list[int]:
+    """The numbers of the cases that are run: all, or a random share of them."""
+    from cases import N_CASES
+
+    n = N_CASES[category]
+    if share >= 1:
+        return list(range(n))
+    chance = Random(f"{seed}-{category}-share")
+    return sorted(chance.sample(range(n), max(1, round(n * share))))
+
+
+def done_before(file: Path) -> set[tuple[str, int]]:
+    """The cases of an earlier run; a line that was cut off is none."""
+    found = set()
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            outcome = json.loads(line)
+        except ValueError:
+            continue
+        found.add((outcome["category"], outcome["number"]))
+    return found
+
+
+def work(job: int, asked: argparse.Namespace, out: Path) -> None:
+    """Run every so many'th case that is not done yet, until the time is up."""
+    from cases import Bench
+
+    until_s = time.monotonic() + asked.seconds
+    file = out / f"{job}.jsonl"
+    done = {case for path in out.glob("*.jsonl") for case in done_before(path)}
+    work_in = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="campaign-", dir=work_in) as folder:
+        bench = Bench(Path(folder), asked.seed, peers=asked.peers)
+        with file.open("a") as lines:
+            for category, number in _in_turn(asked):
+                if number % asked.jobs != job or (category, number) in done:
+                    continue
+                if time.monotonic() > until_s:
+                    return
+                outcome = bench.run(category, number)
+                lines.write(json.dumps(outcome.as_dict()) + "\n")
+                lines.flush()
+
+
+def _in_turn(asked: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """All categories side by side, so that a run that is cut short has some of each."""
+    cases = [
+        (place / max(1, len(numbers)), category, number)
+        for category in asked.only
+        for numbers in (planned(category, asked.seed, asked.share),)
+        for place, number in enumerate(numbers)
+    ]
+    for _, category, number in sorted(cases):
+        yield category, number
+
+
+def outcomes(out: Path) -> list[dict[str, object]]:
+    """All that were written down, each case once."""
+    found = {}
+    for path in sorted(out.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                outcome = json.loads(line)
+            except ValueError:
+                continue
+            found[outcome["category"], outcome["number"]] = outcome
+    return [found[key] for key in sorted(found)]
+
+
+def main() -> int:
+    """Run the campaign, and say what came of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--only", nargs="+", choices=CATEGORIES, default=list(CATEGORIES))
+    parser.add_argument("--seconds", type=float, default=1500.0, help="then stop; run again")
+    parser.add_argument("--peers", type=float, default=0.1, help="share that dcp.load loads too")
+    parser.add_argument("--out", type=Path, help="where outcomes are kept")
+    parser.add_argument("--again", action="store_true", help="forget earlier outcomes")
+    parser.add_argument("--table", type=Path, help="publish the table in this page")
+    asked = parser.parse_args()
+    out = asked.out or REPOSITORY / ".cache" / "campaign" / str(asked.seed)
+    if asked.again:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    jobs = [context.Process(target=work, args=(n, asked, out)) for n in range(asked.jobs)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    found = outcomes(out)
+    print(summary(found))
+    if asked.table:
+        published(asked.table, found)
+    problems = [outcome for outcome in found if outcome["problem"]]
+    for outcome in problems[:40]:
+        print("PROBLEM", json.dumps(outcome))
+    left = sum(
+        (category, number) not in {(o["category"], o["number"]) for o in found}
+        for category, number in _in_turn(asked)
+    )
+    if left:
+        print(f"{left:,} cases are left: run the same again")
+    return 1 if problems or any(job.exitcode for job in jobs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

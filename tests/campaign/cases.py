@@ -1,0 +1,159 @@
+"""How does one case run? By its category and its number, from the seed alone."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+import shutil
+from pathlib import Path
+from random import Random
+
+from broken_files import MAKERS
+from failing_storage import N_CHANGES, N_FAULTS, Counts, changing, failing
+from hostile_and_odd import (
+    N_HOSTILE,
+    N_MUTATIONS,
+    N_NAMES,
+    N_SOUND,
+    hostile,
+    mutation,
+    odd_names,
+    sound_copies,
+)
+from interrupted import N_CASES as N_INTERRUPTED
+from interrupted import Save, interrupted, saves
+from oracle import Case, Outcome, Watch, judge
+from peers import load, outcome_of_load
+from sound_steps import Harm, Library, Sound, sound_as, tree
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+N_CASES = {
+    **{category: n for category, (_, n) in MAKERS.items()},
+    "D": N_INTERRUPTED,
+    "F": N_FAULTS,
+    "J": N_CHANGES,
+    "K": N_HOSTILE,
+    "M": N_MUTATIONS,
+    "N": N_NAMES,
+    "O": N_SOUND,
+}
+"""How many cases of each category a whole campaign has."""
+
+
+class Bench:
+    """Runs cases in a folder of its own; `peers` is the share that torch loads too."""
+
+    def __init__(self, folder: Path, seed: int, *, peers: float) -> None:
+        logging.disable(logging.CRITICAL)  # torch tells at length of what it cannot load
+        self._root = folder
+        self._folder = folder
+        self._seed = seed
+        self._peers = peers
+        self._library = _library(folder)
+        self._truth: dict[str, dict[str, object]] = {}
+        self._saves: list[Save] = []
+        self._counts: Counts | None = None
+        _load_all_modules()
+        self._watch = Watch()
+
+    def run(self, category: str, number: int) -> Outcome:
+        """Run one case, and take away what is left of it."""
+        chance = Random(f"{self._seed}-{category}-{number}")
+        subjects = self._library.all()
+        subject = subjects[chance.randrange(len(subjects))]
+        if category in "FJ":
+            subject = subjects[0]
+        # Its own folder: a thread of an earlier case may still be at work in that one's.
+        self._root = self._folder / f"case-{category}-{number}" / "run"
+        outcome = Outcome(category, number, subject.name, "", False, "none", "content")
+        try:
+            if category in MAKERS:
+                case = MAKERS[category][0](number, chance, subject)
+                self._judged(case, subject, outcome, chance)
+            elif category == "D":
+                self._interrupted(number, chance, outcome)
+            elif category == "K":
+                self._judged(hostile(number, subject), subject, outcome, chance, peer=False)
+            elif category == "O":
+                self._sound(number, chance, outcome)
+            else:
+                self._watched(category, number, chance, subject, outcome)
+        finally:
+            shutil.rmtree(self._root.parent, ignore_errors=True)
+        return outcome
+
+    def _judged(
+        self, case: Case, subject: Sound, outcome: Outcome, chance: Random, *, peer: bool = True
+    ) -> None:
+        outcome.step, outcome.about, outcome.sealed = subject.name, case.about, case.sealed
+        step = tree(self._root, subject, sealed=case.sealed and bool(subject.seal))
+        case.spoil(step)
+        judge(case, outcome, subject, step, self._watch)
+        if peer and chance.random() < self._peers:
+            outcome.loaded = outcome_of_load(step, subject, self._values(subject))
+            if outcome.loaded == "differs" and outcome.harm != "values":
+                outcome.problem = outcome.problem or "torch loads other values than were saved"
+
+    def _interrupted(self, number: int, chance: Random, outcome: Outcome) -> None:
+        self._saves = self._saves or saves(REPOSITORY / ".cache" / "campaign", self._folder)
+        case, save = interrupted(number, chance, self._saves)
+        # Which of two sound steps a load should give depends on where it stopped.
+        self._judged(case, save.new, outcome, chance, peer=case.harm is Harm.VALUES)
+
+    def _sound(self, number: int, chance: Random, outcome: Outcome) -> None:
+        case = sound_copies(number, chance, self._library, self._root)
+        (step,) = self._root.iterdir()
+        outcome.step, outcome.about = step.name, case.about
+        judge(case, outcome, sound_as(step), step, self._watch)
+
+    def _watched(
+        self, category: str, number: int, chance: Random, subject: Sound, outcome: Outcome
+    ) -> None:
+        """What holds its answer against more than a verdict."""
+        try:
+            with self._watch:
+                if category == "F":
+                    self._counts = self._counts or Counts(self._new_root)
+                    failing(number, chance, self._counts, self._new_root(), outcome)
+                elif category == "J":
+                    changing(number, chance, subject, tree(self._root, subject), outcome)
+                elif category == "M":
+                    mutation(number, chance, subject, self._root, outcome)
+                else:
+                    odd_names(number, chance, subject, self._root, outcome)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug
+            outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
+        if self._watch.events:
+            outcome.problem = f"caused {', '.join(sorted(set(self._watch.events)))}"
+
+    def _new_root(self) -> Path:
+        shutil.rmtree(self._root, ignore_errors=True)
+        return tree(self._root, self._library.all()[0]).parent
+
+    def _values(self, subject: Sound) -> dict[str, object]:
+        if subject.name not in self._truth:
+            self._truth[subject.name] = load(subject.path, subject)
+        return self._truth[subject.name]
+
+
+def _library(folder: Path) -> Library:
+    """The checkpoints that the tests use, where they were made before."""
+    cache = REPOSITORY / ".cache"
+    made = max(cache.glob("checkpoints-*[0-9a-f]"), key=lambda path: path.stat().st_mtime)
+    (versions,) = cache.glob("dcp-versions-*[0-9a-f]/dcp-versions")
+    copies = folder / "sound"
+    shutil.copytree(made, copies / "made")
+    shutil.copytree(versions, copies / "versions")
+    return Library(copies / "made", copies / "versions", folder)
+
+
+def _load_all_modules() -> None:
+    """An import runs code: all of them come before the watch."""
+    for name in ("checks", "formats", "judge", "storage"):
+        package = importlib.import_module(f"ckptctl.{name}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    importlib.import_module("zstandard")

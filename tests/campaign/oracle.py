@@ -1,0 +1,180 @@
+"""Was the answer right? What is asked of a broken step, and held against what is true of it.
+
+A case is a step that something was done to. It is looked at at each level until one
+finds something, with a seal and without, and `pick` must choose accordingly. What is
+wrong with an answer is a `Problem`: a bad step that a level should have seen, a good
+one that was refused, anything that was changed, run or left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from sound_steps import Harm, Sound
+
+import ckptctl
+from ckptctl import Level, Verdict
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.errors import CkptctlError
+
+CANARY = "campaign-canary"
+
+SEEN = {Verdict.UNSAFE, Verdict.CHANGED, Verdict.CORRUPT, Verdict.INCOMPLETE}
+SEEN |= {Verdict.IN_PROGRESS, Verdict.UNVERIFIABLE}
+
+
+class Claim(str, Enum):
+    """Who promises to see the harm: a look at every byte, a seal alone, or nobody."""
+
+    CONTENT = "content"
+    SEAL = "seal"
+
+
+@dataclass
+class Case:
+    """Something that was done to a step.
+
+    `harm` None is found out from the tree, for a step whose metadata was left alone.
+    `may_refuse` is a step that is whole and may be refused all the same: beside it lies
+    what makes it unsafe or ambiguous. `check` looks at more than the verdict.
+    """
+
+    about: str
+    spoil: Callable[[Path], object]
+    harm: Harm | None = None
+    claim: Claim = Claim.CONTENT
+    sealed: bool = False
+    may_refuse: bool = False
+
+
+@dataclass
+class Outcome:
+    """What became of a case, as it is written down."""
+
+    category: str
+    number: int
+    step: str
+    about: str
+    sealed: bool
+    harm: str
+    claim: str
+    caught: str | None = None
+    verdict: str = ""
+    codes: list[str] = field(default_factory=list)
+    said: str = ""
+    problem: str | None = None
+    metadata_exists: bool = True
+    loaded: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For a line of JSON."""
+        return asdict(self)
+
+
+class Watch:
+    """Notes what no reader has a reason to do, as Python itself reports it."""
+
+    NEVER = (
+        "exec",
+        "compile",
+        "pickle.find_class",
+        "ctypes",
+        "subprocess",
+        "socket.connect",
+        "os.system",
+        "os.exec",
+        "os.fork",
+        "os.posix_spawn",
+    )
+
+    def __init__(self) -> None:
+        self.on = False
+        self.events: list[str] = []
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, args: tuple[object, ...]) -> None:
+        if self.on and event.startswith(self.NEVER):
+            self.events.append(event)
+
+    def __enter__(self) -> Watch:
+        self.events.clear()
+        self.on = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.on = False
+
+
+def digest_of(folder: Path) -> str:
+    """All names, sizes and bytes below a folder."""
+    digest = hashlib.blake2b()
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode())
+        if path.is_file() and not path.is_symlink():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def judge(case: Case, outcome: Outcome, subject: Sound, step: Path, watch: Watch) -> None:
+    """Ask about the step, and write into `outcome` what was answered and what is wrong with it."""
+    harm = subject.harm(step) if case.harm is None else case.harm
+    outcome.harm, outcome.claim = harm.value, case.claim.value
+    outcome.metadata_exists = (step / ".metadata").is_file()
+    older = None if subject.older is None else step.parent / subject.older.name
+    before = digest_of(older) if older else ""
+    try:
+        with watch:
+            _look(case, outcome, step)
+            _choose(case, outcome, harm, step, older)
+    except CkptctlError as error:
+        outcome.problem = f"raised {type(error).__name__}: {error.message[:200]}"
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug
+        outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
+    if watch.events:
+        outcome.problem = f"caused {', '.join(sorted(set(watch.events)))}"
+    if older and digest_of(older) != before:
+        outcome.problem = "changed the step before it"
+    outcome.problem = outcome.problem or _wrong(case, outcome, harm)
+
+
+def _look(case: Case, outcome: Outcome, step: Path) -> None:
+    for level in Level:
+        report = ckptctl.verify(str(step), level=level)
+        outcome.verdict = report.verdict.value
+        outcome.codes = sorted({f.code for f in report.findings if f.verdict is not None})
+        outcome.said = next((f.message[:300] for f in report.findings if f.verdict), "")
+        if report.exit_code not in EXIT_CODES:
+            outcome.problem = f"exit code {report.exit_code} is not documented"
+        if report.verdict in SEEN:
+            by_seal = all(code.startswith("seal.") for code in outcome.codes)
+            outcome.caught = "seal" if by_seal else level.value
+            return
+        if report.verdict is not Verdict.COMPLETE:
+            outcome.problem = f"the verdict is {report.verdict.value}"
+
+
+def _choose(case: Case, outcome: Outcome, harm: Harm, step: Path, older: Path | None) -> None:
+    """`pick` takes what `verify` found nothing in, unless it lacks what an older step holds."""
+    chosen = ckptctl.pick(str(step.parent), level=Level.CONTENT)
+    path = None if chosen.chosen is None else Path(chosen.chosen.url).name
+    expected = step.name if outcome.caught is None else older.name if older else None
+    if outcome.caught is None and harm is Harm.VALUES and older and path == older.name:
+        outcome.caught, outcome.codes, expected = "listing", ["state.missing"], older.name
+    if path != expected:
+        outcome.problem = f"pick takes {path}, where {expected} is right"
+    if path is None and chosen.exit_code != 11:
+        outcome.problem = f"pick ends with {chosen.exit_code} where steps are there"
+
+
+def _wrong(case: Case, outcome: Outcome, harm: Harm) -> str | None:
+    if harm is Harm.VALUES and outcome.caught is None:
+        claimed = case.claim is Claim.CONTENT or case.sealed
+        return "missed" if claimed else None
+    if harm is Harm.NONE and outcome.caught is not None and not case.may_refuse:
+        return "false alarm"
+    return None

@@ -1,0 +1,111 @@
+"""A random share of the campaign finds nothing missed; and the campaign can find something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import campaign
+import pytest
+from cases import N_CASES, Bench
+from table import bound, rows
+
+pytestmark = pytest.mark.torch
+
+SEED = 7
+"""Which cases the share is made of. Any other finds as little; change it now and then."""
+
+SHARE = 0.05
+PARTS = (("A", "B"), ("C", "L", "O"), ("D", "J"), ("F", "K", "M", "N"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made(checkpoints: Path, dcp_versions: Path) -> None:
+    """The sound steps are there before the campaign looks for them."""
+
+
+@pytest.mark.parametrize("only", PARTS, ids="".join)
+def test_nothing_is_missed_and_nothing_sound_refused(only: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, campaign.__file__, "--share", str(SHARE), "--seed", str(SEED)),
+            *("--jobs", "1", "--peers", "0.01", "--out", str(tmp_path), "--only", *only),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    found = campaign.outcomes(tmp_path)
+    assert len(found) == sum(max(1, round(N_CASES[category] * SHARE)) for category in only)
+    if "A" in only:
+        assert {one["caught"] for one in found} >= {"listing", "structure", "content"}
+
+
+def test_a_whole_campaign_is_as_large_as_it_says() -> None:
+    assert set(N_CASES) == set(campaign.CATEGORIES)
+    assert N_CASES["M"] >= 20_000
+    assert sum(N_CASES.values()) - N_CASES["M"] >= 10_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    made = Bench(tmp_path, SEED, peers=0.0)
+    made.run("O", 0)  # the sound steps are read and sealed before anything is sabotaged
+    return made
+
+
+def test_a_case_is_the_same_whenever_it_is_run(bench: Bench) -> None:
+    for category in "ABCL":
+        first = bench.run(category, 3).as_dict()
+        assert bench.run(category, 3).as_dict() == first
+
+
+def test_a_tool_that_compares_no_checksums_would_be_caught(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptctl.checks.record_bytes._wrong", lambda *args: None)
+    monkeypatch.setattr("ckptctl.checks.structure.wrong_crcs", lambda *args: [])
+    problems = {bench.run("A", number).problem for number in range(40)}
+    assert "missed" in problems
+
+
+def test_a_tool_that_refuses_everything_would_be_caught(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptctl.findings import Finding
+
+    refused = [Finding("coverage.gap", "w", "a gap")]
+    monkeypatch.setattr("ckptctl.judge.part_checks.check_part_coverage", lambda *args: refused)
+    assert bench.run("O", 1).problem == "false alarm"
+
+
+def test_a_tool_that_calls_a_failing_storage_damaged_would_be_caught(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ckptctl.judge.looking._could_not_look",
+        lambda error, step: __import__("ckptctl").findings.Finding("shard.missing", "x", "gone"),
+    )
+    assert any(bench.run("F", number).problem for number in range(12))
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    line = json.dumps({"category": "A", "number": 5, "problem": None})
+    (tmp_path / "0.jsonl").write_text(f'{line}\n{{"category": "A", "nu')
+    assert campaign.done_before(tmp_path / "0.jsonl") == {("A", 5)}
+    assert len(campaign.outcomes(tmp_path)) == 1
+
+
+def test_zero_misses_bound_the_rate_of_misses() -> None:
+    assert bound(3000, 0) == "0.10%"
+    assert bound(0, 0) == "-"
+    assert bound(200, 1) == "0.50% seen"
+
+
+def test_the_table_counts_each_case_once() -> None:
+    one = {"category": "A", "harm": "values", "problem": None, "caught": "content"}
+    table = rows([one, {**one, "caught": None, "problem": "missed"}])
+    assert table[-1] == "| all | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 0 | 0 | 50.00% seen |"
