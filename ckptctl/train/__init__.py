@@ -72,7 +72,7 @@ def __getattr__(name: str) -> object:
     try:
         value: object = getattr(import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").split(".")[0] != "torch":
             raise
         raise MissingExtra(
             f"ckptctl.train.{name} takes torch, which is not installed",

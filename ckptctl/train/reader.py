@@ -120,6 +120,7 @@ class Reader(StorageReader):
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
             return RefusedMetadata(self._refused)
+        self._table = None
         try:
             found = self._rank_local or read_step_metadata(self._opened())
             if isinstance(found, RankLocal):

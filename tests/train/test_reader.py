@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,15 @@ def test_tensors_that_are_not_plain_are_loaded_too(tmp_path: Path):
     assert torch.equal(state["whole"], values)
     assert torch.equal(state["few"], values[:10])
     assert state["whole"].is_conj()
+
+
+def test_without_torch_the_reader_says_what_to_install():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from ckptctl.errors import MissingExtra\n"
+        "import ckptctl.train\n"
+        "try: ckptctl.train.Reader\n"
+        "except MissingExtra as error: print(error.next_command)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "pip install 'ckptctl[torch]'\n", done.stderr

@@ -105,6 +105,29 @@ def test_any_changed_byte_of_elements_is_refused(step: Path):
         flip(shard(step), at)
 
 
+def test_no_changed_bit_anywhere_in_a_file_is_loaded_as_something_else(step: Path):
+    """Padding and fields that no reader looks at may change: they harm nothing."""
+    data = shard(step).read_bytes()
+    chance = random.Random(11)
+    n_refused = 0
+    for at in chance.sample(range(len(data) - 6000, len(data)), 150):
+        changed = bytearray(data)
+        changed[at] ^= 1 << chance.randrange(8)
+        shard(step).write_bytes(changed)
+        wanted = {"large": torch.zeros(LARGE), "small": torch.zeros(100), "lr": None}
+        try:
+            dcp.load(wanted, storage_reader=Reader(step), no_dist=True)
+        except CheckpointException as caught:
+            ((error, _),) = caught.failures.values()
+            assert isinstance(error, StepDamaged)
+            n_refused += 1
+        else:
+            assert wanted["lr"] == 0.25
+            assert torch.equal(wanted["large"], state()["large"])
+            assert torch.equal(wanted["small"], state()["small"])
+    assert n_refused > 75
+
+
 def test_a_changed_byte_of_a_checksum_is_refused(step: Path):
     info = place_of(step, "large")
     end = info.offset + info.length
