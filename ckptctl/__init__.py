@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckptctl.resharding.comparing import diff
     from ckptctl.resharding.results import Diff, Difference, RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
+    from ckptctl.supervise.restarting import Life, Supervised, keep_running
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "Fate",
     "Finding",
     "Level",
+    "Life",
     "LossReport",
     "LossVerdict",
     "Mark",
@@ -78,6 +80,7 @@ __all__ = [
     "StatePart",
     "StorageError",
     "StorageUnavailable",
+    "Supervised",
     "TrainState",
     "UsageError",
     "Verdict",
@@ -86,6 +89,7 @@ __all__ = [
     "check_loss",
     "classify",
     "diff",
+    "keep_running",
     "mark",
     "pick",
     "plan_reshard",
@@ -101,6 +105,7 @@ __all__ = [
 
 _HOMES = {
     "ckptctl.judge.pruning": "Fate Pruned prune",
+    "ckptctl.supervise.restarting": "Life Supervised keep_running",
     "ckptctl.gate.gating": "preflight",
     "ckptctl.gate.results": "Check Preflight",
     "ckptctl.cost.estimating": "RecoveryCost recovery_cost",

@@ -36,6 +36,7 @@ COMMANDS = (
     "pin",
     "prune",
     "preflight",
+    "run",
     "cost",
     "reshard",
     "diff",
@@ -83,7 +84,8 @@ def _command(argv: Sequence[str]) -> str | None:
 def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
     """Whether a flag is set, for when the command line could not be parsed."""
     value = os.environ.get(variable, "").lower()
-    return option in argv or value in ("1", "true", "t", "yes", "y", "on")
+    own = argv[: argv.index("--")] if "--" in argv else argv  # behind it, another's command line
+    return option in own or value in ("1", "true", "t", "yes", "y", "on")
 
 
 def build_app(commands: Sequence[str], out: Output) -> typer.Typer:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptctl.resharding.results import Diff, Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
+    from ckptctl.supervise.restarting import Supervised
 
 Document = dict[str, object]
 
@@ -155,6 +156,11 @@ def pruned_document(found: Pruned) -> Document:
 def diff_document(answer: Diff) -> Document:
     """The document of `diff`."""
     return {**_envelope("diff", answer.exit_code), **_rest(answer)}
+
+
+def supervised_document(found: Supervised) -> Document:
+    """The document of `run`: every life of the job."""
+    return {**_envelope("supervised", found.exit_code), **_rest(found)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

@@ -12,6 +12,7 @@ PUBLIC = {
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "Word",
     *("Fate", "Pruned", "prune"),
+    *("Life", "Supervised", "keep_running"),
     *("Check", "Preflight", "preflight"),
     *("RecoveryCost", "recovery_cost"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),

@@ -1,0 +1,100 @@
+"""`ckptctl run`: restart a job as long as it makes progress."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import supervised_document
+from ckptctl.cli.options import PatternOpt, Storage, option, parse_duration
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.run import life_lines, supervised_lines
+from ckptctl.errors import UsageError
+
+EXAMPLES = (
+    "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
+    "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
+)
+EXIT_CODES = (0, 2, 11, 93)
+
+_STDERR = 2
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="CMD...", help="The command and its arguments, behind a --."),
+    ],
+    root: Annotated[
+        str,
+        option(
+            "--root",
+            metavar="ROOT",
+            help="Folder or URL that holds the steps of the run: progress is a newer usable one.",
+        ),
+    ],
+    max_restarts: Annotated[
+        int,
+        option(
+            "--max-restarts",
+            metavar="N",
+            min=0,
+            help="How many restarts without a newer usable step.",
+        ),
+    ] = 3,
+    backoff: Annotated[
+        str,
+        option(
+            "--backoff",
+            metavar="TIME",
+            help="The first pause before a restart; it doubles without progress, up to 5 minutes.",
+        ),
+    ] = "10s",
+    no_restart_on: Annotated[
+        list[str] | None,
+        option(
+            "--no-restart-on",
+            metavar="CODE,...",
+            help="Exit codes after which not to restart, besides 2, 11, 23, 24, 25, 77, 93, 126 "
+            "and 127.",
+        ),
+    ] = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Is a job that failed to be started again?
+
+    Runs the command, and starts it again after a failure, with a budget of restarts that only a
+    newer usable step fills again. Signals are passed on; after one that asks to end nothing is
+    restarted. Ends with the exit code of the command, with 93 when the budget is spent, with 11
+    when no step is usable. With --json the command's output goes to standard error.
+    """
+    found = ckptctl.keep_running(
+        command,
+        root,
+        max_restarts=max_restarts,
+        backoff_s=parse_duration(backoff, "--backoff") or 0.0,
+        no_restart=_codes(no_restart_on or ()),
+        on_life=lambda life: out.lines(life_lines(life), to=out.err) if out.talks else None,
+        stdout=_STDERR if out.as_json else None,
+        pattern=pattern,
+        **storage,
+    )
+    out.save(lambda: supervised_document(found))
+    if out.as_json:
+        out.document(supervised_document(found))
+    elif out.talks or found.exit_code:
+        out.lines(supervised_lines(found), to=out.err)
+    return found.exit_code
+
+
+def _codes(given: list[str] | tuple[()]) -> tuple[int, ...]:
+    words = [word.strip() for each in given for word in each.split(",") if word.strip()]
+    for word in words:
+        if not (word.isascii() and word.isdecimal()) or int(word[:4]) > 255:
+            raise UsageError(f"--no-restart-on takes exit codes from 0 to 255, not {word!r}")
+    return tuple(map(int, words))

@@ -1,0 +1,28 @@
+"""What does `run` say on standard error, beside the output of the command?"""
+
+from __future__ import annotations
+
+from ckptctl.cli.lines import Line, Span, line
+from ckptctl.cli.views.common import next_line
+from ckptctl.cli.words import duration
+from ckptctl.supervise.restarting import Decision, Life, Supervised
+
+
+def life_lines(life: Life) -> list[Line]:
+    """One life of the job, when it has ended."""
+    step = "no usable step" if life.step is None else f"newest usable step {life.step}"
+    newer = " (newer)" if life.progress else ""
+    return [
+        line(
+            f"ckptctl: life {life.number} ended with {life.exit_code} after "
+            f"{duration(life.seconds)}, {step}{newer}: {life.decision.value}, {life.reason}",
+            hang=2,
+        )
+    ]
+
+
+def supervised_lines(found: Supervised) -> list[Line]:
+    """How it ended."""
+    last = found.lives[-1].decision
+    style = Span(found.message, "good" if last is Decision.DONE else "bad")
+    return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]

@@ -1,0 +1,230 @@
+"""A job that fails is started again while it makes progress: real children, real signals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+import ckptctl
+from ckptctl.errors import UsageError
+from ckptctl.supervise.restarting import Decision
+
+JOB = """
+import os, shutil, sys, time
+plan, root, source = sys.argv[1:4]
+with open(plan) as file:
+    life, *later = file.read().split()
+with open(plan, "w") as file:
+    file.write(" ".join(later))
+step, _, code = life.partition(":")
+if step:
+    shutil.copytree(source, os.path.join(root, "step_" + step))
+if code == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def source(framework_roots: Path) -> Path:
+    return framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+
+
+@pytest.fixture
+def job(source: Path, tmp_path: Path):
+    """A function that gives the command of a job with lives like `100:1` (saves 100, ends 1)."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "job.py").write_text(JOB)
+
+    def command(*lives: str) -> list[str]:
+        (tmp_path / "plan").write_text(" ".join(lives))
+        paths = [str(tmp_path / name) for name in ("job.py", "plan", "ckpt")]
+        return [sys.executable, *paths, str(source)]
+
+    return command
+
+
+def kept_running(command: list[str], tmp_path: Path, **about: object) -> ckptctl.Supervised:
+    return ckptctl.keep_running(command, str(tmp_path / "ckpt"), **{"backoff_s": 0, **about})
+
+
+def test_a_job_that_ends_with_0_is_done_after_one_life(job, tmp_path: Path):
+    found = kept_running(job("100:0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (0, 1)
+    assert found.lives[0].decision is Decision.DONE
+    assert (found.lives[0].step, found.lives[0].progress) == (100, True)
+
+
+def test_the_budget_is_spent_by_lives_without_progress_and_ends_with_93(job, tmp_path: Path):
+    found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=3)
+    assert found.exit_code == 93
+    assert [life.left for life in found.lives] == [2, 1, 0, 0]
+    assert found.lives[-1].decision is Decision.GIVEN_UP
+    assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
+
+
+def test_a_newer_usable_step_fills_the_budget_again(job, tmp_path: Path):
+    lives = (":1", ":1", "100:1", ":1", "200:1", ":1", ":0")
+    found = kept_running(job(*lives), tmp_path, max_restarts=2)
+    assert found.exit_code == 0
+    assert [life.progress for life in found.lives] == [bool(life[:-2]) for life in lives]
+    assert kept_running(job(":1", ":1", ":1"), tmp_path, max_restarts=2).exit_code == 93
+
+
+def test_a_newer_step_that_is_not_whole_is_no_progress(job, source: Path, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    os.truncate(broken / "__0_0.distcp", 100)
+    shutil.copytree(source, tmp_path / "ckpt" / "step_1")
+    command = job("100:1", "200:1", ":1")
+    found = kept_running([*command[:-1], str(broken)], tmp_path, max_restarts=1)
+    assert [life.progress for life in found.lives] == [False, False]
+    assert found.exit_code == 93
+
+
+@pytest.mark.parametrize("code", [2, 11, 93, 127])
+def test_exit_codes_that_would_come_again_are_passed_on_at_once(job, tmp_path: Path, code: int):
+    found = kept_running(job(f"100:{code}", ":0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (code, 1)
+    assert found.lives[0].decision is Decision.NEVER
+
+
+def test_the_caller_can_name_more_of_them(job, tmp_path: Path):
+    assert kept_running(job(":17", ":0"), tmp_path).exit_code == 0
+    assert kept_running(job(":17", ":0"), tmp_path, no_restart=(17,)).exit_code == 17
+
+
+def test_a_job_that_was_killed_is_started_again_and_its_code_is_128_and_the_signal(
+    job, tmp_path: Path
+):
+    found = kept_running(job(":kill", "100:0"), tmp_path)
+    assert [life.exit_code for life in found.lives] == [137, 0]
+
+
+def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
+    job, source: Path, tmp_path: Path
+):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    os.truncate(tmp_path / "ckpt" / "step_100" / "__0_0.distcp", 100)
+    found = kept_running(job(":1", ":0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (11, 1)
+
+
+def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    orphan = f"""
+import subprocess, sys
+left = subprocess.Popen(["sleep", "600"])
+with open({str(tmp_path / "pids")!r}, "a") as file:
+    file.write(f"{{left.pid}} ")
+sys.exit(1)
+"""
+    kept_running([sys.executable, "-c", orphan], tmp_path, max_restarts=1)
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        until = time.monotonic() + 10
+        while running(pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and no zombie that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("command", "about"),
+    [([], {}), (["/no/such/program"], {}), (["true"], {"max_restarts": -1})],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, command: list[str], about: dict):
+    with pytest.raises(UsageError):
+        kept_running(command, tmp_path, **about)
+
+
+# The command, and signals
+
+
+GRACEFUL = """
+import signal, sys, time
+def stop(number, frame):
+    print("saved after", signal.Signals(number).name, flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent: signal.Signals):
+    (tmp_path / "ckpt").mkdir()
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "ckpt", "--", sys.executable, "-c", GRACEFUL],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert out == f"saved after {sent.name}\n"
+    assert "stopped after 1 life: a signal asked for it" in err
+
+
+def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "ckpt", "--backoff", "1h", "--", "false"],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert "ended with 1" in process.stderr.readline()
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped before a restart" in err
+
+
+def test_the_output_of_the_job_is_its_own_and_ours_is_beside_it(job, tmp_path: Path):
+    command = ["sh", "-c", "echo loss 1.0"]
+    done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", *command)
+    assert (done.returncode, done.stdout) == (0, "loss 1.0\n")
+    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 life: it ended by itself"
+    assert run_ckptctl("run", "--root", tmp_path / "ckpt", "-q", "--", *command).stderr == ""
+
+
+def test_the_document_holds_to_its_schema_and_stands_alone(job, tmp_path: Path):
+    done = run_ckptctl(
+        *("run", "--json", "--root", tmp_path / "ckpt", "--backoff", "0", "--max-restarts", 1),
+        *("--", *job(":1", "100:1", ":5", ":0")),
+    )
+    document = validated(done.stdout)
+    assert document["exit_code"] == done.returncode == 93
+    assert [life["exit_code"] for life in document["lives"]] == [1, 1, 5]
+
+
+def test_options_behind_the_dashes_are_the_jobs_own(job, tmp_path: Path):
+    done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", "no-such-program", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no-such-program: No such file or directory")
+
+
+def test_codes_that_are_none_are_refused(tmp_path: Path):
+    done = run_ckptctl("run", "--root", tmp_path, "--no-restart-on", "16,x", "--", "true")
+    assert done.returncode == 2
+    assert "exit codes from 0 to 255, not 'x'" in done.stderr
