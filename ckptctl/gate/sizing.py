@@ -38,17 +38,17 @@ def check_capacity(
         return None
     saved = chosen.world_size
     if saved is None or world_size is None:
-        by = "nobody knows how many ranks" if saved is None else f"{saved.size} ranks"
+        by = "nobody knows how many ranks" if saved is None else _ranks(saved.size)
         return Check("capacity", Outcome.OK, f"saved by {by}; compare with --world-size N")
     if world_size == saved.size:
-        return Check("capacity", Outcome.OK, f"{world_size} ranks{source}, as saved")
+        return Check("capacity", Outcome.OK, f"{_ranks(world_size)}{source}, as saved")
     if saved.at_least and world_size > saved.size:
-        words = f"{world_size} ranks{source}, saved by {saved.size} or more"
+        words = f"{_ranks(world_size)}{source}, saved by {saved.size} or more"
         return Check("capacity", Outcome.OK, words)
-    words = f"{world_size} ranks{source}, saved by {saved.size}: reshard on load"
+    words = f"{_ranks(world_size)}{source}, saved by {saved.size}: reshard on load"
     lost = [one for one in chosen.findings if one.code == "state.lost"]
     if lost:
-        words += f", and lose {_joined(sorted({one.where or one.message for one in lost}))}"
+        words += f", lose {', '.join(sorted({one.where or one.message for one in lost}))}"
     return Check("capacity", Outcome.WARNING, words + _speed(world_size, saved.size, seen))
 
 
@@ -85,5 +85,5 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     return Check("cadence", Outcome.OK, words)
 
 
-def _joined(words: list[str]) -> str:
-    return ", ".join(words)
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"

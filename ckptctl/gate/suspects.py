@@ -84,6 +84,8 @@ def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
     ]
     if between:
         return []
+    if _utc(first) == _utc(last):
+        return [f"all were written at {_utc(first)}, and no good one then"]
     return [f"all were written between {_utc(first)} and {_utc(last)}, and no good one then"]
 
 

@@ -162,7 +162,7 @@ def _fates(
             n_kept += counts
         else:
             stays = _stays(looked, protected)
-            goes, reason = stays is None, stays or f"older than the newest {keep} good steps"
+            goes, reason = stays is None, stays or f"older than the {_newest(keep)}"
         fates.append(Fate(named.number, report.url, report.verdict, report.n_bytes, goes, reason))
     return tuple(fates)
 
@@ -223,8 +223,12 @@ def _pruned(
         message = f"{_steps(going)} would go; nothing was removed"
         command = f"ckptctl prune {where} --apply"
     else:
-        message = f"nothing goes: no step is older than the newest {keep} good ones, and free to go"
+        message = f"nothing goes: no step that is older than the {_newest(keep)} is free to go"
     return Pruned(root, keep, apply, fates, n_bytes, message, 0, command)
+
+
+def _newest(keep: int) -> str:
+    return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
 def _steps(going: Sequence[Fate]) -> str:

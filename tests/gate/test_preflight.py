@@ -228,7 +228,7 @@ def test_the_environment_says_how_many_ranks_there_will_be():
     [
         (2, Outcome.OK, "2 ranks, as saved"),
         (None, Outcome.OK, "saved by 2 ranks; compare with --world-size N"),
-        (1, Outcome.WARNING, "1 ranks, saved by 2: reshard on load"),
+        (1, Outcome.WARNING, "1 rank, saved by 2: reshard on load"),
         (4, Outcome.WARNING, "4 ranks, saved by 2: reshard on load"),
     ],
 )
