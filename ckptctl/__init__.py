@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptctl.checkup.examining import doctor
+    from ckptctl.checkup.results import Advice, Diagnosis
     from ckptctl.cost.estimating import RecoveryCost, recovery_cost
     from ckptctl.errors import (
         AccessDenied,
@@ -47,11 +49,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccessDenied",
+    "Advice",
     "Answer",
     "Check",
     "CkptctlError",
     "Classification",
     "Contents",
+    "Diagnosis",
     "Diff",
     "Difference",
     "Evidence",
@@ -89,6 +93,7 @@ __all__ = [
     "check_loss",
     "classify",
     "diff",
+    "doctor",
     "keep_running",
     "mark",
     "pick",
@@ -108,6 +113,8 @@ _HOMES = {
     "ckptctl.supervise.restarting": "Life Supervised keep_running",
     "ckptctl.gate.gating": "preflight",
     "ckptctl.gate.results": "Check Preflight",
+    "ckptctl.checkup.examining": "doctor",
+    "ckptctl.checkup.results": "Advice Diagnosis",
     "ckptctl.cost.estimating": "RecoveryCost recovery_cost",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "

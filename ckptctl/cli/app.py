@@ -43,6 +43,7 @@ COMMANDS = (
     "runbook",
     "classify",
     "loss",
+    "doctor",
     "explain",
 )
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""

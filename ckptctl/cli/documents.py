@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import ckptctl
+from ckptctl.checkup.results import Diagnosis
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.results import Classification
 from ckptctl.findings import Finding, Report
@@ -41,7 +42,7 @@ _ALSO: Mapping[type, tuple[str, ...]] = {
     Report: ("usable", "interrupted", "damaged"),
 }
 # Pairs that are an object in JSON.
-_PAIRS = frozenset({"digests", "bytes_by_kind"})
+_PAIRS = frozenset({"digests", "bytes_by_kind", "facts"})
 
 
 def scan_document(scan: Scan) -> Document:
@@ -161,6 +162,11 @@ def diff_document(answer: Diff) -> Document:
 def supervised_document(found: Supervised) -> Document:
     """The document of `run`: every life of the job."""
     return {**_envelope("supervised", found.exit_code), **_rest(found)}
+
+
+def doctor_document(found: Diagnosis) -> Document:
+    """The document of `doctor`."""
+    return {**_envelope("doctor", found.exit_code), **_rest(found)}
 
 
 def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:

@@ -71,6 +71,21 @@ def read_lines(
     yield from _lines(_unpacked(pieces, url))
 
 
+def read_text(url: str, *, limit: int) -> str:
+    """A small text of this machine whole, line ends and all; raises as `read_lines` does.
+
+    Also `UsageError` where it is larger than `limit` bytes.
+    """
+    data = b""
+    for piece in (
+        _from_descriptor(0, "standard input", watched=False) if url == "-" else _from_path(url)
+    ):
+        data += piece
+        if len(data) > limit:
+            raise UsageError(f"{url} is larger than {limit:,} bytes; that is no job script")
+    return data.decode("utf-8", "backslashreplace")
+
+
 def logs_below(
     url: str,
     *,

@@ -25,6 +25,7 @@ FLOORS = {
     "failures": 5,
     "cost": 5,
     "gate": 6,
+    "checkup": 6,
     "train": 6,
     "supervise": 6,
     "runbook": 7,

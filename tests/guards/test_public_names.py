@@ -7,6 +7,7 @@ import pytest
 import ckptctl
 
 PUBLIC = {
+    *("doctor", "Advice", "Diagnosis"),
     *("classify", "Classification", "Evidence"),
     *("mark", "pick", "scan", "seal", "show", "verify"),
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),

@@ -1,0 +1,84 @@
+"""`ckptctl doctor`: what is wrong, before a job depends on it?"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from importlib import import_module
+from inspect import signature
+from typing import Annotated
+
+import typer
+
+import ckptctl
+from ckptctl.cli.documents import doctor_document
+from ckptctl.cli.options import SEAL_KEY, Storage, with_common
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.checkup import diagnosis_lines
+
+EXAMPLES = (
+    "ckptctl doctor slurm train.sbatch",
+    "ckptctl doctor env",
+    "ckptctl doctor storage s3://bucket/run-1234",
+)
+EXIT_CODES = (0, 2, 75, 77)
+
+
+class Subject(str, Enum):
+    """What is looked at."""
+
+    SLURM = "slurm"
+    ENV = "env"
+    STORAGE = "storage"
+
+
+def doctor(
+    what: Annotated[
+        Subject,
+        typer.Argument(
+            metavar="WHAT",
+            help="slurm: a job script; env: versions and variables here; storage: a root.",
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="The job script (- for standard input), or the root."
+        ),
+    ] = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """What is wrong with this job script, this environment, or this storage?
+
+    A script is read, not run. Of a storage, small files are written to a folder of their own
+    under the root's .ckptctl/, and removed. A fault ends with 2, a warning with 0. With --quiet
+    the names of what is wrong are printed.
+    """
+    known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))
+    found = ckptctl.doctor(what.value, target, known_variables=known | _own_variables(), **storage)
+    out.answer(
+        lambda: doctor_document(found),
+        lambda: diagnosis_lines(found),
+        bare=tuple(f"{each.name} {each.where}" for each in found.advice),
+    )
+    return found.exit_code
+
+
+def _own_variables() -> frozenset[str]:
+    """The variables of all options, the key of seals, and the interpreter of runbooks."""
+    from ckptctl.cli.app import COMMANDS
+
+    options = (
+        about
+        for name in COMMANDS
+        for each in signature(
+            with_common(getattr(import_module(f"ckptctl.cli.{name}"), name), Output())
+        ).parameters.values()
+        for about in getattr(each.annotation, "__metadata__", ())
+    )
+    return frozenset(str(getattr(about, "envvar", None)) for about in options) | {
+        SEAL_KEY,
+        "CKPTCTL_PYTHON",
+    }

@@ -1,0 +1,150 @@
+"""Which mistakes in a batch script are found: a good script, one thing broken, that finding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+
+import ckptctl
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "jobs"
+
+GOOD = """\
+#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@300
+set -euo pipefail
+step=$(ckptctl pick "$ROOT")
+srun --kill-on-bad-exit=1 python train.py --resume-from "$step"
+"""
+TRAP = """\
+#!/bin/bash
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@300
+step=$(ckptctl pick "$ROOT") || exit $?
+srun --kill-on-bad-exit=1 python train.py --resume-from "$step" &
+pid=$!
+trap 'kill -TERM "$pid"' TERM
+wait "$pid"
+exit $?
+"""
+SRUN = 'srun --kill-on-bad-exit=1 python train.py --resume-from "$step"'
+
+
+def names(tmp_path: Path, text: str) -> set[str]:
+    script = tmp_path / "job.sh"
+    script.write_bytes(text.encode())
+    return {each.name for each in ckptctl.doctor("slurm", str(script)).advice}
+
+
+@pytest.mark.parametrize("text", [GOOD, TRAP], ids=["step", "trap"])
+def test_nothing_is_wrong_with_a_good_script(text, tmp_path):
+    assert names(tmp_path, text) == set()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.sbatch")), ids=lambda path: path.name)
+def test_nothing_is_wrong_with_the_examples(path):
+    found = ckptctl.doctor("slurm", str(path))
+    assert (found.advice, found.exit_code) == ((), 0)
+    assert found.facts == (("commands that train", "1"),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("#!/bin/bash\n", "", "script.shebang"),
+        ("\n", "\r\n", "script.line-ends"),
+        ("set -euo pipefail\n", "set -euo pipefail\n#SBATCH --time=1\n", "sbatch.ignored"),
+        ("--nodes=4", "--nodes=$N", "sbatch.variable"),
+        ("#SBATCH --signal=TERM@300\n", "", "signal.none"),
+        ("TERM@300", "TERM@30", "signal.notice-short"),
+        ("TERM@300", "B:TERM@300", "signal.no-trap"),
+        ("TERM@300", "B:SIGUSR1@300", "signal.no-trap"),
+        (SRUN, SRUN + " --shutdown-timeout 600", "signal.notice-short"),
+        (SRUN, SRUN + " train.shutdown_timeout_sec=600", "signal.notice-short"),
+        (SRUN, 'torchrun train.py --resume-from "$step"', "signal.no-step"),
+        (
+            SRUN,
+            "srun --kill-on-bad-exit=1 bash -c 'module load cuda; python train.py --resume auto'",
+            "signal.wrapped",
+        ),
+        (
+            SRUN,
+            "srun --kill-on-bad-exit=1 bash -c 'module load cuda; exec python train.py --resume a'",
+            None,
+        ),
+        ("#SBATCH --requeue\n", "", "requeue.none"),
+        ("#SBATCH --open-mode=append\n", "", "requeue.log-lost"),
+        ("$(ckptctl pick", "$(ls -1dt", "resume.by-mtime"),
+        ("$(ckptctl pick", "$(ls -t", "resume.by-mtime"),
+        (SRUN, SRUN + " 2>&1 | tee log", None),
+        ("--kill-on-bad-exit=1 ", "", "srun.no-kill"),
+        ("--kill-on-bad-exit=1 ", "-K ", None),
+        ("step=$(", "export step=$(", "exit-code.masked"),
+        (SRUN, SRUN + " || true", "exit-code.swallowed"),
+        ("set -euo pipefail", "true", "exit-code.pick"),
+        ("set -euo pipefail", "# ls -1dt step_*", "exit-code.pick"),
+        ("set -euo pipefail\n", 'cat > x <<END\nls -1dt "$ROOT"\nEND\nset -e\n', None),
+    ],
+)
+def test_one_mistake_is_found_and_no_other(old, new, name, tmp_path):
+    assert old in GOOD
+    assert names(tmp_path, GOOD.replace(old, new)) == ({name} if name else set())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        (" &\npid=$!\n", "\npid=$!\n", "signal.foreground"),
+        (" &\npid", " 2>&1 | tee log &\npid", "signal.pipeline"),
+        ("trap 'kill -TERM \"$pid\"' TERM\n", "", "signal.no-trap"),
+        ('wait "$pid"\nexit $?', "sleep 1", "signal.no-wait"),
+    ],
+)
+def test_a_signal_to_the_shell_must_reach_python(old, new, name, tmp_path):
+    assert old in TRAP
+    assert name in names(tmp_path, TRAP.replace(old, new))
+
+
+def test_a_pipe_hides_a_crash(tmp_path):
+    text = GOOD.replace("set -euo pipefail", "set -e").replace(SRUN, SRUN + " | tee log")
+    assert names(tmp_path, text) == {"exit-code.pipe"}
+
+
+def test_a_later_command_hides_a_crash(tmp_path):
+    text = GOOD.replace("set -euo pipefail\n", "").replace('"$ROOT")', '"$ROOT") || exit')
+    assert names(tmp_path, text + "echo done\n") == {"exit-code.swallowed"}
+
+
+def test_a_job_that_never_resumes_is_found(tmp_path):
+    text = GOOD.replace('step=$(ckptctl pick "$ROOT")\n', "").replace(' --resume-from "$step"', "")
+    assert names(tmp_path, text) == {"resume.absent"}
+
+
+def test_the_document_names_the_line_and_a_fault_ends_with_2(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(GOOD.replace("--kill-on-bad-exit=1 ", ""))
+    ran = run_ckptctl("doctor", "slurm", script, "--json")
+    document = validated(ran.stdout)
+    assert ran.returncode == document["exit_code"] == 2
+    assert [(each["name"], each["where"]) for each in document["advice"]] == [
+        ("srun.no-kill", "job.sh:8")
+    ]
+
+
+def test_a_script_from_standard_input_is_read(tmp_path):
+    ran = run_ckptctl("doctor", "slurm", "-", "--json", input=GOOD)
+    assert json.loads(ran.stdout)["advice"] == []
+
+
+@pytest.mark.parametrize("words", [("slurm",), ("storage",), ("env", "x")])
+def test_a_word_too_many_or_too_few_is_a_usage_error(words):
+    ran = run_ckptctl("doctor", *words)
+    assert ran.returncode == 2
+    assert "ckptctl doctor" in ran.stderr

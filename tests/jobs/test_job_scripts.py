@@ -1,0 +1,242 @@
+"""The job scripts of `examples/jobs`: run by a real bash as far as there is no cluster needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import clean_environment
+
+JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
+SHELL = sorted([*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh")])
+
+# What `srun`, `scontrol` and the launchers are given is written down; a launcher that is there
+# runs its train.py as they all do.
+RECORD = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0") $*" >> "$CALLS"\n'
+TRAIN = """\
+import pathlib, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+pathlib.Path("started").write_text(" ".join(sys.argv[1:]))
+for _ in range(3000):
+    time.sleep(0.01)
+    if told:
+        pathlib.Path("saved").write_text("yes")
+        sys.exit(143)
+"""
+
+
+@pytest.fixture
+def folder(framework_roots: Path, tmp_path: Path) -> Path:
+    """A root with whole steps, a train.py, and commands on the path."""
+    saved = framework_roots / "kempnerforge" / "checkpoints"
+    for name in ("step_10", "step_20"):
+        shutil.copytree(saved / name, tmp_path / "ckpt" / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "bin").mkdir()
+    command(tmp_path, "ckptctl", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptctl "$@"\n')
+    command(tmp_path, "scontrol", RECORD + "echo node001\n")
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    path = folder / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def start(folder: Path, script: str, **environment: str) -> subprocess.Popen[bytes]:
+    given = {
+        "ROOT": str(folder / "ckpt"),
+        "CALLS": str(folder / "calls"),
+        "SLURM_JOB_ID": "88123",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_NODELIST": "node001",
+        "SLURM_NNODES": "4",
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+    }
+    return subprocess.Popen(
+        ["bash", JOBS / script],
+        cwd=folder,
+        env=clean_environment(**{**given, **environment}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def calls(folder: Path) -> str:
+    path = folder / "calls"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name} did not appear"
+        time.sleep(0.02)
+
+
+def test_python_gets_sigterm_where_it_took_the_place_of_the_shell(folder):
+    job = start(folder, "slurm_exec.sbatch")
+    wait_for(folder / "started")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 143
+    assert (folder / "saved").exists()
+    assert "--resume-from" in (folder / "started").read_text()
+    assert "step_20" in (folder / "started").read_text()
+
+
+def test_a_trap_passes_sigterm_on_waits_for_the_save_and_requeues(folder):
+    command(folder, "torchrun", '#!/bin/bash\nshift 2\nexec python "$@"\n')
+    job = start(folder, "slurm_trap.sbatch")
+    wait_for(folder / "started")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 143
+    assert (folder / "saved").exists()
+    assert calls(folder) == "scontrol requeue 88123\n"
+
+
+def test_srun_is_given_the_newest_whole_step(folder):
+    command(folder, "srun", RECORD)
+    job = start(folder, "slurm_torchrun.sbatch")
+    assert job.wait(60) == 0
+    (line,) = [each for each in calls(folder).splitlines() if each.startswith("srun ")]
+    assert line.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=4")
+    assert line.endswith(f"--resume-from {folder}/ckpt/step_20")
+
+
+def test_an_empty_root_is_a_fresh_run_once_and_never_after_a_restart(folder):
+    command(folder, "srun", RECORD)
+    first = start(folder, "slurm_torchrun.sbatch", ROOT=str(folder / "empty"))
+    assert first.wait(60) == 0
+    assert calls(folder).splitlines()[-1].endswith(f"train.py --root {folder}/empty")
+    (folder / "calls").unlink()
+    again = start(
+        folder, "slurm_torchrun.sbatch", ROOT=str(folder / "empty"), SLURM_RESTART_COUNT="1"
+    )
+    assert again.wait(60) == 75
+    assert "srun" not in calls(folder)
+
+
+@pytest.mark.parametrize("script", [path.name for path in SHELL])
+def test_no_training_starts_without_a_root_that_answers(script, folder):
+    for name in ("srun", "torchrun"):
+        command(folder, name, RECORD)
+    job = start(folder, script, ROOT=str(folder / "gone" / "ckpt"), HEAD="node001:29400")
+    assert job.wait(60) != 0
+    assert "train.py" not in calls(folder)
+    assert not (folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "requeued"),
+    [
+        ("slurmstepd: error: *** STEP 1.0 CANCELLED AT 2026-11-20 DUE TO TIME LIMIT ***", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
+        ("", False),
+    ],
+)
+def test_a_job_that_was_stopped_is_requeued_and_one_that_failed_is_not(said, requeued, folder):
+    command(folder, "srun", RECORD + "exit 1\n")
+    (folder / "train-88123.out").write_text(said + "\n")
+    job = start(folder, "slurm_torchrun.sbatch")
+    assert job.wait(60) == 1
+    assert ("scontrol requeue 88123" in calls(folder)) is requeued
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(path):
+    ran = subprocess.run(["shellcheck", "-S", "style", path], capture_output=True, text=True)
+    assert ran.stdout == ""
+
+
+def rules(name: str) -> tuple[dict, dict]:
+    document = yaml.safe_load((JOBS / name).read_text())
+    job = document
+    if document["kind"] == "JobSet":
+        (replicated,) = document["spec"]["replicatedJobs"]
+        job = replicated["template"]
+    return document, job["spec"]
+
+
+@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_jobset.yaml"])
+def test_a_job_is_as_the_batch_api_asks(name):
+    _, spec = rules(name)
+    pod = spec["template"]["spec"]
+    # podFailurePolicy is refused without it.
+    assert pod["restartPolicy"] == "Never"
+    named = {each["name"] for each in (*pod["initContainers"], *pod["containers"])}
+    volumes = {each["name"] for each in pod["volumes"]}
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert {each["name"] for each in container["volumeMounts"]} <= volumes
+    for rule in spec["podFailurePolicy"]["rules"]:
+        assert rule["action"] in ("Ignore", "FailJob", "Count", "FailIndex")
+        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+        codes = rule.get("onExitCodes")
+        if codes:
+            assert codes["operator"] in ("In", "NotIn")
+            assert codes["containerName"] in named
+            assert 0 not in codes["values"]
+            assert 75 not in codes["values"]
+            assert codes["values"] == sorted(set(codes["values"]))
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+
+
+@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_jobset.yaml"])
+def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
+    _, spec = rules(name)
+    pod = spec["template"]["spec"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        shell, flags, text = container["command"]
+        assert (shell, flags) == ("/bin/sh", "-ec")
+        checked = subprocess.run(
+            ["shellcheck", "-S", "style", "-s", "sh", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+        )
+        assert checked.stdout == ""
+    (train,) = pod["containers"]
+    assert "exec torchrun" in train["command"][2]
+
+
+def test_the_init_container_writes_the_step_and_an_empty_file_for_a_fresh_run(folder):
+    _, spec = rules("kubernetes_job.yaml")
+    text = spec["template"]["spec"]["initContainers"][0]["command"][2]
+    text = text.replace("/gate/step", str(folder / "step"))
+    for root, wanted in (("ckpt", f"{folder}/ckpt/step_20"), ("empty", "")):
+        subprocess.run(
+            ["/bin/sh", "-ec", text],
+            env=clean_environment(ROOT=str(folder / root), PATH=f"{folder}/bin:/usr/bin:/bin"),
+            check=True,
+            capture_output=True,
+        )
+        assert (folder / "step").read_text().strip() == wanted
+
+
+def test_a_jobset_ends_for_what_is_final_and_restarts_for_all_else():
+    document, _ = rules("kubernetes_jobset.yaml")
+    assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    policy = document["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] > 0
+    for rule in policy["rules"]:
+        assert rule["action"] in (
+            *("FailJobSet", "RestartJobSet"),
+            "RestartJobSetAndIgnoreMaxRestarts",
+        )
+        assert set(rule["onJobFailureReasons"]) <= {
+            *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
+            *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
+        }
