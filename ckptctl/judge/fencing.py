@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shlex
 import socket
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def check_token(store: Store, token: Token) -> None:
     raise Fenced(
         f"{store.url}: attempt {_attempt_of(store, highest)} has taken the root over from "
         f"{token.attempt}, which is this one; nothing more is written by it",
-        next_command=f"ckptctl scan {store.url}",
+        next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
 
 

@@ -9,11 +9,10 @@ an answer; the others are errors, the same on every rank.
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import (
@@ -66,7 +65,6 @@ class Decision:
     rejected: tuple[Rejected, ...] = ()
     level: str | None = None
     written_s: float | None = None
-    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class Looking:
     storage_options: Mapping[str, object] | None = None
     endpoint_url: str | None = None
     timeout_s: float = 30.0
-    settle_s: float = field(default=SETTLE_S)
+    settle_s: float = SETTLE_S
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -137,11 +135,7 @@ def decide(
 
 
 def _fresh() -> Decision:
-    return Decision(None, None, nonce=_nonce())
-
-
-def _nonce() -> str:
-    return os.urandom(8).hex()
+    return Decision(None, None)
 
 
 def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: bool) -> Decision:
@@ -162,7 +156,7 @@ def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: 
         return _fresh()
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if never_saved and found.answer is Answer.NONE_USABLE and _all_interrupted(found):
-        return Decision(None, None, rejected=rejected, nonce=_nonce())
+        return Decision(None, None, rejected=rejected)
     if found.chosen is None:
         raise NothingToResume(
             found.message,
@@ -233,7 +227,6 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
         rejected,
         report.level.value,
         report.written_s,
-        _nonce(),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptctl.errors import CkptctlError, StorageError
+from ckptctl.findings import Verdict
 from ckptctl.formats.marks import MARKS_FOLDER, Word
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look
@@ -138,7 +139,10 @@ def supersede_newer(
             continue
         looked = look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
         said = looked.notes.marks if looked.notes else ()
-        if not looked.report.digests or any(one.word is Word.SUPERSEDED for one in said):
+        if any(one.word is Word.SUPERSEDED for one in said):
+            continue
+        # One that could not be looked at is no reason to go on: `mark` says so.
+        if not looked.report.digests and looked.report.verdict is not Verdict.UNKNOWN:
             continue
         mark(
             looked.report.url,

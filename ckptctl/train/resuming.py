@@ -7,6 +7,7 @@ superseded and write the report. What each of these does is a module of its own.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def _check_before(job: Job, resume_from: str | int | None) -> None:
             raise UsageError(
                 f"{job.root} holds {len(steps)} steps, {steps[0].name} the newest: a run "
                 "from the beginning needs a root of its own",
-                next_command=f"ckptctl scan {job.root}",
+                next_command=f"ckptctl scan {shlex.quote(job.root)}",
             )
 
 
@@ -165,7 +166,7 @@ def _loaded(
         step = decision.step
         failed[step] = Rejected(step, decision.path, "corrupt", error.message)
         if job.group.is_first:
-            attempt.ledger.add("failed", step=step, reason=error.message, while_="loading")
+            attempt.ledger.add("failed", step=step, reason=error.message, phase="loading")
         if len(failed) > job.looking.max_fallback:
             raise too_many(failed, job.root)
 
