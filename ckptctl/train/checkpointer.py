@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.judge.arguments import known_level
 from ckptctl.judge.fencing import check_token
 from ckptctl.judge.pruning import remove_step, surplus
 from ckptctl.model import Level
@@ -96,7 +97,7 @@ class Checkpointer:
         check_step_format(step_format)
         group = make_group(patience_s)
         looking = Looking(
-            level=level,
+            level=known_level(level),
             require=require,
             max_fallback=max_fallback,
             key=key,

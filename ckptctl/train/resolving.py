@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ckptctl.judge.arguments import known_level
 from ckptctl.model import Level
 from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
 from ckptctl.train.group import PATIENCE_S, make_group
@@ -42,7 +43,7 @@ def resolve(
     """
     group = make_group(patience_s)
     looking = Looking(
-        level=level,
+        level=known_level(level),
         require=require,
         max_fallback=max_fallback,
         weights_ok=weights_ok,

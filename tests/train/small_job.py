@@ -79,7 +79,6 @@ def live(options: argparse.Namespace, n_ranks: int, kill: str | None, life: int)
     for rank in range(n_ranks):
         pid = os.fork()
         if pid == 0:
-            os.setpgid(0, pids[0] if pids else 0)
             code = 1
             try:
                 code = rank_main(options, rank, n_ranks, meet, began, kill, life)
@@ -89,6 +88,8 @@ def live(options: argparse.Namespace, n_ranks: int, kill: str | None, life: int)
                 sys.stderr.flush()
                 sys.stdout.flush()
                 os._exit(code)
+        # By the launcher: the group must be there before the next rank is.
+        os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
     if kill is not None and ":" not in kill:
         while not os.path.exists(began) and not ended(pids):

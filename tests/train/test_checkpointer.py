@@ -600,6 +600,28 @@ def test_what_goes_wrong_beside_the_training_is_raised_at_the_next_call(half):
         each.die()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep": 0},
+        {"rng": "keep"},
+        {"level": "deep"},
+        {"accept_lost": ("weights",)},
+        {"optimizer": object()},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_wrong_argument_is_told_before_anything_is_written(tmp_path, wrong):
+    with pytest.raises(UsageError):
+        Checkpointer(str(tmp_path / "run"), **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_address_that_cannot_be_saved_to_is_told_at_once():
+    with pytest.raises(UsageError, match="saves to file systems"):
+        Checkpointer("s3://bucket/run")
+
+
 @pytest.mark.parametrize("step_format", ["step", "{}", "weights_{}", "step_{}/x", "step_{:x}"])
 def test_names_that_nobody_would_take_for_steps_are_refused(tmp_path, step_format):
     with pytest.raises(UsageError, match="are no steps"):
