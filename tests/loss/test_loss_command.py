@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
-from made_losses import DIED, SAVED, resumed, times
+from made_losses import DIED, SAVED, loss_at, resumed, times
 
 from ckptctl.loss.rows import Row
 
@@ -161,3 +161,35 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(tmp_pat
     done = run_ckptctl("loss", tmp_path / "none.log", "--plot", "loss.gif")
     assert done.returncode == 2
     assert ".svg, .html, .png" in done.stderr
+
+
+def test_of_several_resumes_each_has_its_line_and_the_worst_its_table(tmp_path):
+    again = [each for each in resumed(times(1.012)) if isinstance(each, Row)]
+    path = written(tmp_path / "train.jsonl", [*again, *resumed()[DIED:]])
+    done = run_ckptctl("loss", path, "--resume", "all")
+    assert done.returncode == 30
+    assert "resume 1: discontinuous: " in done.stdout
+    assert "resume 2: continuous: " in done.stdout
+    assert "resume 1: 12 steps logged twice" in done.stdout
+
+
+def test_rows_of_megatron_that_are_no_single_step_are_left_out(tmp_path):
+    def logged(first, last):
+        both, begun = [], False
+        for step in range(first, last + 1):
+            both.append(loss_at(step))
+            # Its second row is the mean of the first two steps of the process.
+            yield (
+                f" iteration {step:8d}/    1000 | consumed samples: {32 * step:12d} | "
+                f"learning rate: 3.000000E-04 | lm loss: {sum(both) / len(both):.6E} | "
+                "loss scale: 1.0 | grad norm: 1.350 |\n"
+            )
+            both, begun = (both, True) if not begun else ([], True)
+
+    log = tmp_path / "train.log"
+    loaded = " successfully loaded checkpoint from /ckpt [ t 1/1, p 1/1 ] at iteration 200\n"
+    log.write_text("".join([*logged(1, DIED), loaded, *logged(SAVED + 1, 260)]))
+    done = run_ckptctl("loss", log, "--strict")
+    assert done.stdout.startswith("continuous: ")
+    assert "resumed after step 200 (by the log)" in done.stdout
+    assert "left out: 1 step whose rows are means" in done.stdout

@@ -40,7 +40,7 @@ def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
         lines += _resume_lines(judgement, several=len(report.judgements) > 1)
     judged = report.judged
     if judged is not None:
-        lines += section(_replay_lines(judged))
+        lines += section(_replay_lines(judged, several=len(report.judgements) > 1))
         lines += section(_level_lines(judged))
         curve = curve_of(judged)
         if curve is not None:
@@ -83,12 +83,13 @@ def _boundary(resume: Resume) -> str:
     return f"resumed after step {resume.boundary.step:,} ({source}); {first}"
 
 
-def _replay_lines(judgement: Judgement) -> Iterator[Line]:
+def _replay_lines(judgement: Judgement, *, several: bool) -> Iterator[Line]:
     """The table of the steps that were logged twice."""
     rows = judgement.replay.rows
     if not rows:
         return
-    yield line(f"{count(len(rows), 'step')} logged twice")
+    whose = f"resume {judgement.resume.number}: " if several else ""
+    yield line(f"{whose}{count(len(rows), 'step')} logged twice")
     cells: list[tuple[str, ...]] = [_TITLES]
     cells += [_cells(row) for row in rows[:_MAX_ROWS]]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
