@@ -104,7 +104,9 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    on_gpu = "nccl" in str(dist.get_backend(world)) and torch.cuda.is_available()
+    # A group may have gloo for the CPU and NCCL for the GPU: it is the latter that hangs.
+    on_gpu = "cuda:nccl" in dist.get_backend_config(world) and torch.cuda.is_available()
+    backend = "nccl" if on_gpu else dist.get_backend(world)
     one = torch.ones(1, device="cuda" if on_gpu else "cpu")
     try:
         work = dist.all_reduce(one, group=world, async_op=True)
@@ -112,7 +114,7 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
         while not work.is_completed():
             if time.monotonic() > until_s:
                 raise RanksLost(
-                    f"the ranks answer over gloo, but {dist.get_backend(world)} gave no answer "
+                    f"the ranks answer over gloo, but {backend} gave no answer "
                     f"in {timeout_s:g} s: a GPU or its network hangs",
                     next_command="ckptctl classify LOG",
                 )

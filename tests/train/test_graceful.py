@@ -174,6 +174,37 @@ def test_a_rank_that_is_gone_is_an_error_in_the_others_and_no_stop(tmp_path: Pat
     assert not any(line.startswith("saved") for line in out)
 
 
+VALIDATE = """
+from ckptctl.train import GracefulStop
+def validate(stop):
+    for batch in range(2000):
+        say("batch", batch)
+        time.sleep(0.01)
+        if stop.agreed():
+            return
+with GracefulStop() as stop:
+    for step in range(1, 4):
+        say("step", step)
+        if step == 2:
+            validate(stop)
+        if stop.agreed():
+            say("saved", step)
+            break
+sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_stop_in_the_middle_of_validation_saves_the_training_step_before_it(tmp_path: Path):
+    with ranks(VALIDATE, 2, tmp_path) as started:
+        wait_for(started[0], "batch 3")
+        started[0].terminate()
+        ended = ends(started)
+    assert [code for code, _, _ in ended] == [143, 143], ended
+    assert [out[-1] for _, out, _ in ended] == ["saved 2", "saved 2"]
+
+
 # Workers
 
 LOADER = """
