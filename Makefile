@@ -46,6 +46,7 @@ fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute
 	@$(BIN)/python tests/fuzz/fuzz.py
 
 campaign: $(READY) ## Break checkpoints in thirty thousand ways, and count what is missed (half an hour)
+	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/campaign/campaign.py
 
 clean: ## Remove all that make has made

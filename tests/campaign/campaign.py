@@ -89,6 +89,12 @@ def _in_turn(asked: argparse.Namespace) -> Iterator[tuple[str, int]]:
         yield category, number
 
 
+def _planned_in_all() -> int:
+    from cases import N_CASES
+
+    return sum(N_CASES.values())
+
+
 def outcomes(out: Path) -> list[dict[str, object]]:
     """All that were written down, each case once."""
     found = {}
@@ -119,6 +125,13 @@ def main() -> int:
     if asked.again:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
+    cache = REPOSITORY / ".cache"
+    if not (list(cache.glob("checkpoints-*")) and list(cache.glob("dcp-versions-*"))):
+        parser.error("there are no sound steps yet; next: python -m pytest -q tests/fixtures")
+    if "D" in asked.only:
+        from interrupted import recorded
+
+        recorded(cache / "campaign")  # once, and not by each job
     context = multiprocessing.get_context("spawn")
     jobs = [context.Process(target=work, args=(n, asked, out)) for n in range(asked.jobs)]
     for job in jobs:
@@ -128,7 +141,7 @@ def main() -> int:
     found = outcomes(out)
     print(summary(found))
     if asked.table:
-        published(asked.table, found)
+        published(asked.table, found, _planned_in_all(), asked.seed)
     problems = [outcome for outcome in found if outcome["problem"]]
     for outcome in problems[:40]:
         print("PROBLEM", json.dumps(outcome))

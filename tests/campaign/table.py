@@ -98,10 +98,11 @@ def summary(found: Sequence[Found]) -> str:
     return "\n".join([*rows(found), "", *peers(found)])
 
 
-def published(page: Path, found: Sequence[Found]) -> None:
+def published(page: Path, found: Sequence[Found], n_planned: int, seed: int) -> None:
     """Put the tables between the marks of a page."""
     text = page.read_text()
-    for name, lines in (("campaign", rows(found)), ("peers", peers(found))):
+    run = f"Really run for this table: {len(found):,} of the {n_planned:,} cases of seed {seed}."
+    for name, lines in (("campaign", [run, "", *rows(found)]), ("peers", peers(found))):
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         body = "\n".join(lines)
         text = block.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
