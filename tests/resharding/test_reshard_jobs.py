@@ -1,0 +1,179 @@
+"""Do real ranks load a step that was cut for them, and do several processes write one?"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment
+from services.plugin import S3Server
+
+import ckptctl
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.model import Level
+
+pytestmark = pytest.mark.torch
+
+JOB = Path(__file__).parent / "fsdp2_job.py"
+
+
+def job(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, str(JOB), *map(str, words)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step of a job of four FSDP2 ranks, with its optimizer."""
+    step: Path = tmp_path_factory.mktemp("job") / "step_7"
+    job("save", step, "--ranks", 4)
+    return step
+
+
+def test_three_fsdp2_ranks_load_the_same_values_each_from_a_file_of_its_own(saved, tmp_path):
+    target = tmp_path / "step_7"
+    assert ckptctl.reshard(str(saved), str(target), world_size=3).written
+    said = job("compare", saved, target, "--ranks", 3)
+    assert said.count("values are the same") == 3
+    read = decode_metadata((target / ".metadata").read_bytes())
+    for chunk in read.tensors["model.up.weight"].chunks:
+        assert chunk.byte_range is not None
+        rank = int(chunk.byte_range.file.split("_")[2])
+        assert chunk.offsets[0] == rank * 22
+
+
+def test_two_by_two_ranks_with_tensor_parallelism_load_the_same_values(saved, tmp_path):
+    target = tmp_path / "step_7"
+    rules = ["up.weight=0", "up.bias=0", "down.weight=1"]
+    answer = ckptctl.reshard(str(saved), str(target), mesh="dp=2,tp=2", shard=rules)
+    assert answer.written
+    said = job("compare", saved, target, "--ranks", 4, "--tp", 2)
+    assert said.count("values are the same") == 4
+    # Each rank finds its boxes in its own file: those that torch cuts are those that we cut.
+    own = tmp_path / "own" / "step_7"
+    own.parent.mkdir()
+    job("save", own, "--ranks", 4, "--tp", 2)
+    for fqn, tensor in decode_metadata((own / ".metadata").read_bytes()).tensors.items():
+        if fqn in ("model.up.weight", "model.up.bias", "model.down.weight"):
+            theirs = {(c.offsets, c.sizes, c.byte_range.file) for c in tensor.chunks}
+            ours = decode_metadata((target / ".metadata").read_bytes()).tensors[fqn].chunks
+            assert {(c.offsets, c.sizes, c.byte_range.file) for c in ours} == theirs, fqn
+
+
+def torchrun(source: object, target: object, n: int, **environment: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n)]
+    words += ["-m", "ckptctl", "reshard", str(source), str(target), "--world-size", "5", "--apply"]
+    return subprocess.Popen(
+        words,
+        env=clean_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_processes_of_torchrun_write_one_step(checkpoints, tmp_path):
+    target = tmp_path / "step_300"
+    process = torchrun(checkpoints / "run_fsdp4" / "step_300", target, 3)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count("resharded ") == 1
+    report = ckptctl.verify(str(target), level=Level.CONTENT, require_seal=True)
+    assert report.usable, report.findings
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_a_process_that_is_lost_means_that_nothing_is_published(checkpoints, tmp_path):
+    source, target = checkpoints / "run_fsdp4" / "step_300", tmp_path / "step_300"
+    words = ["reshard", source, target, "--world-size", 5, "--apply"]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    first, lost = (
+        subprocess.Popen(
+            [*COMMAND, *map(str, words)],
+            env=clean_environment(RANK=str(rank), **place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        # The second stops before it has written its share, and is killed then.
+        while not [*tmp_path.rglob("__*.distcp")] and lost.poll() is None:
+            time.sleep(0.001)
+        lost.send_signal(signal.SIGKILL)
+        _, err = first.communicate(timeout=60)
+        lost.communicate()
+    finally:
+        first.kill()
+    if lost.returncode == -signal.SIGKILL:
+        assert first.returncode == 75, err
+        assert not target.exists()
+        assert ckptctl.pick(str(tmp_path), allow_fresh=True).chosen is None
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@pytest.fixture(params=["s3_moto", "s3_ceph"])
+def server(request: pytest.FixtureRequest) -> S3Server:
+    found: S3Server = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
+def test_a_step_goes_to_an_object_store_and_back(server, client, checkpoints, tmp_path):
+    source = checkpoints / "run_fsdp4" / "step_300"
+    there = f"s3://{server.bucket}/{uuid.uuid4().hex}/step_300"
+    options = {**server.options, "client": client}
+    answer = ckptctl.reshard(str(source), there, world_size=3, storage_options=options)
+    assert answer.written, answer.report.findings
+    report = ckptctl.verify(there, level=Level.CONTENT, require_seal=True, storage_options=options)
+    assert report.usable, report.findings
+    back = tmp_path / "step_300"
+    again = ckptctl.reshard(there, str(back), like=str(source), storage_options=options)
+    assert again.written, again.report.findings
+    for fqn, tensor in decode_metadata((source / ".metadata").read_bytes()).tensors.items():
+        ours = decode_metadata((back / ".metadata").read_bytes()).tensors[fqn]
+        assert {c.offsets for c in ours.chunks} == {
+            c.offsets for c in tensor.chunks if 0 not in c.sizes
+        }
+    with pytest.raises(ckptctl.UsageError, match="is there already"):
+        ckptctl.reshard(str(source), there, world_size=3, storage_options=options)
+
+
+@pytest.mark.server
+def test_on_an_object_store_the_metadata_comes_last(server, checkpoints, copy_of):
+    source = copy_of(checkpoints / "run_fsdp4" / "step_300")
+    read = decode_metadata((source / ".metadata").read_bytes())
+    place = read.tensors["model.up.weight"].chunks[0].byte_range
+    assert place is not None
+    data = bytearray((source / place.file).read_bytes())
+    data[place.offset + 800] ^= 0xFF
+    (source / place.file).write_bytes(data)
+    root = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+    answer = ckptctl.reshard(
+        str(source), f"{root}/step_300", world_size=3, storage_options=server.options
+    )
+    assert (answer.written, answer.exit_code) == (False, 21)
+    picked = ckptctl.pick(root, allow_fresh=True, storage_options=server.options)
+    assert picked.chosen is None
