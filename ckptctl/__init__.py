@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
     from ckptctl.resharding.comparing import diff
-    from ckptctl.resharding.results import Diff, Difference, RankShare, Reshard
+    from ckptctl.resharding.exporting import convert
+    from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
     from ckptctl.supervise.restarting import Life, Supervised, keep_running
 
@@ -55,6 +56,7 @@ __all__ = [
     "CkptctlError",
     "Classification",
     "Contents",
+    "Converted",
     "Diagnosis",
     "Diff",
     "Difference",
@@ -92,6 +94,7 @@ __all__ = [
     "WorldSize",
     "check_loss",
     "classify",
+    "convert",
     "diff",
     "doctor",
     "keep_running",
@@ -136,7 +139,8 @@ _HOMES = {
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",
     "ckptctl.resharding.comparing": "diff",
-    "ckptctl.resharding.results": "Diff Difference RankShare Reshard",
+    "ckptctl.resharding.exporting": "convert",
+    "ckptctl.resharding.results": "Converted Diff Difference RankShare Reshard",
     "ckptctl.resharding.steps": "plan_reshard reshard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -39,6 +39,7 @@ COMMANDS = (
     "run",
     "cost",
     "reshard",
+    "convert",
     "diff",
     "runbook",
     "classify",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
     from ckptctl.loss.verdict import Judgement
-    from ckptctl.resharding.results import Diff, Reshard
+    from ckptctl.resharding.results import Converted, Diff, Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
     from ckptctl.supervise.restarting import Supervised
@@ -152,6 +152,11 @@ def preflight_document(found: Preflight) -> Document:
 def pruned_document(found: Pruned) -> Document:
     """The document of `prune`."""
     return {**_envelope("pruned", found.exit_code), **_rest(found)}
+
+
+def convert_document(answer: Converted) -> Document:
+    """The document of `convert`."""
+    return {**_envelope("convert", answer.exit_code), **_rest(answer)}
 
 
 def diff_document(answer: Diff) -> Document:

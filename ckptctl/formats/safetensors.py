@@ -12,7 +12,7 @@ Source: safetensors 0.8 `safetensors/src/tensor.rs`; torch 2.13
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,6 +32,27 @@ _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 _INT64 = 1 << 63
 _MAX_DIMS = 64
+
+NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+"""What the format calls torch's dtypes; it has no others."""
 
 _BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -114,6 +135,25 @@ def parse_header(header: bytes) -> tuple[StoredTensor, ...]:
             )
         reached += tensor.n_bytes
     return tuple(tensors)
+
+
+def header_bytes(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Everything before the elements of tensors: name, dtype as torch has it, shape, bytes."""
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, n_bytes in tensors:
+        place = [at, at + n_bytes]
+        entries[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": place}
+        at += n_bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # elements begin at a multiple of 8
+    return len(text).to_bytes(PREFIX, "little") + text
+
+
+def index_bytes(files: Mapping[str, str], n_bytes: int) -> bytes:
+    """The index of a model in several files: the file of each tensor."""
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"
 
 
 def parse_index(data: bytes) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ the question of `proving`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 from ckptctl.checks.record_bytes import Passing, check_parts
@@ -21,6 +22,13 @@ from ckptctl.resharding.elements import row_major, slabs
 from ckptctl.resharding.planning import TargetFile, overlaps
 from ckptctl.resharding.reading import Buffers, Damage, Piece, Reader, SourceFiles
 from ckptctl.resharding.sources import SourceBytes, SourceTensor
+
+
+@dataclass(slots=True)
+class Crc:
+    """The CRC-32 of bytes that come in pieces."""
+
+    value: int = 0
 
 
 class FileCopy:
@@ -38,8 +46,8 @@ class FileCopy:
     ) -> None:
         self.file = file
         self.proof: list[Piece] = []
-        self._files = files
-        self._buffers = buffers
+        self.files = files
+        self.buffers = buffers
         self._told = told
 
     def pieces(self) -> Iterator[memoryview]:
@@ -48,8 +56,8 @@ class FileCopy:
         Raises `Damage` where the source is not what was saved.
         """
         self.proof.clear()
-        block = memoryview(bytearray(self._buffers.block))
-        with Reader(self._files, self._buffers) as reader:
+        block = memoryview(bytearray(self.buffers.block))
+        with Reader(self.files, self.buffers) as reader:
             for item in self.file.items:
                 if isinstance(item.entry, SourceBytes):
                     yield from self._as_it_is(item.entry, reader, block)
@@ -68,7 +76,7 @@ class FileCopy:
                 tail = self._tail(entry, reader)
                 passing = Passing(parse_directory(tail, record.length), 0)
             except RecordUnreadable as error:
-                finding = self._files.finding("record.framing", record, error.message)
+                finding = self.files.finding("record.framing", record, error.message)
                 raise Damage(finding) from error
         for at in range(0, record.length, len(block)):
             piece = block[: min(len(block), record.length - at)]
@@ -81,11 +89,11 @@ class FileCopy:
             return
         checked = check_parts(passing.directory, [passing.part], tail)
         if checked.unreadable is not None:
-            raise Damage(self._files.finding("record.framing", record, checked.unreadable))
+            raise Damage(self.files.finding("record.framing", record, checked.unreadable))
         if checked.wrong is not None:
             names = ", ".join(checked.wrong.names)
             message = f"{names} does not match the checksum saved with it"
-            raise Damage(self._files.finding("record.crc", record, message))
+            raise Damage(self.files.finding("record.crc", record, message))
 
     def _tail(self, entry: SourceBytes, reader: Reader) -> bytes:
         record = entry.record
@@ -102,27 +110,33 @@ class FileCopy:
         self, tensor: SourceTensor, box: Box, reader: Reader, block: memoryview
     ) -> Iterator[memoryview]:
         """The record of a box, made of those of the chunks that share elements with it."""
+        frame = tensor_frame(tensor.entry.dtype, box.sizes)
+        yield memoryview(frame.before)
+        crc = Crc()
+        yield from self.elements(tensor, box, reader, block, crc)
+        yield memoryview(frame.after(crc.value))
+
+    def elements(
+        self, tensor: SourceTensor, box: Box, reader: Reader, block: memoryview, crc: Crc
+    ) -> Iterator[memoryview]:
+        """The elements of a box in row-major order, and their checksum."""
         from zlib_ng.zlib_ng import crc32, crc32_combine
 
         itemsize = DTYPE_SIZES[tensor.entry.dtype]
-        frame = tensor_frame(tensor.entry.dtype, box.sizes)
-        yield memoryview(frame.before)
-        crc = 0
         for offsets, sizes in slabs(box.sizes, itemsize, len(block)):
             n_bytes = prod(sizes) * itemsize
             if not n_bytes:
-                break
+                return
             at = tuple(map(sum, zip(box.offsets, offsets, strict=True)))
             runs = self._fill(tensor, Box(at, sizes, ()), reader, block)
             data = block[:n_bytes]
             if sum(run.length for run in runs) == n_bytes:
                 for run in runs:
-                    crc = crc32_combine(crc, run.crc, run.length)
+                    crc.value = crc32_combine(crc.value, run.crc, run.length)
             else:
-                crc = crc32(data, crc)
+                crc.value = crc32(data, crc.value)
             self._told(n_bytes)
             yield data
-        yield memoryview(frame.after(crc))
 
     def _fill(
         self, tensor: SourceTensor, slab: Box, reader: Reader, block: memoryview

@@ -176,14 +176,7 @@ class _Work:
         if not isinstance(store, LocalStore):
             return
         written = sum((self._there(self._folder) or {}).values())
-        needed = max(0, self.plan.n_bytes - written) + _SPARE_BYTES
-        free = store.free_bytes()
-        if free < needed:
-            raise StorageUnavailable(
-                f"{store.url}: {needed:,} bytes are needed for {self.place.name}, and {free:,} "
-                "are free; nothing was written",
-                next_command=f"df -h {shlex.quote(store.url)}",
-            )
+        check_space(store, self.place.name, max(0, self.plan.n_bytes - written))
 
     def write_shards(self, own: Sequence[TargetFile], crew: Crew | None) -> int:
         """Write the files that are not there yet; how many were."""
@@ -328,6 +321,18 @@ class _Work:
             above = aside.rpartition("/")[0]
             for folder in (f"{aside}/{name}.written", aside, above, above.rpartition("/")[0]):
                 store.remove(folder)
+
+
+def check_space(store: LocalStore, name: str, n_bytes: int) -> None:
+    """Raise `StorageUnavailable` where there is no room for `n_bytes` more."""
+    needed = n_bytes + _SPARE_BYTES
+    free = store.free_bytes()
+    if free < needed:
+        raise StorageUnavailable(
+            f"{store.url}: {needed:,} bytes are needed for {name}, and {free:,} are free; nothing "
+            "was written",
+            next_command=f"df -h {shlex.quote(store.url)}",
+        )
 
 
 def _local(store: Store) -> str:

@@ -106,3 +106,24 @@ class Diff:
     message: str
     exit_code: int
     next_command: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A step written in another format: the answer of `convert`.
+
+    `n_left_out` counts entries that are no tensors, for which the format has no place.
+    Where nothing was `written`, `report` says why.
+    """
+
+    source: str
+    target: str
+    written: bool
+    n_tensors: int
+    n_left_out: int
+    n_files: int
+    n_bytes: int
+    report: Report
+    message: str
+    exit_code: int
+    next_command: str | None

@@ -212,7 +212,7 @@ def _reshard(
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
     with (
         opened_step(source, pattern, grace_s, opening) as (found, checked),
-        _place(target, opening) as place,
+        target_place(target, opening) as place,
     ):
         looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
         check_format(looked)
@@ -287,7 +287,7 @@ def look_whole(found: OpenTarget, checked: Conditions, *, accept_unverifiable: b
 
 
 @contextmanager
-def _place(target: str, opening: Opening) -> Iterator[Place]:
+def target_place(target: str, opening: Opening) -> Iterator[Place]:
     """Where the new step goes; its root is made where the folder above it is there."""
     named = parse_target(target)
     if named.name is None:

@@ -18,7 +18,7 @@ PUBLIC = {
     *("RecoveryCost", "recovery_cost"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),
     *("LossReport", "LossVerdict", "check_loss"),
-    *("diff", "Diff", "Difference"),
+    *("diff", "Diff", "Difference", "convert", "Converted"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),

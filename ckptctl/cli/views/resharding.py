@@ -1,4 +1,4 @@
-"""What do `reshard` and `diff` show?"""
+"""What do `reshard`, `convert` and `diff` show?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line
 from ckptctl.cli.views.common import finding_lines, next_line, section
 from ckptctl.cli.words import count, exact_size, size
-from ckptctl.resharding.results import Diff, Difference, RankShare, Reshard
+from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
 
 _SHOWN = 16
 """Of more shard files than so many, the first and the last few are shown."""
@@ -81,6 +81,24 @@ def _share(share: RankShare, width: int) -> Line:
         f"{share.n_reads:>7,}",
         solid=True,
     )
+
+
+def convert_lines(answer: Converted) -> list[Line]:
+    """That the folder is there, or why it is not."""
+    if not answer.written:
+        head = line(Span(answer.message, "bad"), hang=2)
+        findings = section(finding_lines(answer.report.findings))
+        return [head, EMPTY, *findings, *next_line(answer.next_command)]
+    lines = [
+        line(Span("converted", "good"), " ", Span(answer.target, "name"), solid=True),
+        line(f"  from {answer.source}", solid=True),
+        line(f"  {answer.message}", hang=4),
+        line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
+    ]
+    if answer.n_left_out:
+        said = count(answer.n_left_out, "entry").replace("entrys", "entries")
+        lines.append(line(f"  left out: {said} that safetensors have no place for", hang=4))
+    return lines
 
 
 def diff_lines(answer: Diff) -> list[Line]:
