@@ -46,8 +46,8 @@ class Place:
 
     @property
     def url(self) -> str:
-        """The address of the new step."""
-        return join_url(self.store.url, self.name)
+        """The address of the new step, as it was given."""
+        return self.name if self.store.url == "." else join_url(self.store.url, self.name)
 
     @property
     def is_moved(self) -> bool:
