@@ -194,8 +194,7 @@ def overlaps(tensor: SourceTensor, box: Box) -> Iterator[Overlap]:
     first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
     # Chunks are in the order of their first offsets: none behind `end` can overlap, and
     # those that begin before the box do so by less than the longest chunk has.
-    longest = max(chunk.sizes[0] for chunk in chunks) if len(chunks) > 1 else first + 1
-    low = bisect_left(chunks, first - longest + 1, key=lambda chunk: chunk.offsets[0])
+    low = bisect_left(chunks, first - tensor.longest + 1, key=lambda chunk: chunk.offsets[0])
     for number in range(low, len(chunks)):
         chunk = chunks[number]
         if chunk.offsets[0] >= end:

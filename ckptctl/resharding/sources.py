@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ class SourceTensor:
 
     A tensor without elements has one chunk. `kind` is the kind of train state; `rank`
     is there where the entry exists once per rank. `n_cut` is how many chunks the writer
-    cut it into, empty ones too.
+    cut it into, empty ones too; `longest` is the length of the longest chunk along
+    dimension 0.
     """
 
     entry: TensorEntry
@@ -48,6 +49,11 @@ class SourceTensor:
     kind: str
     rank: str | None
     n_cut: int
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = (chunk.sizes[0] for chunk in self.chunks if chunk.sizes)
+        object.__setattr__(self, "longest", max(lengths, default=0))
 
 
 @dataclass(frozen=True, slots=True)

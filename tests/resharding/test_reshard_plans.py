@@ -1,0 +1,129 @@
+"""Does a plan put every byte where it says, and say what it should of what it cannot cut?"""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from command_line import run_ckptctl, validated
+
+import ckptctl
+from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor
+from ckptctl.formats.record_writing import tensor_frame
+from ckptctl.model import ByteRange, Chunks, TensorEntry
+from ckptctl.resharding.cutting import Mesh, parse_mesh, parse_rules
+from ckptctl.resharding.planning import Wanted, plan, shares
+from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor
+
+N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
+
+
+def large_source(report: ckptctl.Report) -> Source:
+    """512,000 chunks: 2,000 tensors on 256 ranks, as a look at a step would give them."""
+    each = ROWS // N_RANKS
+    length = tensor_frame("float32", (each, 8)).length
+    tensors = []
+    for t in range(N_TENSORS):
+        chunks = tuple(
+            SourceChunk((r * each, 0), (each, 8), ByteRange(f"__{r}_0.distcp", t * length, length))
+            for r in range(N_RANKS)
+        )
+        entry = TensorEntry(f"model.{t}.weight", "float32", (ROWS, 8), Chunks.of(2, []))
+        tensors.append(SourceTensor(entry, chunks, "model", None, N_RANKS))
+    return Source("ckpt/step_1", report, (SourcePart("", tuple(tensors), (), {}, ("d",)),), ())
+
+
+def test_half_a_million_chunks_are_planned_and_every_byte_has_its_place(checkpoints):
+    report = ckptctl.verify(str(checkpoints / "fsdp_2" / "step_100"))
+    planned = plan(large_source(report), Wanted(Mesh((("dp", 192),))))
+    of_ranks = [*shares(planned)]
+    assert sum(share.bytes_read for share in of_ranks) == N_TENSORS * ROWS * 8 * 4
+    assert len(of_ranks) == 192
+    for file in planned.shards:
+        at = 0
+        for item in file.items:
+            assert item.start == at
+            at += item.length
+        assert at == file.n_bytes
+    for entry in planned.parts[0].entries:
+        assert isinstance(entry, SavedTensor)
+        assert sum(prod(chunk.sizes) for chunk in entry.chunks) == ROWS * 8
+        assert isinstance(entry.chunks[0], SavedChunk)
+
+
+@pytest.fixture
+def step(checkpoints):
+    return str(checkpoints / "run_fsdp4" / "step_300")
+
+
+def test_the_plan_is_shown_and_nothing_is_written(step, tmp_path):
+    done = run_ckptctl("reshard", step, tmp_path / "step_300", "--world-size", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    document = validated(done.stdout)
+    assert (document["written"], document["world_size"]) == (False, 3)
+    assert [share["rank"] for share in document["shares"]] == [0, 1, 2]
+    assert document["next_command"].endswith("--world-size 3 --apply")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_written_files_are_as_large_as_planned(step, tmp_path):
+    target = tmp_path / "step_300"
+    planned = ckptctl.plan_reshard(step, str(target), world_size=5)
+    assert ckptctl.reshard(step, str(target), world_size=5).written
+    for share in planned.shares:
+        assert (target / share.file).stat().st_size == share.n_bytes
+
+
+@pytest.mark.parametrize(("per_rank", "n_rng"), [("keep", 4), ("drop", 0)])
+def test_state_of_each_rank_is_carried_or_left_out(step, tmp_path, per_rank, n_rng):
+    target = tmp_path / "step_300"
+    answer = ckptctl.reshard(step, str(target), world_size=3, per_rank=per_rank)
+    assert {finding.where for finding in answer.findings} == {"dataloader", "rng"}
+    rng = ckptctl.show(str(target)).state.rng
+    assert (rng.n_ranks or 0) == n_rng
+
+
+def test_state_of_each_rank_may_be_a_reason_to_refuse(step, tmp_path):
+    done = run_ckptctl("reshard", step, tmp_path / "x", "--world-size", 3, "--per-rank", "refuse")
+    assert done.returncode == 24
+    assert "exists once per rank, for 4 ranks" in done.stderr
+
+
+def test_the_model_alone_is_taken_where_that_is_asked_for(step, tmp_path):
+    target = tmp_path / "step_300"
+    assert ckptctl.reshard(step, str(target), world_size=2, only_model=True).written
+    assert ckptctl.show(str(target)).state.held == ("model",)
+
+
+def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
+    with pytest.raises(ckptctl.UsageError, match="at least 96 MiB"):
+        ckptctl.plan_reshard(step, str(tmp_path / "x"), world_size=3, memory=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "for how many ranks"),
+        (("--mesh", "dp=2,xy=2"), "none of dp, fsdp"),
+        (("--mesh", "dp=0"), "is no dimension"),
+        (("--mesh", "dp=2", "--world-size", "3"), "has 2 ranks, --world-size says 3"),
+        (("--world-size", "3", "--shard", "up"), "is not PATTERN=DIM"),
+        (("--world-size", "3", "--shard", "nothing.*=0"), "fits no tensor"),
+        (("--world-size", "3", "--shard", "model.up.weight=2"), "has 2 dimensions"),
+        (("--like", "x", "--world-size", "3"), "give it alone"),
+        (("--world-size", "3", "--memory", "lots"), "is a size like 256M"),
+        (("--world-size", "3", "--only", "optimizer"), "there is only model"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_so(step, tmp_path, words, said):
+    done = run_ckptctl("reshard", step, tmp_path / "x", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_pattern_may_leave_out_names_in_front_and_behind():
+    (rule,) = parse_rules(["layers.*.wq.weight=1"])
+    assert rule.fits("model.layers.0.wq.weight")
+    assert rule.fits("optimizer.state.layers.11.wq.weight.exp_avg")
+    assert not rule.fits("model.layers.0.wq.weights")
+    assert parse_mesh("dp=4,tp=2").world_size == 8
