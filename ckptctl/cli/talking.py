@@ -48,10 +48,10 @@ class TalkInTerminal:
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """What was expected where it is not what was found, and where that leads."""
         usual = block.outcomes[0]
-        if ended is not None and outcome.then != usual.then:
+        if ended is not None and ended.exit_code != usual.first:
             self._say(line(f"  expected: exit code {usual.first}: {usual.because}", hang=4))
         found = "not run" if ended is None else f"exit code {ended.exit_code}"
-        style: Style = "good" if ended is not None and outcome.then == usual.then else "warn"
+        style: Style = "good" if ended is not None and ended.exit_code == usual.first else "warn"
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
         self._say(line("  found: ", Span(found, style), f": {outcome.because} ({leads})", hang=4))
 
