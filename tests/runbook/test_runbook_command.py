@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,23 @@ def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
     done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes", "--quiet")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(root / "step_200")
+
+
+@pytest.mark.server
+def test_a_run_on_an_object_store_is_gone_on_with_from_another_machine(s3_moto, root):
+    prefix = uuid.uuid4().hex
+    for path in (root / "step_500").iterdir():
+        key = f"{prefix}/step_500/{path.name}"
+        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=path.read_bytes())
+    url = f"s3://{s3_moto.bucket}/{prefix}"
+    resume = ("--set", f'RESUME=echo "$STEP" > {root.parent}/resumed')
+    here = {**s3_moto.environment, "HOSTNAME": "here"}
+    stopped = run_ckptctl("runbook", "run", "rb-7", url, *resume, env=here)
+    assert stopped.returncode == 2
+    assert "no terminal to ask at" in stopped.stderr
+    there = run_ckptctl("runbook", "run", "rb-7", url, "--yes", "--json", env=here)
+    document = validated(there.stdout)
+    assert document["went_on"] is True
+    assert document["exit_code"] == 31
+    assert document["step"] == f"{url}/step_500"
+    assert resumed(root) == f"{url}/step_500"
