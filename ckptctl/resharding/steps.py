@@ -14,7 +14,7 @@ from dataclasses import replace
 from ckptctl.checks.byte_pass import Limits, OnProgress
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
-from ckptctl.formats.layouts import shard_rank, step_name
+from ckptctl.formats.layouts import compile_pattern, shard_rank, step_name
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked, Crew
 from ckptctl.judge.looking import Looked, look
@@ -214,6 +214,7 @@ def _reshard(
         opened_step(source, pattern, grace_s, opening) as (found, checked),
         target_place(target, opening) as place,
     ):
+        _same_number(found, place, pattern)
         looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
         check_format(looked)
         if refusal(looked.report, accept_unverifiable=accept_unverifiable):
@@ -248,6 +249,19 @@ def _reshard(
             message=f"resharded for {answer.world_size} ranks: proven at level content, sealed",
             next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
         )
+
+
+def _same_number(found: OpenTarget, place: Place, pattern: str | None) -> None:
+    """Refuse a name that calls the new step another one: `pick` goes by the number."""
+    named = step_name(base_name(place.url), compile_pattern(pattern))
+    if isinstance(found.named, str) or named is None or named.number == found.named.number:
+        return
+    number = found.named.number
+    better = join_url(parent_url(place.url), base_name(found.url))
+    raise UsageError(
+        f"{place.url} is a name for step {named.number}, and {found.url} is step {number}: under "
+        f"that name pick would take it for step {named.number}; name it {better}"
+    )
 
 
 @contextmanager

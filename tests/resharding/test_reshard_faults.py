@@ -122,6 +122,13 @@ def test_what_is_there_is_never_replaced(source, target):
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 
 
+def test_a_name_that_makes_it_another_step_is_refused(source, target):
+    newer = target.with_name("step_9999")
+    with pytest.raises(ckptctl.UsageError, match="pick would take it for step 9999"):
+        ckptctl.plan_reshard(str(source), str(newer), world_size=3)
+    assert not newer.exists()
+
+
 def test_the_source_is_not_touched(source, target):
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.rglob("*")}
     assert ckptctl.reshard(str(source), str(target), world_size=3).written
