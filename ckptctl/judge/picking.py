@@ -162,7 +162,8 @@ def _pick(
         findings += check_pointers(store, listing, number, pattern)
     roots = tuple(store.url for store in stores)
     if choice.chosen is not None:
-        return _found(roots, choice, choice.chosen, findings, looker)
+        absent = [store.url for store, one in zip(stores, listings, strict=True) if not one.exists]
+        return _found(roots, choice, choice.chosen, findings, looker, absent)
     if len(choice.no_steps) == len(candidates):
         for store, listing in zip(stores, listings, strict=True):
             check_empty(store, listing, pattern)
@@ -185,12 +186,15 @@ def _found(
     chosen: Report,
     findings: Sequence[Finding],
     looker: Looker,
+    absent: Sequence[str],
 ) -> Pick:
     newer = [over for over in choice.passed_over if over.report.number != chosen.number]
     message = f"resume from step {chosen.number}"
     if newer:
         steps = ", ".join(str(over.report.number) for over in newer)
         message += f", falling back past {'steps' if len(newer) > 1 else 'step'} {steps}"
+    if absent:
+        message += f"; {_listed(absent)} {'does' if len(absent) == 1 else 'do'} not exist"
     return Pick(
         answer=Answer.FELL_BACK if newer else Answer.FOUND,
         roots=roots,

@@ -32,6 +32,8 @@ from ckptctl.storage.opening import open_store
 
 OnReport = Callable[[Report, bool], None]
 
+_DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
+
 
 def scan(
     root: str,
@@ -159,5 +161,8 @@ def _answer(
 
 def _next_command(store: Store, listing: RootListing, chosen: Report | None) -> str | None:
     if chosen is not None:
-        return f"ckptctl verify {shlex.quote(chosen.url)} --level structure"
+        deeper = _DEEPER.get(chosen.level)
+        if deeper is None:
+            return f"ckptctl show {shlex.quote(chosen.url)}"
+        return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"
     return f"ckptctl verify {shlex.quote(store.url)}@latest" if listing.steps else None

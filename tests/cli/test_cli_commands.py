@@ -70,6 +70,25 @@ def test_scan_shows_the_chosen_step_first_then_every_step_newest_first(ckptctl, 
     assert lines[-1].startswith("next: ckptctl ")
 
 
+@pytest.mark.parametrize(
+    ("level", "deeper"),
+    [
+        ("listing", "verify {} --level structure"),
+        ("structure", "verify {} --level content"),
+        ("content", "show {}"),
+    ],
+)
+def test_scan_ends_with_the_look_that_goes_deeper_than_its_own(ckptctl, sound_root, level, deeper):
+    last = ckptctl("scan", sound_root, "--level", level).stdout.splitlines()[-1]
+    assert last == f"next: ckptctl {deeper.format(f'{sound_root}/step_30')}"
+
+
+def test_pick_says_which_of_its_roots_does_not_exist(ckptctl, sound_root):
+    done = ckptctl("pick", sound_root, f"{sound_root}-copy")
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"resume from step 30; {sound_root}-copy does not exist\n")
+
+
 def test_quiet_scan_gives_addresses_for_a_script(ckptctl, broken_root):
     assert ckptctl("scan", broken_root, "--quiet").stdout == f"{broken_root}/step_10\n"
 

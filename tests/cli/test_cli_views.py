@@ -178,6 +178,18 @@ def test_pick_says_why_newer_steps_were_refused():
     ]
 
 
+def test_pick_says_what_is_suspicious_about_the_step_that_it_takes():
+    renamed = Finding("metadata.foreign", ".metadata", "it was written for step 500")
+    lines = text(pick_lines(pick(report(1200, renamed))))
+    assert lines[-1] == "  warning  metadata.foreign  .metadata: it was written for step 500"
+
+
+def test_pick_says_what_another_world_size_costs_and_no_other_remark():
+    lost = Finding("state.lost", "rng", "rng exists once per rank")
+    lines = text(pick_lines(pick(report(1200, lost, Finding("seal.missing", "", "no seal")))))
+    assert lines[-1] == "  remark   state.lost  rng exists once per rank"
+
+
 def test_pick_that_takes_nothing_is_an_error_with_a_command():
     lines = text(pick_lines(pick(None, (report(1400, short(3)), "incomplete: too short"))))
     assert lines[0] == "error: none is usable"

@@ -1,10 +1,17 @@
-"""What does `pick` say on standard error, beside the path on standard output?"""
+"""What does `pick` say on standard error, beside the path on standard output?
+
+Of the findings on the step that it takes only those are said that the one who resumes
+from it must know: suspicions, and what another world size costs. `verify` says the rest.
+"""
 
 from __future__ import annotations
 
 from ckptctl.cli.lines import Line, Span, line
 from ckptctl.cli.views.common import finding_lines, next_line, step_name
+from ckptctl.findings import Finding, Report, Severity
 from ckptctl.judge.results import Pick
+
+_WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-size asks
 
 
 def pick_lines(pick: Pick) -> list[Line]:
@@ -17,7 +24,17 @@ def pick_lines(pick: Pick) -> list[Line]:
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""
         lines.append(line(f"  looked at: {pick.level.value}{reason}", hang=4))
-    return [*lines, *finding_lines(pick.findings), *next_line(pick.next_command)]
+    findings = (*pick.findings, *_to_be_known(pick.chosen))
+    return [*lines, *finding_lines(findings), *next_line(pick.next_command)]
+
+
+def _to_be_known(chosen: Report | None) -> list[Finding]:
+    findings = chosen.findings if chosen else ()
+    return [
+        finding
+        for finding in findings
+        if finding.severity is Severity.WARNING or finding.code in _WORLD_SIZE
+    ]
 
 
 def refused_lines(pick: Pick) -> list[Line]:
