@@ -43,6 +43,7 @@ def loss(
         option(
             "--resume-step",
             metavar="N",
+            min=0,
             help="The last step that the checkpoint holds; by default what the log says.",
         ),
     ] = None,

@@ -138,6 +138,12 @@ def _check(
             raise UsageError(
                 f"--{name} is {value}; it must be {'0 or more' if may_be_0 else 'above 0'}"
             )
+    interval_s, save_s = times["interval"], times["save-time"]
+    if interval_s is not None and save_s is not None and save_s >= interval_s:
+        raise UsageError(
+            f"--save-time is {in_words(save_s)} and --interval {in_words(interval_s)}: from save "
+            "to save there would be no training; give what a save takes from training"
+        )
     for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
         if count is not None and count < 1:
             raise UsageError(f"--{name} is {count}; it must be 1 or more")

@@ -8,6 +8,7 @@ same answer.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, TypeVar
 
@@ -198,7 +199,10 @@ def _check_pick(picked: Pick) -> Check:
     if picked.exit_code:
         outcome = Outcome.FAILED
     looked = f" (looked at: {picked.level.value})" if picked.level else ""
-    return Check("step", outcome, picked.message + looked, picked.exit_code, picked.next_command)
+    next_command = picked.next_command
+    if picked.answer is Answer.FRESH:
+        next_command = f"ckptctl preflight {shlex.join(picked.roots)} --allow-fresh"
+    return Check("step", outcome, picked.message + looked, picked.exit_code, next_command)
 
 
 def _answer(

@@ -215,6 +215,8 @@ def _pruned(
     command: str | None = None
     if n_kept < keep:
         message = f"nothing goes: {n_kept} of {keep} good steps are there"
+        if not fates:
+            message = f"nothing goes: {root} holds no step at all"
         if any("not sealed" in one.reason for one in fates):
             command = f"ckptctl seal {shlex.quote(root)}@auto"
     elif apply:

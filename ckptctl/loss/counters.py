@@ -45,13 +45,22 @@ def _where(row: Row) -> str:
 
 def _restarted(resume: Resume) -> Finding:
     row = resume.after[0]
+    older_first = ", or the logs were not named oldest first" if _joins(resume) else ""
     return Finding(
         "loss.restarted",
         _where(row),
-        f"the job began at step {row.step:,}, no later than the log before it: this is no resume",
+        f"the job began at step {row.step:,}, no later than the log before it: "
+        f"this is no resume{older_first}",
         expected="a step after that of a checkpoint",
         found=f"step {row.step:,}",
     )
+
+
+def _joins(resume: Resume) -> bool:
+    """The later log leads up to where the one before it begins."""
+    earlier = (*resume.before, *resume.overwritten)
+    begins = min((row.step for row in earlier), default=resume.first_step)
+    return resume.first_step < begins <= resume.after[-1].step + max(1, resume.interval)
 
 
 def _not_finite(resume: Resume) -> Iterator[Finding]:

@@ -115,3 +115,8 @@ def test_what_makes_no_sense_is_refused(wrong: dict, says: str):
 )
 def test_times_are_said_as_people_say_them(seconds: float, words: str):
     assert in_words(seconds) == words
+
+
+def test_a_save_that_takes_the_whole_interval_is_refused():
+    with pytest.raises(ckptctl.UsageError, match="there would be no training"):
+        ckptctl.recovery_cost(interval_s=3600, save_s=3600, mtbf_s=3600)

@@ -93,6 +93,13 @@ def test_a_job_that_began_anew_is_told():
     assert report.exit_code == 30
 
 
+def test_logs_named_newest_first_are_told_from_a_job_that_began_anew():
+    newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
+    assert newest_first.message.endswith("or the logs were not named oldest first")
+    anew = check_rows([*rows(1, 100), *rows(1, 60)])
+    assert anew.message.endswith("this is no resume")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_told(value):
     def broken(each):
