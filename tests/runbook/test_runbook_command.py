@@ -106,7 +106,7 @@ def test_the_transcript_tells_every_step_and_shows_the_pictures(root, tmp_path):
     run(root, "--yes", "--transcript", str(tmp_path / "t"), *RESUME)
     markdown = (tmp_path / "t" / "transcript.md").read_text()
     page = (tmp_path / "t" / "transcript.html").read_text()
-    for name in ("Locate: pick", "Verify: verify", "Fallback: reject", "Resume: resume"):
+    for name in ("Locate: preflight", "Verify: verify", "Fallback: reject", "Resume: resume"):
         assert f"## {name}" in markdown
         assert f"<h2>{name}</h2>" in page
     assert page.count("<svg") == 3
@@ -165,9 +165,13 @@ def test_a_person_at_a_terminal_is_asked(root):
 def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
     for number in (500, 400, 300):
         flip(root / f"step_{number}")
-    done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes", "--quiet")
+    done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes", "--json")
+    document = validated(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(root / "step_200")
+    assert document["step"] == str(root / "step_200")
+    ended = {each["block"]: each for each in document["events"] if each["event"] == "ended"}
+    assert ended["probe"]["exit_code"] == 0
+    assert any("all have damage in files of rank 1" in text for text in ended["probe"]["lines"])
 
 
 @pytest.mark.server

@@ -57,13 +57,13 @@ def broken(old: str, new: str) -> Runbook:
             "    WatchLoss --> Celebrate: yes\n    WatchLoss --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
-        ("name=verify reads", "name=pick reads", "the block name 'pick' is there 2 times"),
+        ("name=verify reads", "name=scan reads", "the block name 'scan' is there 2 times"),
         (
             "| other | | stop | no step could be chosen |\n",
             "",
             (
-                "Locate, block 'pick': the table has no row `other`, so an unexpected end leads"
-                " nowhere"
+                "Locate, block 'preflight': the table has no row `other`, so an unexpected end"
+                " leads nowhere"
             ),
         ),
         (
