@@ -67,7 +67,7 @@ def test_a_tool_that_compares_no_checksums_would_be_caught(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptctl.checks.record_bytes._wrong", lambda *args: None)
-    monkeypatch.setattr("ckptctl.checks.structure.wrong_crcs", lambda *args: [])
+    monkeypatch.setattr("ckptctl.checks.framing.wrong_crcs", lambda *args: [])
     problems = {bench.run("A", number).problem for number in range(40)}
     assert "missed" in problems
 
