@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
+from ckptctl import errors
 from ckptctl.failures.classes import CLASSES
 
 HERE = Path(__file__).parent
@@ -38,6 +39,35 @@ def test_every_line_is_evidence_of_what_its_label_says(name, tmp_path):
         if (got := said(tmp_path, text)) != want
     ]
     assert wrong == []
+
+
+OWN = {
+    errors.StorageUnavailable: "infra-storage",
+    errors.SaveFailed: "infra-storage",
+    errors.StepDamaged: "bad-checkpoint",
+    errors.LoadFailed: "bad-checkpoint",
+    errors.RecordUnsafe: "bad-checkpoint",
+    errors.NothingToResume: "bad-checkpoint",
+    errors.Fenced: "job-config",
+    errors.ModelDiffers: "job-config",
+    errors.StateRefused: "job-config",
+    errors.AccessDenied: "job-config",
+    errors.UsageError: "job-config",
+    errors.GpuFailed: "infra-node",
+    errors.RanksLost: "hang",
+}
+
+
+@pytest.mark.parametrize(("error", "failure"), OWN.items())
+def test_a_job_that_ckptctl_itself_ended_is_known_by_its_error(tmp_path, error, failure):
+    name = f"{error.__module__}.{error.__qualname__}"
+    said_last = f"[rank0]: {name}: rank 1 on node-3: no space is left for step 200"
+    assert said(tmp_path, f"Traceback (most recent call last):\n{said_last}") == failure
+
+
+def test_a_step_that_nobody_could_look_at_is_the_storage_and_not_the_step(tmp_path):
+    words = "step 60 could not be looked at, so no older one is taken"
+    assert said(tmp_path, f"ckptctl.errors.NothingToResume: {words}") == "infra-storage"
 
 
 def test_the_labels_are_classes_and_every_class_has_lines():

@@ -12,6 +12,7 @@ from ckptctl.failures.rules import (
     kernel,
     kubernetes,
     memory,
+    own_errors,
     programs,
     slurm,
     storage_errors,
@@ -20,6 +21,7 @@ from ckptctl.failures.rules import (
 )
 
 RULES: tuple[Rule, ...] = (
+    *own_errors.RULES,
     *xids.RULES,
     *kernel.RULES,
     *memory.RULES,
