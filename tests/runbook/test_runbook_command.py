@@ -192,3 +192,12 @@ def test_a_run_on_an_object_store_is_gone_on_with_from_another_machine(s3_moto, 
     assert document["exit_code"] == 31
     assert document["step"] == f"{url}/step_500"
     assert resumed(root) == f"{url}/step_500"
+
+
+def test_the_storage_runbook_probes_where_only_the_newest_step_is_damaged(root):
+    flip(root / "step_500")
+    done = run_ckptctl("runbook", "run", "storage-corruption", root, "--yes")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "== Probe" in said
+    assert "newer steps are damaged or unfinished" in said
