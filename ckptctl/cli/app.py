@@ -162,7 +162,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     if isinstance(error, Stopped):
         return _Ended(error.exit_code)
     if isinstance(error, typer.TyperException):
-        message = error.format_message()
+        message = " ".join(error.format_message().split())
         command = _command(argv)
         help_command = f"ckptctl {command} --help" if command else "ckptctl --help"
         return UsageError(message[:1].lower() + message[1:], next_command=help_command)

@@ -228,3 +228,9 @@ def test_a_storage_that_does_not_answer_is_asked_again_with_more_patience(ckptct
         "next:  ckptctl pick s3://bucket/run --endpoint-url http://127.0.0.1:9 "
         "--storage-option 'key=***' --storage-option 'secret=***' --timeout 1"
     )
+
+
+def test_a_mistake_is_told_on_one_line(ckptctl):
+    done = ckptctl("runbook")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == ["next:  ckptctl runbook --help"]
