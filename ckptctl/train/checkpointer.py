@@ -20,12 +20,12 @@ from ckptctl.judge.arguments import known_level
 from ckptctl.judge.fencing import check_token
 from ckptctl.judge.pruning import remove_step, surplus
 from ckptctl.model import Level
-from ckptctl.storage.opening import is_local, open_store
+from ckptctl.storage.opening import is_local, join_url, open_store
 from ckptctl.train.attempt import Attempt
 from ckptctl.train.deciding import SETTLE_S, Looking
 from ckptctl.train.group import PATIENCE_S, Group, make_group
 from ckptctl.train.restoring import Policies
-from ckptctl.train.resuming import Job, Start, resume_job
+from ckptctl.train.resuming import Job, Start, replay_job, resume_job
 from ckptctl.train.saving import (
     Saver,
     check_step_format,
@@ -126,6 +126,7 @@ class Checkpointer:
         self._keep, self._seed, self._seal, self._key = keep, seed, seal, key
         self._step_format = step_format
         self._attempt: Attempt | None = None
+        self._replay: Start | None = None
         self._flight: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
@@ -134,21 +135,31 @@ class Checkpointer:
 
     # Resuming
 
-    def resume(self, resume_from: str | int | None = "auto") -> Start:
+    def resume(self, resume_from: str | int | None = "auto", *, replay: int | None = None) -> Start:
         """Go on from the newest usable step, or from a named one; the same on every rank.
 
         `resume_from` is `auto`, `none`, a step number, or the path of a step. A step that
         turns out not to load is passed over by all ranks together. Newer steps than the one
         resumed from are marked superseded: they are never taken again.
 
+        `replay` is a number of steps to train again, to prove the resume: `auto` then means
+        the newest usable step that lies so many before the newest one. Nothing is written
+        into the root, which another attempt may hold; train up to `Start.last`, log into a
+        file of its own, and compare with `ckptctl loss --canary`.
+
         Raises `NothingToResume` where steps are there and none is usable (exit code 11) or
         one could not be looked at (75), `StorageError` where the storage or one rank's view
         of it fails, `StateRefused` where state would be lost that no policy lets go,
         `ModelDiffers` where the step is of another model, `RanksLost` where a rank dies.
         """
-        if self._attempt is not None:
+        if self._attempt is not None or self._replay is not None:
             raise UsageError("resume was called before; a Checkpointer resumes once")
+        if replay is not None and replay < 1:
+            raise UsageError(f"replay is {replay}; at least 1 step must be trained again")
         try:
+            if replay is not None:
+                self._replay = replay_job(self._job, resume_from, replay)
+                return self._replay
             attempt, start = resume_job(self._job, resume_from)
         except CkptctlError as error:
             if self._job.group.is_first and error.next_command:
@@ -174,8 +185,11 @@ class Checkpointer:
         `tokens` and `samples` count from the beginning of the run, over all ranks. Returns
         when the step is durable. Raises `SaveFailed` where it could not be saved, `Fenced`
         where another attempt has taken the root over, `UsageError` where a whole step of
-        that number is there; older steps are as they were, whatever happens.
+        that number is there; older steps are as they were, whatever happens. In a replay
+        nothing is saved, and behind its last step `UsageError` is raised.
         """
+        if self._replay is not None:
+            return self._not_saved(self._replay, step)
         self.flush()
         attempt, saver = self._ready(self._job.group)
         self._check_next(attempt, step)
@@ -199,6 +213,8 @@ class Checkpointer:
         and sealed once `flush` has returned. Costs one copy of this rank's state in memory,
         which the next save uses again.
         """
+        if self._replay is not None:
+            return self._not_saved(self._replay, step)
         self.flush()
         attempt, saver = self._ready(self._later)
         self._check_next(attempt, step)
@@ -214,6 +230,16 @@ class Checkpointer:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.result()
+
+    def _not_saved(self, replay: Start, step: int) -> str:
+        if replay.last is not None and step > replay.last:
+            raise UsageError(
+                f"the replay ends after step {replay.last}, and step {step} is not saved: stop "
+                "there (Start.last), and go on with resume() without replay"
+            )
+        if self._job.group.is_first:
+            self._job.tell(f"replay: step {step} is not saved")
+        return join_url(self._job.store.url, self._step_format.format(step))
 
     def _begun(self) -> Attempt:
         if self._attempt is None:
@@ -296,7 +322,8 @@ class Checkpointer:
         Writes a line at most every 30 s, and one for the first loss that is not finite. By
         it a later resume knows how soon a failure followed the step that was loaded.
         """
-        self._begun().note(step, loss)
+        if self._replay is None:
+            self._begun().note(step, loss)
 
     def failed(self, evidence: str) -> None:
         """Record that this attempt failed at the step it is at; only the first one counts.
@@ -305,7 +332,8 @@ class Checkpointer:
         20 steps have the step passed over from then on. What ends the process as an
         exception is recorded by itself.
         """
-        self._begun().failed(evidence)
+        if self._replay is None:
+            self._begun().failed(evidence)
 
     # The end
 

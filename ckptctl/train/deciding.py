@@ -71,6 +71,7 @@ class Decision:
 class Looking:
     """How rank 0 looks: what `pick` takes, by the same names."""
 
+    before: int | None = None
     level: Level | str | None = None
     require: Collection[str] = ()
     max_fallback: int = 2
@@ -144,6 +145,7 @@ def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: 
         level=_first_level(looking),
         require=looking.require,
         weights_ok=looking.weights_ok,
+        before=looking.before,
         skip=skip,
         max_fallback=looking.max_fallback,
         pattern=looking.pattern,

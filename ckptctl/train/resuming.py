@@ -3,6 +3,8 @@
 In one order, on all ranks: look whether the root may be written to, take it over, reject
 what earlier attempts prove bad, decide, prove, load, restore, and only then mark what is
 superseded and write the report. What each of these does is a module of its own.
+
+A replay goes the same way and writes nothing: it takes no root over, and leaves no mark.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.errors import LoadFailed, PathNotFound, UsageError
+from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, UsageError
 from ckptctl.judge.fencing import take_token
 from ckptctl.judge.roots import list_root
 from ckptctl.storage.contract import Store
@@ -53,7 +55,8 @@ class Start:
 
     `path` is the step that was loaded, None for a fresh run. `tokens` and `samples` are
     what the run had consumed, 0 where the step does not say. `rejected` are the newer steps
-    that were not taken. `report` is the document that lies at `report_path`.
+    that were not taken. `report` is the document that lies at `report_path`. In a replay
+    `last` is the last step to train, and the report lies nowhere.
     """
 
     step: int
@@ -63,7 +66,8 @@ class Start:
     fell_back: bool
     rejected: tuple[Rejected, ...]
     report: Mapping[str, Any]
-    report_path: str
+    report_path: str | None
+    last: int | None = None
 
     @property
     def fresh(self) -> bool:
@@ -97,15 +101,64 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     report = first(lambda: _reported(job, attempt, decision, saved, inventory, rejected, earlier))
     attempt.resumed_from = decision.step
     attempt.step = attempt.saved = saved.step
-    return attempt, Start(
+    path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
+    return attempt, _start(saved, rejected, report, path)
+
+
+def replay_job(job: Job, resume_from: str | int | None, n_steps: int) -> Start:
+    """Load and restore so that `n_steps` steps are trained again, and write nothing down.
+
+    `auto` is the newest usable step that lies so many steps before the newest one. Raises
+    `NothingToResume` where there is none, else as `resume_job` does.
+    """
+    first = job.group.from_first
+    if str(resume_from if resume_from is not None else "none").strip() in ("none", ""):
+        raise UsageError("a replay begins at a step; it goes with resume_from 'auto' or a step")
+    if str(resume_from).strip() == "auto":
+        before = first(lambda: _replay_before(job, n_steps))
+        job = replace(job, looking=replace(job.looking, before=before))
+    decision, loaded, rejected = _loaded(job, resume_from, None)
+    saved, inventory = _restored(job, decision, loaded)
+    report = first(lambda: _replay_told(job, decision, saved, inventory, rejected, n_steps))
+    return replace(_start(saved, rejected, report, None), last=saved.step + n_steps)
+
+
+def _replay_before(job: Job, n_steps: int) -> int:
+    """What a replay's step must lie before, so that the run has trained all of its steps."""
+    newest = decide("auto", job.root, job.looking).step
+    if newest is None:
+        raise NothingToResume(
+            f"{job.root} holds no whole step, so there is nothing to train again",
+            exit_code=11,
+            next_command=f"ckptctl scan {shlex.quote(job.root)}",
+        )
+    before = newest - n_steps + 1
+    try:
+        decide("auto", job.root, replace(job.looking, before=before))
+    except NothingToResume as error:
+        if error.exit_code != 11:
+            raise
+        raise NothingToResume(
+            f"{job.root}: step {newest} is the newest, and no usable step lies {n_steps} steps or "
+            "more before it: ask for fewer, or keep more steps",
+            exit_code=11,
+            next_command=error.next_command,
+        ) from error
+    return before
+
+
+def _start(
+    saved: Progress, rejected: tuple[Rejected, ...], report: Mapping[str, Any], path: str | None
+) -> Start:
+    return Start(
         step=saved.step,
         tokens=saved.tokens or 0,
         samples=saved.samples or 0,
-        path=decision.path,
+        path=report["path"],
         fell_back=report["fell_back"],
         rejected=rejected,
         report=report,
-        report_path=join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json"),
+        report_path=path,
     )
 
 
@@ -140,7 +193,7 @@ def _started(job: Job, attempt: Attempt, resume_from: str | int | None) -> str |
 
 
 def _loaded(
-    job: Job, resume_from: str | int | None, attempt: Attempt
+    job: Job, resume_from: str | int | None, attempt: Attempt | None
 ) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...]]:
     """Decide and load until a step loads on every rank; what it holds, and what did not."""
     failed: dict[int, Rejected] = {}
@@ -151,7 +204,7 @@ def _loaded(
                 job.root,
                 job.looking,
                 skip=tuple(failed),
-                never_saved=attempt.never_saved,
+                never_saved=attempt is not None and attempt.never_saved,
             )
         )
         if decision.path is None or decision.step is None:
@@ -165,7 +218,7 @@ def _loaded(
             return decision, loaded, (*failed.values(), *decision.rejected)
         step = decision.step
         failed[step] = Rejected(step, decision.path, "corrupt", error.message)
-        if job.group.is_first:
+        if job.group.is_first and attempt is not None:
             attempt.ledger.add("failed", step=step, reason=error.message, phase="loading")
         if len(failed) > job.looking.max_fallback:
             raise too_many(failed, job.root)
@@ -218,24 +271,10 @@ def _reported(
         superseded = supersede_newer(
             job.store, decision.step, job.looking.storage, f"attempt {name}"
         )
-    report = {
-        "schema": "ckptctl.resume/1",
+    report = _document(job, decision, saved, inventory, rejected) | {
         "attempt": name,
-        "at": utc_now(),
-        "root": job.root,
-        "step": decision.step,
-        "path": decision.path,
-        "tokens": saved.tokens,
-        "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
-        "rejected": [
-            {"step": one.step, "path": one.path, "verdict": one.verdict, "reason": one.reason}
-            for one in rejected
-        ],
         "superseded": list(superseded),
-        "world_size": job.group.size,
-        "saved_world_size": saved.world_size,
         "previous_attempt": earlier,
-        "state": inventory.document(),
         "cluster": attempt.cluster,
     }
     put_report(job.store, name, report)
@@ -247,7 +286,63 @@ def _reported(
         rejected=[one.step for one in rejected],
         previous=earlier,
     )
+    _tell(job, decision, report, inventory)
+    return report
+
+
+def _replay_told(
+    job: Job,
+    decision: Decision,
+    saved: Progress,
+    inventory: Inventory,
+    rejected: tuple[Rejected, ...],
+    n_steps: int,
+) -> dict[str, Any]:
+    """Tell how the replay begins; on rank 0 alone. Its report is handed back and not kept."""
+    cluster = cluster_context().placed(job.group.rank, job.group.size)
+    report = _document(job, decision, saved, inventory, rejected) | {
+        "attempt": new_attempt(),
+        "cluster": cluster.document(),
+    }
+    _tell(job, decision, report, inventory)
+    job.tell(
+        f"replay: steps {saved.step + 1} to {saved.step + n_steps} are trained again; "
+        f"nothing is saved, marked or recorded in {job.root}"
+    )
+    return report
+
+
+def _document(
+    job: Job,
+    decision: Decision,
+    saved: Progress,
+    inventory: Inventory,
+    rejected: tuple[Rejected, ...],
+) -> dict[str, Any]:
+    """The report (schema `ckptctl.resume/1`), but for what the attempt fills in."""
+    return {
+        "schema": "ckptctl.resume/1",
+        "attempt": None,
+        "at": utc_now(),
+        "root": job.root,
+        "step": decision.step,
+        "path": decision.path,
+        "tokens": saved.tokens,
+        "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
+        "rejected": [
+            {"step": one.step, "path": one.path, "verdict": one.verdict, "reason": one.reason}
+            for one in rejected
+        ],
+        "superseded": [],
+        "world_size": job.group.size,
+        "saved_world_size": saved.world_size,
+        "previous_attempt": None,
+        "state": inventory.document(),
+        "cluster": None,
+    }
+
+
+def _tell(job: Job, decision: Decision, report: dict[str, Any], inventory: Inventory) -> None:
     age_s = None if decision.written_s is None else time.time() - decision.written_s
     for line in lines_of(report, inventory.notes, age_s):
         job.tell(line)
-    return report

@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples, over all ranks")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--resume-from", default="auto")
+    parser.add_argument("--replay", type=int, help="train so many steps again, and end")
     parser.add_argument("--kill", nargs="*", default=[])
     parser.add_argument("--forget", default="", help="what the script forgets to give")
     parser.add_argument("--lazy", action="store_true", help="save beside the training")
@@ -167,13 +168,13 @@ def rank_main(
         options.root, **given, keep=options.keep, seed=7, **json.loads(options.options)
     )
     try:
-        start = ckpt.resume(options.resume_from)
+        start = ckpt.resume(options.resume_from, replay=options.replay)
         if options.forget == "rng-of-one-rank" and rank == n_ranks - 1 and not start.fresh:
             torch.manual_seed(5)
         begin = 0 if options.forget == "step" else start.step
         batches = iter(loader)
         with open(options.out, "a") as out:
-            for step in range(begin + 1, options.steps + 1):
+            for step in range(begin + 1, (start.last or options.steps) + 1):
                 batch, ids = next(batches)
                 loss = train_one(model, optimizer, scheduler, batch)
                 shown = told(loss, ids, loader.digest, n_ranks)

@@ -186,6 +186,7 @@ _CANARY = (
     "",
     "1. Resume from the step before the newest one, in a job of its own, with its own folder for",
     "   logs and without saving. It needs 5 to 10 steps that the run's log holds already.",
+    '   With ckptctl.train: Checkpointer.resume("auto", replay=5), up to Start.last.',
     "2. Log every step, with four decimals or more.",
     "3. Compare: the run's log first, the canary's last.",
     "",
