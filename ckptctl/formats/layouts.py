@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import UsageError
 from ckptctl.model import FileInfo, Part, PartFormat
@@ -50,6 +50,7 @@ _UNFINISHED = (
     r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
     r"|\.orbax-checkpoint-tmp.*)"
 )
+_OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
 _FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
 _UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
 _UNFINISHED_BESIDE = "-unfinished"
@@ -61,7 +62,8 @@ class StepName:
 
     `unfinished` names are those that a framework gives a step while it is being
     saved and takes away when it is whole. `bare` is a name of digits alone, which
-    is a step only if its content says so too.
+    is a step only if its content says so too. `attempt` is which attempt saved it, where
+    the name says so (`step_1200.attempt-7`): of one number, the last attempt's counts.
     """
 
     name: str
@@ -69,6 +71,12 @@ class StepName:
     layout: str
     unfinished: bool = False
     bare: bool = False
+    attempt: int = 0
+
+
+def name_of_attempt(name: str, attempt: int) -> str:
+    """The name of a step where every attempt writes under names of its own."""
+    return f"{name}.attempt-{attempt}"
 
 
 def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
@@ -106,6 +114,12 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         if inner is None:
             return None
         return StepName(name, inner.number, inner.layout, unfinished=True, bare=inner.bare)
+    saved = re.fullmatch(_OF_ATTEMPT, name)
+    if saved:
+        inner = step_name(saved["rest"])
+        if inner is None or inner.bare or inner.attempt:
+            return None
+        return replace(inner, name=name, attempt=int(saved["attempt"]))
     stem = _without_flat_suffix(name)
     for layout, expression in _STEP_NAMES:
         match = re.fullmatch(expression, name) or re.fullmatch(expression, stem)

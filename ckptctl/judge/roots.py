@@ -35,12 +35,12 @@ from ckptctl.storage.contract import Kind, Store
 class RootListing:
     """What one level of a root shows.
 
-    `steps` are newest first; where two folders stand for one number, the one that
-    is named like the others comes first. `pointers` are the pointer files,
-    `folders` the names of the other folders, `unnumbered` those of files that are
-    checkpoints of nobody knows which step. `exists` is false where the root itself is
-    not there, `known` is true where ckptctl has written before, and `is_step` where
-    the folder is a step itself.
+    `steps` are newest first; where two folders stand for one number, the one of the last
+    attempt comes first, and then the one that is named like the others. `pointers` are
+    the pointer files, `folders` the names of the other folders, `unnumbered` those of
+    files that are checkpoints of nobody knows which step. `exists` is false where the
+    root itself is not there, `known` is true where ckptctl has written before, and
+    `is_step` where the folder is a step itself.
     """
 
     steps: tuple[StepName, ...]
@@ -112,17 +112,26 @@ def _is_of_a_step(name: str) -> bool:
 def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
     usual = Counter(step.layout for step in steps)
     return tuple(
-        sorted(steps, key=lambda s: (-s.number, s.unfinished, s.bare, -usual[s.layout], s.name))
+        sorted(
+            steps,
+            key=lambda s: (
+                *(-s.number, s.unfinished, s.bare),
+                *(-s.attempt, -usual[s.layout], s.name),
+            ),
+        )
     )
 
 
 def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
-    """Yield a `step.duplicate` for every number that two whole folders of a root stand for."""
-    names: dict[int, list[str]] = {}
+    """Yield a `step.duplicate` for every number that two whole folders of a root stand for.
+
+    Folders of different attempts are in an order, and no duplicates.
+    """
+    names: dict[tuple[int, int], list[str]] = {}
     for step in steps:
         if not step.unfinished:
-            names.setdefault(step.number, []).append(step.name)
-    for number, same in names.items():
+            names.setdefault((step.number, step.attempt), []).append(step.name)
+    for (number, _), same in names.items():
         if len(same) > 1:
             yield Finding(
                 "step.duplicate",

@@ -49,10 +49,10 @@ class Checkpointer:
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
     `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
     `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps
-    stay; None removes nothing. `seed` is the run's, from which random numbers are derived
-    at another number of ranks. `dp_rank` and `dp_size` are this rank's place among the
-    data-parallel ones, by default among all. `rng`, `accept_repetition` and `accept_lost`
-    say what may be lost; see `docs/train.md`.
+    stay; None removes nothing, as it must be on object stores. `seed` is the run's, from
+    which random numbers are derived at another number of ranks. `dp_rank` and `dp_size`
+    are this rank's place among the data-parallel ones, by default among all. `rng`,
+    `accept_repetition` and `accept_lost` say what may be lost; see `docs/train.md`.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Checkpointer:
             raise UsageError("an optimizer was given without its model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
-        if not is_local(root):
+        if keep is not None and not is_local(root):
             raise UsageError(
-                f"{root}: Checkpointer saves to file systems; `resolve` and `Reader` go on from "
-                "object stores"
+                f"{root}: keep={keep} removes steps on file systems only; an object store has "
+                "lifecycle rules for that"
             )
         check_step_format(step_format)
         group = make_group(patience_s)

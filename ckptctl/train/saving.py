@@ -1,7 +1,8 @@
 """How does a step get into the root, whole or recognisably not?
 
-Into a folder that did not exist: shards first, the metadata after all of them, then,
-with the folders flushed, the seal. Right before each of them the attempt proves that
+Into a folder that did not exist, on an object store under names that no other attempt
+uses: shards first, the metadata after all of them, then, with the folders flushed, the
+seal. Right before each of them the attempt proves that
 the root is still its own. What is written is the question of `state`, when it is
 written that of `checkpointer`.
 """
@@ -15,14 +16,14 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl import __version__
 from ckptctl.checks.byte_pass import Limits
 from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
 from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.digests import Algorithm
-from ckptctl.formats.layouts import OWN_FOLDER, shard_rank, step_name
+from ckptctl.formats.layouts import OWN_FOLDER, name_of_attempt, shard_rank, step_name
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
@@ -34,6 +35,7 @@ from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
 from ckptctl.train.group import Group, ranks_lost
+from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -62,8 +64,13 @@ class Saver:
         return join_url(self.store.url, self.name_of(step))
 
     def name_of(self, step: int) -> str:
-        """The folder of a step."""
-        return self.step_format.format(step)
+        """The folder of a step; on an object store it bears the number of the attempt.
+
+        There nothing can be renamed aside, and a write of an older attempt that arrives late
+        would replace what lies under its name.
+        """
+        name = self.step_format.format(step)
+        return name if is_local(self.store.url) else name_of_attempt(name, self.token.number)
 
 
 def check_step_format(step_format: str) -> None:
@@ -83,7 +90,8 @@ def check_step_format(step_format: str) -> None:
 def make_place(saver: Saver, step: int) -> str | None:
     """Make the folder of a step that was not there; on rank 0 alone.
 
-    What lies there unfinished, rejected or superseded is moved aside; its new address.
+    What lies there unfinished, rejected or superseded is moved aside; its new address. On an
+    object store it stays where it is, and the step of this attempt counts from then on.
     Raises `UsageError` where a whole step of that number is there, `Fenced`.
     """
     name = saver.name_of(step)
@@ -104,7 +112,16 @@ def make_place(saver: Saver, step: int) -> str | None:
                 f"step {step} was not saved: {report.url} is there, and could not be looked at",
                 next_command=f"ckptctl verify {shlex.quote(report.url)}",
             )
-        moved = _move_aside(saver, one.name)
+        if is_local(saver.store.url):
+            moved = _move_aside(saver, one.name)
+        elif one.name == name and report.digests:
+            raise SaveFailed(
+                f"step {step} was not saved: {report.url} is there from this attempt, and it is "
+                f"{report.verdict.value}",
+                next_command=f"ckptctl verify {shlex.quote(report.url)}",
+            )
+    if not is_local(saver.store.url):
+        return None
     folder = _local_path(saver, name)
     try:
         os.mkdir(folder)
@@ -170,20 +187,19 @@ def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    path = _local_path(saver, saver.name_of(step))
     alone = saver.group.size == 1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on saving without a process group
             save(
                 state,
-                storage_writer=_writer(path, saver),
+                storage_writer=_writer(saver, saver.name_of(step)),
                 process_group=saver.group.handle,
                 no_dist=alone,
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
         for cause, _ in error.failures.values():
-            if isinstance(cause, CkptctlError):
+            if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 raise cause from error
         raise SaveFailed(
             f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
@@ -195,7 +211,7 @@ def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
         raise ranks_lost(error) from error
 
 
-def _writer(path: str, saver: Saver) -> FileSystemWriter:
+def _writer(saver: Saver, name: str) -> FileSystemWriter:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class FencedWriter(FileSystemWriter):
@@ -206,7 +222,11 @@ def _writer(path: str, saver: Saver) -> FileSystemWriter:
             check_token(saver.store, saver.token)
             super().finish(metadata, results)
 
-    return FencedWriter(path)
+    if is_local(saver.store.url):
+        return FencedWriter(_local_path(saver, name))
+    writer = FencedWriter(name, sync_files=False)
+    writer.fs, writer.path = cast("Any", Uploads(saver.store)), cast("Any", name)
+    return writer
 
 
 def failures_of(error: BaseException) -> str:

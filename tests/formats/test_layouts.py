@@ -83,6 +83,19 @@ def test_the_name_of_a_save_in_flight_is_a_step_that_is_unfinished(name):
     assert (named.number, named.unfinished) == (30, True)
 
 
+def test_a_step_may_say_which_attempt_saved_it():
+    named = step_name("step_1200.attempt-7")
+    assert named is not None
+    assert (named.number, named.layout, named.attempt) == (1200, "dcp", 7)
+    for name in (
+        "1200.attempt-7",
+        "step_1200.attempt-0",
+        "step_1.attempt-2.attempt-3",
+        "step_1.attempt-",
+    ):
+        assert step_name(name) is None, name
+
+
 def test_a_bare_number_needs_a_second_sign():
     named = step_name("1200")
     assert named is not None

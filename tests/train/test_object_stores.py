@@ -1,0 +1,207 @@
+"""Saving to an object store, and going on from it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+from services.plugin import S3Server
+
+torch = pytest.importorskip("torch")
+
+from one_process import Job, run  # noqa: E402
+from running import codes_of, losses, rows_of, run_job, samples  # noqa: E402
+
+import ckptctl  # noqa: E402
+from ckptctl.errors import Fenced, SaveFailed, UsageError  # noqa: E402
+from ckptctl.findings import Verdict  # noqa: E402
+from ckptctl.storage.opening import open_store  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.server]
+
+
+@pytest.fixture(params=["s3_moto", "s3_ceph"])
+def s3(request: pytest.FixtureRequest) -> S3Server:
+    """Each server that is there."""
+    server: S3Server = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture
+def root(s3: S3Server) -> str:
+    return f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """What the run comes to that nobody kills, on a file system."""
+    return run(tmp_path_factory.mktemp("unbroken") / "run")
+
+
+def keys(s3: S3Server, root: str) -> list[str]:
+    """What lies below the root, past ckptctl."""
+    prefix = root.removeprefix(f"s3://{s3.bucket}/") + "/"
+    pages = s3.client.get_paginator("list_objects_v2").paginate(Bucket=s3.bucket, Prefix=prefix)
+    return [one["Key"].removeprefix(prefix) for page in pages for one in page.get("Contents", ())]
+
+
+def steps(s3: S3Server, root: str) -> dict[str, Verdict]:
+    """The folders of steps and what they are, in the order in which they are taken."""
+    found = ckptctl.scan(root, grace_s=0.0, storage_options=s3.options)
+    return {report.url.rpartition("/")[2]: report.verdict for report in found.reports}
+
+
+def test_a_run_in_a_bucket_goes_on_to_the_last_bit(s3: S3Server, root: str, unbroken: Job):
+    run(root, 6, storage_options=s3.options)
+    job = run(root, storage_options=s3.options)
+    assert job.start.path == f"{root}/step_6.attempt-1"
+    assert job.losses == {step: unbroken.losses[step] for step in range(7, 13)}
+    assert job.samples == {step: unbroken.samples[step] for step in range(7, 13)}
+    whole = Verdict.COMPLETE
+    assert steps(s3, root) == {
+        "step_12.attempt-2": whole,
+        "step_9.attempt-2": whole,
+        "step_6.attempt-1": whole,
+        "step_3.attempt-1": whole,
+    }
+    report = ckptctl.verify(
+        f"{root}@12", level=ckptctl.Level.CONTENT, require_seal=True, storage_options=s3.options
+    )
+    assert (report.exit_code, report.seal is not None) == (0, True)
+    ledger = [key for key in keys(s3, root) if key.endswith(".jsonl")]
+    assert len(ledger) == 2
+
+
+def test_what_is_saved_beside_the_training_is_sealed_too(s3: S3Server, root: str):
+    job = Job(root, storage_options=s3.options)
+    job.resume()
+    job.train(1, 6, save=job.ckpt.save_async)
+    job.ckpt.close()
+    for step in (3, 6):
+        assert f"step_{step}.attempt-1/.ckptctl/seal.json" in keys(s3, root)
+
+
+@pytest.mark.parametrize("moment", ["metadata:2", pytest.param("seal:2", marks=pytest.mark.slow)])
+def test_ranks_killed_in_a_save_go_on_and_lose_nothing(
+    s3: S3Server, root: str, tmp_path: Path, moment: str
+):
+    assert codes_of(run_job(tmp_path, "--ranks", 2, "--steps", 9, name="unbroken")) == [0]
+    options = json.dumps({"storage_options": s3.options})
+    done = run_job(
+        tmp_path,
+        *("--root", root, "--options", options),
+        *("--ranks", 2, "--steps", 9, "--kill", moment),
+    )
+    assert codes_of(done) == [-9, 0], done.stderr
+    rows, wanted = rows_of(tmp_path), rows_of(tmp_path, "unbroken")
+    assert losses(rows) == losses(wanted)
+    assert samples(rows) == samples(wanted)
+    there = steps(s3, root)
+    if moment == "metadata:2":  # shards without metadata: step 3 is taken, and 6 comes again
+        assert list(there) == [
+            *("step_9.attempt-2", "step_6.attempt-2", "step_6.attempt-1", "step_3.attempt-1"),
+        ]
+        assert there.pop("step_6.attempt-1") is Verdict.INCOMPLETE
+        assert [key for key in keys(s3, root) if key.startswith("step_6.attempt-1/")] == [
+            "step_6.attempt-1/__0_0.distcp",
+            "step_6.attempt-1/__1_0.distcp",
+        ]
+    assert set(there.values()) == {Verdict.COMPLETE}
+
+
+def test_a_step_of_an_abandoned_branch_stays_and_the_new_one_is_taken(s3: S3Server, root: str):
+    run(root, 6, storage_options=s3.options)
+    ckptctl.mark(
+        f"{root}/step_6.attempt-1", "rejected", reason="it diverges", storage_options=s3.options
+    )
+    run(root, 6, storage_options=s3.options)
+    assert steps(s3, root) == {
+        "step_6.attempt-2": Verdict.COMPLETE,
+        "step_6.attempt-1": Verdict.REJECTED,
+        "step_3.attempt-1": Verdict.COMPLETE,
+    }
+    found = ckptctl.pick(root, storage_options=s3.options)
+    assert found.chosen is not None
+    assert found.chosen.url == f"{root}/step_6.attempt-2"
+    assert (found.exit_code, found.passed_over) == (0, ())
+    assert ckptctl.verify(f"{root}@6", storage_options=s3.options).url == found.chosen.url
+
+
+def test_of_two_whole_attempts_the_last_that_may_be_taken_is(s3: S3Server, root: str):
+    run(root, 6, storage_options=s3.options)
+    ckptctl.mark(f"{root}@6", "rejected", reason="doubted", storage_options=s3.options)
+    run(root, 6, storage_options=s3.options)
+    ckptctl.mark(f"{root}@6", "rejected", reason="worse", storage_options=s3.options)
+    ckptctl.mark(f"{root}/step_6.attempt-1", "accepted", storage_options=s3.options)
+    found = ckptctl.pick(root, storage_options=s3.options)
+    assert found.chosen is not None
+    assert found.chosen.url == f"{root}/step_6.attempt-1"
+    codes = [finding.code for finding in ckptctl.scan(root, storage_options=s3.options).findings]
+    assert "step.duplicate" not in codes
+
+
+def test_a_whole_step_is_not_saved_again(s3: S3Server, root: str):
+    run(root, 3, storage_options=s3.options)
+    job = Job(root, storage_options=s3.options)
+    job.resume()
+    job.ckpt._attempt.saved = 0  # a script that counts its steps wrongly
+    before = keys(s3, root)
+    with pytest.raises(UsageError, match=r"step_3\.attempt-1 is there already, and it is complete"):
+        job.ckpt.save(3)
+    assert keys(s3, root) == before
+    job.die()
+
+
+def test_a_save_that_failed_leaves_no_metadata_and_can_be_repeated(
+    s3: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    job = Job(root, storage_options=s3.options)
+    job.resume()
+    job.train(1, 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(SaveFailed, match="TMPDIR names another folder") as caught:
+        job.ckpt.save(2)
+    assert caught.value.exit_code == 75
+    assert not [key for key in keys(s3, root) if key.startswith("step_")]
+    monkeypatch.undo()
+    job.ckpt.save(2)
+    assert steps(s3, root) == {"step_2.attempt-1": Verdict.COMPLETE}
+    job.die()
+
+
+def test_an_attempt_that_was_overtaken_publishes_nothing(s3: S3Server, root: str):
+    old = Job(root, storage_options=s3.options)
+    old.resume()
+    old.train(1, 2)
+    new = run(root, 3, storage_options=s3.options)
+    with pytest.raises(Fenced):
+        old.ckpt.save(3)
+    assert list(steps(s3, root)) == ["step_3.attempt-2"]
+    assert new.start.fresh
+    old.die()
+
+
+def test_steps_that_nobody_can_remove_are_not_promised_to_be(root: str, s3: S3Server):
+    with pytest.raises(UsageError, match="lifecycle rules"):
+        Job(root, keep=2, storage_options=s3.options)
+
+
+def test_a_large_step_is_uploaded_in_pieces(s3: S3Server, root: str):
+    from ckptctl.storage.objects import PART_BYTES
+    from ckptctl.train import Checkpointer
+
+    n_numbers = 3 * PART_BYTES // 4  # three parts, and the rest of the file
+    model = torch.nn.Linear(n_numbers, 1, bias=False)
+    with Checkpointer(root, model=model, storage_options=s3.options, tell=print) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+    saved = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    with Checkpointer(root, model=model, storage_options=s3.options, tell=print) as ckpt:
+        assert ckpt.resume().step == 1
+    assert torch.equal(model.weight, saved)
+    with open_store(root, storage_options=s3.options) as store:
+        (shard,) = [one for one in store.list_tree() if one.path.endswith(".distcp")]
+    assert shard.size > 3 * PART_BYTES
