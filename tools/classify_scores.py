@@ -50,8 +50,7 @@ def labelled(name: str) -> list[tuple[str, str]]:
 def answer_for(text: str) -> str:
     """The class that a line alone is evidence of, or `none`."""
     reader = LogReader("one line")
-    found = reader.take(1, text)
-    decisive = decide(folded(iter([(reader, found)] if found else []))).decisive
+    decisive = decide(folded((reader, found) for found in reader.take([(1, text)]))).decisive
     return decisive.failure if decisive else "none"
 
 

@@ -15,7 +15,7 @@ from ckptctl.failures.evidence import Evidence
 from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_of_state
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import Classification
-from ckptctl.storage.log_lines import logs_below, read_lines
+from ckptctl.storage.log_lines import logs_below, read_blocks
 
 _FINISHED = ("COMPLETED", "Completed", "Succeeded", "SUCCEEDED")
 _SHOWN = 50
@@ -86,10 +86,9 @@ def _readings(
     readers: Sequence[LogReader], storage: Mapping[str, object], counts: list[int]
 ) -> Iterator[tuple[LogReader, Evidence]]:
     for reader in readers:
-        for number, text in read_lines(reader.name, **storage):  # type: ignore[arg-type]
-            counts[0] += 1
-            found = reader.take(number, text)
-            if found is not None:
+        for block in read_blocks(reader.name, **storage):  # type: ignore[arg-type]
+            counts[0] += len(block)
+            for found in reader.take(block):
                 yield reader, found
 
 

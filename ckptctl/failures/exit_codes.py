@@ -116,7 +116,6 @@ def evidence_of_state(state: str) -> Evidence | None:
     """What a state of SLURM (`OUT_OF_MEMORY`) or a reason of Kubernetes is evidence of."""
     reader = LogReader("--state")
     for form in (f"State={state}", f"Reason: {state}"):
-        found = reader.take(0, form)
-        if found is not None:
+        for found in reader.take([(0, form)]):
             return found
     return None

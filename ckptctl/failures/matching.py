@@ -9,29 +9,19 @@ Which evidence decides is the question of `deciding`.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl.failures.evidence import Evidence, Role, Rule
 from ckptctl.failures.loglines import LogLine, clock_of, take_apart
+from ckptctl.failures.needles import find_needles
 from ckptctl.failures.rules import RULES
 
 _MAX_TEXT = 400
 _MAX_RANKS = 4096
 
 
-def _by_needle() -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    for number, rule in enumerate(RULES):
-        for needle in rule.needles:
-            found[needle].append(number)
-    return dict(found)
-
-
-_NEEDLES = _by_needle()
 _PATTERNS = tuple(re.compile("|".join(rule.patterns), re.IGNORECASE) for rule in RULES)
-_FRAMES = ("traceback (most recent", "root cause (first", "host ", "rank ", "=====")
 
 # A clause that speaks of an error without being one, up to where the error is named.
 _SPOKEN_OF = re.compile(
@@ -87,7 +77,7 @@ _FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 
 class LogReader:
-    """One log, line by line. `last_clock` and `n_progress` say how far it has come."""
+    """One log, block by block. `last_clock` and `n_progress` say how far it has come."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,35 +87,40 @@ class LogReader:
         self._clocked = ""
         self._progressed = ""
         self._tracebacks: set[int | None] = set()
-        self._block: dict[str, str] | None = None
+        self._report: dict[str, str] | None = None
 
-    def take(self, number: int, raw: str) -> Evidence | None:
-        """The evidence in a line, if it holds any."""
-        lower = raw.lower()
-        # Nearly every line ends here: what follows may be slow.
-        if "loss" in lower:
-            self._progress(raw)
-        if raw[:48].count(":") > 1:
-            self._clocked = raw
-        asked = self._asked(lower)
-        if not asked and not any(frame in lower for frame in _FRAMES):
-            return None
-        found = take_apart(raw)
-        if self._framed(found):
-            return None
-        return self._weighed(number, found, asked) if asked else None
+    def take(self, block: Sequence[tuple[int, str]]) -> Iterator[Evidence]:
+        """The evidence in the next lines, each with its number, in their order.
+
+        Before one is yielded, nothing has been taken of the lines behind it. Where a block
+        ends changes nothing.
+        """
+        hits = find_needles([raw for _, raw in block])
+        for index, (number, raw) in enumerate(block):
+            if index in hits.losses:
+                self._progress(raw)
+            if raw[:48].count(":") > 1:
+                self._clocked = raw
+            asked = hits.rules.get(index)
+            # Nearly every line ends here: what follows may be slow.
+            if asked or index in hits.frames or self._within(asked):
+                found = self._evidence_in(number, raw, asked)
+                if found is not None:
+                    yield found
+
+    def _within(self, asked: Collection[int] | None) -> bool:
+        """Whether a line is to be seen for what it may end or add to: a traceback, a report."""
+        return self._report is not None or (asked is not None and bool(self._tracebacks))
 
     def last_progress_s(self) -> float | None:
         """When the last line of progress was written, where it says so."""
         return clock_of(self._progressed) if self._progressed else None
 
-    @staticmethod
-    def _asked(lower: str) -> list[int]:
-        numbers: set[int] = set()
-        for needle, rules in _NEEDLES.items():
-            if needle in lower:
-                numbers.update(rules)
-        return sorted(numbers)
+    def _evidence_in(self, number: int, raw: str, asked: Collection[int] | None) -> Evidence | None:
+        found = take_apart(raw)
+        if self._framed(found) or asked is None:
+            return None
+        return self._weighed(number, found, sorted(asked))
 
     def _progress(self, raw: str) -> None:
         step = _STEP.search(raw)
@@ -145,19 +140,19 @@ class LogReader:
                 self._tracebacks.add(line.rank)
             return True
         if message.startswith("Root Cause (first observed failure)"):
-            self._block = {}
+            self._report = {}
             return True
-        if self._block is None:
+        if self._report is None:
             return False
         if message.startswith("====="):
-            self._block = None
+            self._report = None
             return True
         key, colon, value = (part.strip() for part in message.partition(":"))
         if colon and key in ("host", "rank"):
-            self._block[key] = value.split()[0] if value else ""
-            rank = self._block.get("rank", "")
+            self._report[key] = value.split()[0] if value else ""
+            rank = self._report.get("rank", "")
             self.first_failed = (
-                self._block.get("host"),
+                self._report.get("host"),
                 int(rank) if rank.isdecimal() else None,
             )
             return True
@@ -195,7 +190,7 @@ class LogReader:
         if at_s is None and self._clocked:
             at_s = clock_of(self._clocked)
         host, rank = line.host, line.rank
-        if self._block is not None and self.first_failed is not None:
+        if self._report is not None and self.first_failed is not None:
             host, rank = host or self.first_failed[0], self.first_failed[1]
         rank_named = _group(match, "rank")
         return Evidence(

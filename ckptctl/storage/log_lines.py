@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckptctl.errors import (
@@ -46,14 +46,18 @@ class _Unpacker(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def read_lines(
+Line = tuple[int, str]
+"""The number of a line, counted from 1, and its text."""
+
+
+def read_blocks(
     url: str,
     *,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
-) -> Iterator[tuple[int, str]]:
-    r"""Each line with its number, counted from 1, without its end and without colours.
+) -> Iterator[Sequence[Line]]:
+    r"""The lines of a log in order, some thousands at once, without their ends and colours.
 
     What a progress bar wrote over (`\r`) comes as texts of the same number. gzip, bzip2,
     xz and zstd are recognised by their first bytes, whatever the name. A packed log that
@@ -68,11 +72,11 @@ def read_lines(
         pieces = _from_path(url)
     else:
         pieces = _from_store(url, storage_options, endpoint_url, timeout_s)
-    yield from _lines(_unpacked(pieces, url))
+    yield from _blocks(_gathered(_unpacked(pieces, url)))
 
 
 def read_text(url: str, *, limit: int) -> str:
-    """A small text of this machine whole, line ends and all; raises as `read_lines` does.
+    """A small text of this machine whole, line ends and all; raises as `read_blocks` does.
 
     Also `UsageError` where it is larger than `limit` bytes.
     """
@@ -240,20 +244,35 @@ def _members(
 _BITE = 4096
 
 
-def _lines(pieces: Iterator[bytes]) -> Iterator[tuple[int, str]]:
+def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Larger pieces: a pipe gives 64 KiB at once, unpacking as little as one byte."""
+    held: list[bytes] = []
+    n_bytes = 0
+    for piece in pieces:
+        held.append(piece)
+        n_bytes += len(piece)
+        if n_bytes >= _PIECE:
+            yield b"".join(held)
+            held, n_bytes = [], 0
+    if held:
+        yield b"".join(held)
+
+
+def _blocks(pieces: Iterator[bytes]) -> Iterator[Sequence[Line]]:
     number, rest = 1, b""
     for piece in pieces:
-        if b"\n" not in piece:
+        whole, end, begun = piece.rpartition(b"\n")
+        if not end:
             # Beyond the limit nothing is kept, so that a file without line ends stays small.
             rest = (rest + piece[:MAX_LINE])[:MAX_LINE]
             continue
-        first, *whole = piece.split(b"\n")
-        ended, rest = [(rest + first)[:MAX_LINE], *whole[:-1]], whole[-1]
-        for raw in ended:
-            yield from _texts(number, raw)
-            number += 1
+        first, end, more = whole.partition(b"\n")
+        raw = ((rest + first)[:MAX_LINE] + end + more).split(b"\n")
+        rest = begun
+        yield [line for at, each in enumerate(raw, number) for line in _texts(at, each)]
+        number += len(raw)
     if rest:
-        yield from _texts(number, rest)
+        yield [*_texts(number, rest)]
 
 
 def _texts(number: int, raw: bytes) -> Iterator[tuple[int, str]]:

@@ -21,7 +21,6 @@ RULES = (
             "ib device",
             "port error",
             "net/ofi",
-            "efa",
         ),
         (
             (

@@ -90,14 +90,13 @@ RULES = (
             "segmentation fault",
             "sigsegv",
             "signal 11",
-            "exitcode: -11",
             "segfault",
             "code = -11",
             "sigill",
             "illegal instruction",
             "sigfpe",
             "code 139",
-            "-11",
+            "exitcode",
         ),
         (
             r"Signal: Segmentation fault \(11\)",
@@ -125,7 +124,7 @@ RULES = (
         (
             "bus error",
             "sigbus",
-            "-7",
+            "exitcode",
             "signal 7",
         ),
         (
@@ -149,7 +148,8 @@ RULES = (
             "sigabrt",
             "signal 6",
             "aborted",
-            "-6",
+            "exitcode",
+            "return code = -6",
             "fatal python error",
         ),
         (
@@ -173,7 +173,8 @@ RULES = (
             "sigterm",
             "signal 15",
             "terminated",
-            "-15",
+            "exitcode",
+            "return code = -15",
         ),
         (
             "[Ss]ending (?:process )?.*(?:SIGTERM|SIGKILL|signal)",
