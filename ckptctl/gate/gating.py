@@ -138,7 +138,8 @@ def preflight(
         probe = _probed(store, crew) if probe_storage else None
 
         def judge() -> tuple[Check, ...]:
-            room = room_for * picked.chosen.n_bytes if picked.chosen else 0
+            step_bytes = picked.chosen.n_bytes if picked.chosen else 0
+            room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
             if probe_storage and reports:
                 deep = scan(

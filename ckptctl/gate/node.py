@@ -104,8 +104,11 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int) -> Iterator[Check]:
-    """Whether every node can read, sees the same, and has `room` bytes for the next saves."""
+def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int | None) -> Iterator[Check]:
+    """Whether every node can read, sees the same, and has `room` bytes for the next saves.
+
+    With `room` None nothing is to be saved: it may be read-only, and full.
+    """
     blind = [one for one in nodes if one.error is not None]
     if blind:
         yield _failed(
@@ -115,6 +118,8 @@ def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int) -> Iterator[Ch
         )
         return
     yield from _check_same(root, nodes)
+    if room is None:
+        return
     for one in nodes:
         if one.read_only:
             yield _failed(f"read-only on {one.host}: nothing can be saved", "findmnt --real")

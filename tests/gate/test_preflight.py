@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,11 @@ def test_a_node_that_differs_is_named(other: dict, says: str):
     (failed,) = [one for one in checks if one.outcome is Outcome.FAILED]
     assert says in failed.message
     assert failed.exit_code == 75
+
+
+def test_a_job_that_saves_nothing_may_read_from_a_full_storage_that_is_read_only():
+    full = replace(HERE, read_only=True, free=0)
+    assert [one.outcome for one in check_nodes("ckpt", [full], None)] == [Outcome.OK]
 
 
 def test_nodes_that_see_the_same_are_counted():
