@@ -8,6 +8,7 @@ from then on it is an interrupted save to everyone, and is never taken.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
+from ckptctl.errors import AccessDenied, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.layouts import METADATA, OWN_FOLDER, StepName, compile_pattern
 from ckptctl.formats.marks import Word
@@ -262,7 +263,8 @@ def remove_step(store: Store, name: str) -> None:
         shutil.rmtree(folder)
         _sync(os.path.dirname(folder))
     except OSError as error:
-        raise StorageUnavailable(
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        raise (AccessDenied if denied else StorageUnavailable)(
             f"{folder} could not be removed whole: {error.strerror or type(error).__name__}"
         ) from error
 

@@ -13,7 +13,7 @@ import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
 
 import ckptctl
-from ckptctl.errors import UsageError
+from ckptctl.errors import AccessDenied, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,19 @@ def test_what_is_interrupted_while_it_goes_is_never_taken(root: Path):
 def test_to_keep_nothing_is_refused(root: Path, keep: int):
     with pytest.raises(UsageError, match="at least 1 good step"):
         ckptctl.prune(str(root), keep)
+
+
+def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
+    mounts = (["mount", "--bind", root, root], ["mount", "-o", "remount,ro,bind", root])
+    if os.geteuid() != 0 or subprocess.run(mounts[0], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        subprocess.run(mounts[1], check=True)
+        with pytest.raises(AccessDenied, match="could not be removed whole: Read-only"):
+            ckptctl.prune(str(root), 2, apply=True)
+    finally:
+        subprocess.run(["umount", root], check=True)
+    assert there(root) == {100, 200, 300, 400, 500}
 
 
 def test_on_an_object_store_nothing_is_removed():
