@@ -196,12 +196,14 @@ CODES: Mapping[str, Code] = {
     "loss.no-resume": _warning("there is no resume in the logs"),
     "loss.none": _warning("there is no loss in the logs"),
     "loss.interleaved": _warning("several runs write into one log"),
+    "loss.unread": _warning("the end of the logs is damaged and cannot be read"),
     "loss.coarse": _remark("the loss is printed too coarsely to prove anything"),
     "loss.later": _remark("the loss rises later, after steps that agree"),
     "loss.averaged": _remark("a row is a mean with the step before"),
     "loss.several": _remark("the logs hold several resumes"),
     "loss.throughput": _remark("the throughput is not what it was"),
     "loss.clock": _remark("the clock of the log goes back"),
+    "loss.damaged": _remark("a log is damaged in the middle, and later ones go on"),
     "loss.cadence": _remark("many steps were trained again after failures"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""

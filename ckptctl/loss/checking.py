@@ -19,6 +19,7 @@ from ckptctl.loss.legs import Split, split
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resumes import Boundary, Resume, canary_of, resume_at, resumes
 from ckptctl.loss.rows import Marker, Row
+from ckptctl.loss.unread import Unread
 from ckptctl.loss.verdict import FORCES, Judgement, LossVerdict, decisive, judge, worst_of
 from ckptctl.loss.vitals import check_cadence, check_clock
 
@@ -76,6 +77,7 @@ def check_loss(
     `all`, or the number of one, counted from 1. `strict` makes `no-jump` end with 31.
     `canary` is the log of a short resume of its own over steps that `logs` hold already:
     it is judged, and nothing but steps that both logged counts.
+    A log that is damaged in the middle is read up to there, and that is a finding.
     `format`, `pattern` and `keys` say how the logs are read where that is not found out.
 
     Never raises for what a log holds. Raises `UsageError` for an argument or a file that
@@ -92,12 +94,17 @@ def check_loss(
     }
     boundary, found = boundary_of(resume_step, report, **storage)
 
+    unread = Unread()
+
     def read(names: Sequence[str]) -> Iterator[Row | Marker]:
-        return read_logs(names, format=format, pattern=pattern, keys=keys, **storage)
+        found = read_logs(
+            names, format=format, pattern=pattern, keys=keys, on_damage=unread.told, **storage
+        )
+        return unread.watch(found)
 
     try:
         if canary is not None:
-            return check_canary(read(paths), read([canary]), logs=(*paths, canary))
+            return check_canary(read(paths), read([canary]), logs=(*paths, canary), unread=unread)
         return check_rows(
             read(paths),
             logs=paths,
@@ -106,9 +113,10 @@ def check_loss(
             boundary=boundary,
             report=found,
             strict=strict,
+            unread=unread,
         )
     except LogWithoutLoss as error:
-        return _without_loss(error, paths)
+        return _without_loss(error, paths, unread)
 
 
 def boundary_of(
@@ -135,6 +143,7 @@ def check_rows(
     boundary: Boundary | None = None,
     report: ResumeReport | None = None,
     strict: bool = False,
+    unread: Unread | None = None,
 ) -> LossReport:
     """Judge rows that were read already; `check_loss` says what the arguments mean."""
     parts = split(items, around=boundary.step if boundary is not None else None)
@@ -146,11 +155,16 @@ def check_rows(
         boundary=boundary,
         report=report,
         strict=strict,
+        unread=unread,
     )
 
 
 def check_canary(
-    run: Iterable[Row | Marker], canary: Iterable[Row | Marker], *, logs: Sequence[str] = ()
+    run: Iterable[Row | Marker],
+    canary: Iterable[Row | Marker],
+    *,
+    logs: Sequence[str] = (),
+    unread: Unread | None = None,
 ) -> LossReport:
     """Judge a short resume against the log of the run that went through the same steps before.
 
@@ -159,11 +173,15 @@ def check_canary(
     """
     tried = split(canary)
     known = split(run, around=tried.legs[-1].first_step if tried.legs else None)
+    damage = _damage(unread, end_matters=False)  # steps that both logged are proof enough
     resume = canary_of(known, tried)
     if resume is None:
-        return _answer(known, (), in_order([_no_canary(known, tried)]), logs, None, strict=True)
+        findings = in_order([_no_canary(known, tried), *damage])
+        return _answer(known, (), findings, logs, None, strict=True)
     judgement = judge(resume)
-    findings = () if len(judgement.replay.rows) >= MIN_ROWS else (_no_canary(known, tried),)
+    findings = damage
+    if len(judgement.replay.rows) < MIN_ROWS:
+        findings = in_order([_no_canary(known, tried), *findings])
     return _answer(known, (judgement,), findings, logs, None, strict=True)
 
 
@@ -177,13 +195,17 @@ def report_on(
     report: ResumeReport | None = None,
     strict: bool = False,
     part: bool = True,
+    unread: Unread | None = None,
 ) -> LossReport:
     """Judge a log that was split already; `part` as in `resume_at`."""
     chosen = [] if parts.interleaved else _chosen(parts, resume, boundary, every=every, part=part)
+    if unread is not None and unread.ends_so and boundary is not None:
+        # Rows of an earlier resume are none of this one: its own are behind the damage.
+        chosen = [each for each in chosen if each.after[-1].step > boundary.step]
     if resume is not None and not chosen:
         raise UsageError(f"the logs hold {parts.n_legs - 1} resumes, and none has number {resume}")
     judgements = tuple(judge(each) for each in chosen)
-    findings = in_order(_of_logs(parts, judgements, boundary))
+    findings = in_order([*_of_logs(parts, judgements, boundary), *_damage(unread)])
     return _answer(parts, judgements, findings, logs, report, strict=strict)
 
 
@@ -220,6 +242,10 @@ def _answer(
     )
 
 
+def _damage(unread: Unread | None, *, end_matters: bool = True) -> tuple[Finding, ...]:
+    return () if unread is None else unread.findings(end_matters=end_matters)
+
+
 def _no_canary(known: Split, tried: Split) -> Finding:
     def steps(parts: Split) -> str:
         if not parts.legs:
@@ -236,7 +262,7 @@ def _no_canary(known: Split, tried: Split) -> Finding:
     )
 
 
-def _without_loss(error: LogWithoutLoss, logs: Sequence[str]) -> LossReport:
+def _without_loss(error: LogWithoutLoss, logs: Sequence[str], unread: Unread) -> LossReport:
     """The answer where the reader found no loss: it knows best why."""
     finding = Finding("loss.none", "", error.message, expected="rows with a step and a loss")
     next_command = error.next_command or "ckptctl explain loss.none"
@@ -248,7 +274,7 @@ def _without_loss(error: LogWithoutLoss, logs: Sequence[str]) -> LossReport:
         n_rows=0,
         n_resumes=0,
         judgements=(),
-        findings=(finding,),
+        findings=in_order([finding, *unread.findings()]),
         faults=(),
         missing=(),
         report=None,

@@ -78,6 +78,7 @@ FORCES: Mapping[str, LossVerdict] = {
     "loss.no-resume": _OPEN,
     "loss.none": _OPEN,
     "loss.interleaved": _OPEN,
+    "loss.unread": _OPEN,
 }
 """The verdict that each finding forces; those that are not here force none."""
 
