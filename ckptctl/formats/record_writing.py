@@ -30,6 +30,9 @@ _ID = b".data/serialization_id"
 _OF_NAMES = b"15728199511854643026"
 """The first half of `serialization_id`: a hash of the names of a tensor's members."""
 
+_OF_VALUE_NAMES = b"02908468677763122924"
+"""The same of a record without elements."""
+
 _STORAGES: Mapping[str, str] = {dtype: storage for storage, dtype in STORAGE_DTYPES.items()}
 _QUANTIZED = frozenset({"quint8", "qint8", "qint32", "quint4x2", "quint2x4"})
 
@@ -64,10 +67,7 @@ class Frame:
 
         data, version, last = self._placed[-3:]
         crcs = [*self._crcs, crc, crc32(version.data)]
-        fold = 0
-        for one in crcs:
-            fold ^= (one + GOLDEN + (fold << 6) + (fold >> 2)) % WORD
-        identity = _OF_NAMES + b"%020d" % fold
+        identity = _OF_NAMES + _folded(crcs)
         crcs.append(crc32(identity))
         yield data.descriptor(crc)
         yield version.header + version.data + version.descriptor(crcs[-2])
@@ -136,6 +136,36 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     directory = sum(len(p.entry(0)) for p in placed)
     length = placed[-1].following + directory + len(_end(0, 0, 0))
     return Frame(before, n_data, length - len(before) - n_data, tuple(placed), crcs)
+
+
+def value_record(pickled: bytes) -> bytes:
+    """The record of a value that is no tensor, from its pickle."""
+    from zlib_ng.zlib_ng import crc32
+
+    small = [
+        (b"data.pkl", pickled),
+        (b".format_version", b"1"),
+        (b".storage_alignment", b"%d" % _ALIGNMENT),
+        (b"byteorder", b"little"),
+        (b"version", b"3\n"),
+    ]
+    small.append((_ID, _OF_VALUE_NAMES + _folded([crc32(data) for _, data in small])))
+    placed: list[_Placed] = []
+    for name, data in small:
+        placed.append(_place(placed, name, data, len(data)))
+    crcs = [crc32(member.data) for member in placed]
+    members = zip(placed, crcs, strict=True)
+    written = b"".join(m.header + m.data + m.descriptor(crc) for m, crc in members)
+    directory = b"".join(m.entry(crc) for m, crc in zip(placed, crcs, strict=True))
+    return written + directory + _end(len(placed), len(directory), len(written))
+
+
+def _folded(crcs: Sequence[int]) -> bytes:
+    """The second half of `serialization_id`: what the checksums of the members come to."""
+    fold = 0
+    for one in crcs:
+        fold ^= (one + GOLDEN + (fold << 6) + (fold >> 2)) % WORD
+    return b"%020d" % fold
 
 
 def _place(before: Sequence[_Placed], name: bytes, data: bytes, size: int) -> _Placed:

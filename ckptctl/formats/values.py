@@ -10,7 +10,7 @@ Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
@@ -90,6 +90,17 @@ def decode_tensor_pickle(data: bytes) -> TensorStub:
     value = read_pickle(data, _STRICT)
     if not isinstance(value, TensorStub):
         raise MetadataUnreadable(f"the pickle holds a {type(value).__name__}, not a tensor")
+    return value
+
+
+def decode_state(data: bytes) -> object:
+    """As `decode_value`, for values that are to be written again.
+
+    What would not come out as it went in is an `Opaque`: paths, which are strings to
+    `decode_value`, and tensors whose elements are conjugated or negated when they are read.
+    """
+    value = read_pickle(data, _FAITHFUL)
+    _check_extent(value, len(data))
     return value
 
 
@@ -216,6 +227,36 @@ _TOLERANT = Grammar(
         **_TENSORS,
         ("_codecs", "encode"): Function("_codecs.encode", _latin1),
         ("__builtin__", "bytes"): Function("bytes", _no_bytes),
+    },
+    other=_unknown,
+    persistent=_storage_or_opaque,
+    hashable=float | Opaque,
+    max_int_bytes=64,
+)
+
+
+def _as_stored(
+    rebuild: Callable[[tuple[object, ...]], object], n_usual: int
+) -> Callable[[tuple[object, ...]], object]:
+    """Give what a tensor is rebuilt from, unless more is said of how elements are read."""
+
+    def rebuilt(args: tuple[object, ...]) -> object:
+        if any(args[n_usual:]):
+            return Opaque("a conjugated or negated tensor")
+        return rebuild(args)
+
+    return rebuilt
+
+
+_FAITHFUL = Grammar(
+    {
+        **{key: value for key, value in _TOLERANT.names.items() if "pathlib" not in key[0]},
+        ("torch._utils", "_rebuild_tensor_v2"): Function(
+            "_rebuild_tensor_v2", _as_stored(_rebuild_v2, 6)
+        ),
+        ("torch._utils", "_rebuild_tensor_v3"): Function(
+            "_rebuild_tensor_v3", _as_stored(_rebuild_v3, 7)
+        ),
     },
     other=_unknown,
     persistent=_storage_or_opaque,

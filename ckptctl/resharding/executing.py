@@ -9,7 +9,7 @@ read again, and the step sealed. What is interrupted is continued by the same ca
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -73,14 +73,16 @@ def write(
     key: bytes | None = None,
     crew: Crew | None = None,
     on_progress: OnProgress | None = None,
+    files: Mapping[str, SourceFiles] | None = None,
 ) -> Written | Report:
     """Write, prove, seal and publish a step; a `Report` where the new step is not whole.
 
-    With a `crew` every process calls this, and rank 0 publishes; the others get the
+    `files` are the records of each part, where they are not in shard files. With a `crew`
+    every process calls this, and rank 0 publishes; the others get the
     answer of a step that is not there yet. Raises `Damage` where the source is not what
     was saved, `UsageError` where something is at the place already, `StorageError`.
     """
-    work = _Work(plan, source, place, budget, on_progress)
+    work = _Work(plan, source, place, budget, on_progress, files)
     is_first = crew is None or crew.rank == 0
     if is_first:
         work.check_place()
@@ -128,6 +130,7 @@ class _Work:
         place: Place,
         budget: Budget,
         on_progress: OnProgress | None,
+        files: Mapping[str, SourceFiles] | None,
     ) -> None:
         self.plan = plan
         self.place = place
@@ -135,7 +138,7 @@ class _Work:
         self._source = source
         self._budget = budget
         self._on_progress = on_progress
-        self._files = {
+        self._files = files or {
             part.source.path: SourceFiles(
                 source.store, _joined(source.name, part.source.path), source.url, part.source.path
             )
@@ -167,7 +170,7 @@ class _Work:
 
     def _taken(self, why: str) -> UsageError:
         return UsageError(
-            f"{self.place.url}: {why}; reshard makes a new step, and replaces nothing",
+            f"{self.place.url}: {why}; a new step replaces nothing",
             next_command=f"ckptctl verify {shlex.quote(self.place.url)}",
         )
 

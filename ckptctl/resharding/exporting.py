@@ -1,9 +1,9 @@
-"""How does a step become files of safetensors that others read?
+"""How does a step become files of safetensors that others read, or a file a step?
 
 Whole tensors in files of at most so many bytes, with an index, streamed as a reshard is:
 elements are read by ranges, every record of the source is proven once, and every file
 is read again before the folder is published. The format carries no checksums: nobody can
-prove the result later.
+prove the result later. The way from a file of `torch.save` is the question of `importing`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ckptctl.model import DTYPE_SIZES
 from ckptctl.resharding.copying import Crc, FileCopy
 from ckptctl.resharding.cutting import whole
 from ckptctl.resharding.executing import Place, check_space
+from ckptctl.resharding.importing import import_flat, one_file
 from ckptctl.resharding.journal import work_folder
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.proving import prove
@@ -58,9 +59,10 @@ def convert(
     source: str,
     target: str,
     *,
+    world_size: int | None = None,
     only_model: bool = False,
     strip: str = "",
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
     accept_unverifiable: bool = False,
     memory: int = DEFAULT_MEMORY,
     jobs: int | None = None,
@@ -71,16 +73,23 @@ def convert(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Converted:
-    """Write the tensors of the step `source` as safetensors into the folder `target`.
+    """Write a step as safetensors, or a file of `torch.save` as a step of sharded DCP.
 
-    `source` is named as for `verify`. `only_model` leaves out all but the model; `strip`
+    Where `source` is the path of a file, `target` is the path of the new step, and
+    `world_size` how many ranks it is cut for, 1 if nobody says. Dicts come apart as
+    torch's own checkpoints have it, tensors and plain values become entries; anything
+    else is refused by its key. Nothing in the file runs. The step is proven, sealed and
+    published as by `reshard`.
+
+    Else `source` is a step, named as for `verify`, and its tensors are written as
+    safetensors into the folder `target`. `only_model` leaves out all but the model; `strip`
     is taken away from the beginning of names that have it. Entries that are no tensors
     have no place in the format, and are counted. Files are begun anew before they have
-    more than `file_bytes`.
+    more than `file_bytes`, `FILE_BYTES` if nobody says.
 
-    A step that is not whole is refused, and damage ends it: the answer bears the report,
+    A source that is not whole is refused, and damage ends it: the answer bears the report,
     and nothing is published. Raises `UsageError` where `target` is there, or a tensor has
-    a dtype that the format lacks; `StorageError`.
+    a dtype that the format lacks, or a value is not plain; `StorageError`.
 
     Cost: every byte of the source read once; of the result, written once and read once.
     """
@@ -89,6 +98,29 @@ def convert(
         "endpoint_url": endpoint_url,
         "timeout_s": timeout_s,
     }
+    with one_file(source, opening) as file:
+        if file is not None:
+            if only_model or strip or file_bytes is not None:
+                raise UsageError(
+                    f"{source} is a file, which becomes a step as a whole: only_model, strip and "
+                    "file_bytes are for a step that becomes safetensors",
+                    next_command="ckptctl convert FILE DST --world-size 8",
+                )
+            with target_place(target, opening) as place:
+                return import_flat(
+                    file,
+                    place,
+                    world_size=_ranks(world_size),
+                    accept_unverifiable=accept_unverifiable,
+                    memory=memory,
+                    jobs=jobs,
+                    on_progress=on_progress,
+                )
+    if world_size is not None:
+        raise UsageError(
+            f"{source} is no file: a step becomes safetensors, which are cut for no world size",
+            next_command="ckptctl reshard SRC DST --world-size 8",
+        )
     with (
         opened_step(source, pattern, grace_s, opening) as (found, checked),
         target_place(target, opening) as place,
@@ -99,7 +131,9 @@ def convert(
             return _refused(found.url, place.url, looked.report)
         read = source_of(looked)
         room = budget(memory, jobs, found.store, place.store)
-        planned = _planned(read, only_model=only_model, strip=strip, file_bytes=file_bytes)
+        planned = _planned(
+            read, only_model=only_model, strip=strip, file_bytes=file_bytes or FILE_BYTES
+        )
         export = _Export(read, planned, found, place, room)
         try:
             export.write(on_progress)
@@ -107,6 +141,12 @@ def convert(
             return _refused(found.url, place.url, with_finding(looked.report, damage.finding))
         n_others = sum(len(part.bytes_entries) for part in read.parts)
         return _answer(found.url, place.url, planned, n_others, looked.report)
+
+
+def _ranks(world_size: int | None) -> int:
+    if world_size is not None and world_size < 1:
+        raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
+    return world_size or 1
 
 
 _INDEX = "model.safetensors.index.json"

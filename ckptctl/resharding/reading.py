@@ -156,12 +156,13 @@ class SourceFiles:
             raise Damage(self.finding("record.crc", record, str(error))) from error
         if opened.is_row_major:
             return opened._replace(start=opened.start + record.offset)
-        _check_held(tensor, record.length, held_limit)
+        check_held(tensor, record.length, held_limit)
         (data,) = self._read(record, [(opened.start, opened.n_bytes)])
-        self._check_held_crc(record, opened, data)
-        return opened._replace(start=0, held=_aligned(data))
+        self.check_held_crc(record, opened, data)
+        return opened._replace(start=0, held=aligned(data))
 
-    def _check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
+    def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
+        """Raise `Damage` where elements that are held do not match their checksum."""
         from zlib_ng.zlib_ng import crc32
 
         if opened.crc is not None and crc32(data) != opened.crc:
@@ -177,15 +178,15 @@ class SourceFiles:
             )
         require_zstd()
         length = prod(chunk.sizes) * DTYPE_SIZES[tensor.entry.dtype] + _FRAME_BYTES
-        _check_held(tensor, length, held_limit)
+        check_held(tensor, length, held_limit)
         (packed,) = self._read(chunk.record, [(0, chunk.record.length)])
         unpacker = Unpacker(length)
         data = b"".join(unpacker.feed(memoryview(packed)))
         directory = parse_directory(data, len(data))
         opened = _described(tensor, chunk, directory, View(len(data), data, data))
         elements = data[opened.start : opened.start + opened.n_bytes]
-        self._check_held_crc(chunk.record, opened, elements)
-        return opened._replace(start=0, held=_aligned(elements))
+        self.check_held_crc(chunk.record, opened, elements)
+        return opened._replace(start=0, held=aligned(elements))
 
     def _read(self, record: ByteRange, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
         path = self.in_store(record.file)
@@ -235,7 +236,8 @@ def _described(
     )
 
 
-def _check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
+def check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
+    """Raise `UsageError` where a record does not fit what may be held."""
     if n_bytes > limit:
         raise UsageError(
             f"a record of {tensor.entry.fqn} is transposed or compressed, and must be held in "
@@ -244,7 +246,8 @@ def _check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
         )
 
 
-def _aligned(data: bytes) -> memoryview:
+def aligned(data: bytes) -> memoryview:
+    """A buffer that holds the bytes, of such a length as `move` takes."""
     return memoryview(data + bytes(-len(data) % ALIGNED))
 
 

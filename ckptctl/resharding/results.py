@@ -110,7 +110,7 @@ class Diff:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A step written in another format: the answer of `convert`.
+    """A step written in another format, or a file as a step: the answer of `convert`.
 
     `n_left_out` counts entries that are no tensors, for which the format has no place.
     Where nothing was `written`, `report` says why.

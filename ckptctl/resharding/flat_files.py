@@ -1,0 +1,286 @@
+"""What does a file of `torch.save` hold, as the source of a step?
+
+Its pickle is read inertly: tensors become entries whose elements lie in the file, plain
+values become records of their own, and everything else is refused by its key. Tensors
+may share a storage: each is an entry, and the storage is proven once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
+from ckptctl.findings import Finding
+from ckptctl.formats.flat_state import Leaf, NotPlain, flattened, pickled_value
+from ckptctl.formats.record_writing import WRITABLE, strides_of, value_record
+from ckptctl.formats.records import (
+    TAIL,
+    Member,
+    RecordDirectory,
+    check_headers,
+    check_texts,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
+from ckptctl.formats.state_keys import entry_kinds
+from ckptctl.formats.values import TensorStub, decode_state
+from ckptctl.model import (
+    DTYPE_SIZES,
+    ByteRange,
+    BytesEntry,
+    Chunks,
+    FileInfo,
+    Metadata,
+    TensorEntry,
+)
+from ckptctl.resharding.reading import Damage, Opened, SourceFiles, aligned, check_held
+from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
+from ckptctl.resharding.unpublished import WithFiles
+from ckptctl.storage.contract import Span, Store
+
+MAX_PICKLE_BYTES = 64 << 20
+"""The longest pickle of a state that is read; a million entries take about as much."""
+
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_STORAGES = "data/"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatFile:
+    """A file whose directory and pickle are sound; its elements were not looked at."""
+
+    part: SourcePart
+    files: SourceFiles
+    has_crcs: bool
+
+
+def read_flat(store: Store, file: FileInfo, url: str) -> FlatFile:
+    """Read all but the elements of a file of `torch.save`.
+
+    Raises `Damage` for one that is not what was saved, `UsageError` for one that holds
+    what a step cannot. Cost: three small reads, and two for each storage.
+    """
+    whole = ByteRange(file.path, 0, file.size)
+    files = _FlatFiles(store, file.path, url)
+    try:
+        directory, read = _sound(store, whole)
+        pickled = _pickle(directory, read)
+        state = decode_state(pickled)
+    except RecordUnreadable as error:
+        raise Damage(files.finding("record.framing", whole, error.message)) from error
+    except MetadataUnreadable as error:
+        raise Damage(files.finding("record.mismatch", whole, error.message)) from error
+    except MetadataUnsafe as error:
+        raise Damage(files.finding("record.unsafe", whole, error.message)) from error
+    wrong = wrong_crcs(directory, read)
+    if wrong:
+        message = f"{', '.join(wrong)} does not match the checksum saved with it"
+        raise Damage(files.finding("record.crc", whole, message))
+    if read_member(directory, "byteorder", read) == b"big":
+        raise UsageError(f"{url} was written on a big-endian machine, which is not supported")
+    try:
+        part, held = _part(flattened(state), directory, files)
+    except NotPlain as error:
+        raise UsageError(f"{url}: {error}") from error
+    return FlatFile(part, held, directory.has_crcs)
+
+
+class _Read(dict[tuple[int, int], bytes]):
+    """Bytes of the file that were read, by where they begin and end; see `Readable`."""
+
+    def get(self, start: int, end: int) -> bytes | None:  # type: ignore[override]
+        """See `Readable.get`."""
+        return super().get((start, end))
+
+
+def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
+    """The directory, and all members but the storages; headers agree with the directory."""
+    path, length = whole.file, whole.length
+    tail = _bytes(store, path, max(0, length - TAIL), min(TAIL, length))
+    if _bytes(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
+        raise UsageError(
+            f"{store.url}/{path} is of the format before torch 1.6, which has no checksums; "
+            "torch.load and torch.save make one of today's"
+        )
+    needed = tail_needed(tail, length)
+    if needed > len(tail):
+        tail = _bytes(store, path, length - needed, needed)
+    directory = parse_directory(tail, length)
+    wanted: list[tuple[int, int]] = []
+    for member in directory.members:
+        wanted += _around(member)
+    read = _Read()
+    for span, data in store.read_spans(Span(path, at, end - at) for at, end in wanted):
+        read[span.offset, span.offset + span.length] = data
+    check_headers(directory, read)
+    check_texts(directory, read)
+    return directory, read
+
+
+def _around(member: Member) -> Iterator[tuple[int, int]]:
+    """Where the header of a member is, what follows it, and its bytes if they are no elements."""
+    yield member.header, member.header + 30 + len(member.path)
+    if member.following > member.end:
+        yield member.end, member.following
+    if not member.name.startswith(_STORAGES) and 0 < member.size <= MAX_PICKLE_BYTES:
+        yield member.start, member.end
+
+
+def _bytes(store: Store, path: str, start: int, length: int) -> bytes:
+    ((_, data),) = store.read_spans([Span(path, start, length)])
+    return data
+
+
+def _pickle(directory: RecordDirectory, read: _Read) -> bytes:
+    data = read_member(directory, "data.pkl", read)
+    if data is None:
+        raise RecordUnreadable(f"its pickle has more than {MAX_PICKLE_BYTES:,} bytes")
+    return data
+
+
+class _FlatFiles(SourceFiles):
+    """The storages of the file, and beside them the records of what is no tensor."""
+
+    def __init__(self, store: Store, path: str, url: str) -> None:
+        super().__init__(store, "", url, "")
+        self.path = path
+        self._views: Mapping[str, Opened] = {}
+
+    @property
+    def values(self) -> str:
+        """What stands for the file that holds the records of values."""
+        return f"{self.path}/values"
+
+    def holding(self, views: Mapping[str, Opened], values: bytes) -> SourceFiles:
+        """The same with the places of tensors, by FQN, and the records of values."""
+        files = _FlatFiles(WithFiles(self.store, {self.values: values}), self.path, self.url)
+        files._views = views
+        return files
+
+    def in_store(self, name: str) -> str:
+        """See `SourceFiles.in_store`."""
+        return name
+
+    def finding(self, code: str, record: ByteRange, message: str) -> Finding:  # noqa: ARG002
+        """See `SourceFiles.finding`."""
+        return Finding(
+            code,
+            self.path,
+            f"{self.path}: {message}",
+            expected="the file as it was saved",
+            found=message,
+            next_command=f"ckptctl explain {code}",
+        )
+
+    def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
+        """See `SourceFiles.opened`; a storage in another order is held, and proven then."""
+        opened = self._views[tensor.entry.fqn]
+        if opened.is_row_major:
+            return opened
+        check_held(tensor, opened.n_bytes, held_limit)
+        record = tensor.chunks[number].record
+        data = _bytes(self.store, self.path, opened.start, opened.n_bytes)
+        self.check_held_crc(record, opened, data)
+        return opened._replace(start=0, held=aligned(data))
+
+
+def _part(
+    leaves: Sequence[Leaf], directory: RecordDirectory, files: _FlatFiles
+) -> tuple[SourcePart, SourceFiles]:
+    members = {member.name: member for member in directory.members}
+    views: dict[str, Opened] = {}
+    ranges: dict[str, ByteRange] = {}
+    stubs: dict[str, TensorStub] = {}
+    values = bytearray()
+    proven: set[str] = set()
+    for leaf in leaves:
+        stub = leaf.value
+        if isinstance(stub, TensorStub):
+            member = _storage(leaf.fqn, stub, members)
+            opened = _view(stub, member)
+            # What is held is proven when it is read; else one tensor answers for a storage.
+            answers = not opened.is_row_major or member.name not in proven
+            if opened.is_row_major:
+                proven.add(member.name)
+            has_crc = answers and directory.has_crcs and member.size
+            views[leaf.fqn] = opened._replace(crc=member.crc if has_crc else None)
+            # Two tensors of one storage share what is read of it, but not what is held.
+            name = files.path if opened.is_row_major else f"{files.path}/{leaf.fqn}"
+            ranges[leaf.fqn] = ByteRange(name, member.start, member.size)
+            stubs[leaf.fqn] = stub
+        else:
+            record = value_record(pickled_value(leaf))
+            ranges[leaf.fqn] = ByteRange(files.values, len(values), len(record))
+            values += record
+    metadata = _metadata(leaves, stubs)
+    kinds = entry_kinds(metadata)
+    tensors, others = [], []
+    for fqn, place in ranges.items():
+        kind = kinds[fqn]
+        if fqn in stubs:
+            entry = metadata.tensors[fqn]
+            chunk = SourceChunk((0,) * len(entry.shape), entry.shape, place)
+            tensors.append(SourceTensor(entry, (chunk,), kind.names[0], kind.rank, 1))
+        else:
+            others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))
+    said = repr([(m.name, m.crc, m.size) for m in directory.members])
+    digest = hashlib.sha256((files.url + said).encode()).hexdigest()
+    paths = {leaf.fqn: leaf.path for leaf in leaves}
+    part = SourcePart("", tuple(tensors), tuple(others), paths, (digest,))
+    return part, files.holding(views, bytes(values))
+
+
+def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
+    """The member that holds the elements of a tensor, all of them."""
+    n_elements = prod(stub.shape)
+    if stub.dtype not in WRITABLE:
+        raise NotPlain(f"{fqn} is of dtype {stub.dtype}, which cannot be carried over")
+    member = members.get(_STORAGES + stub.storage_key)
+    n_bytes = stub.n_elements_in_storage * DTYPE_SIZES[stub.dtype]
+    if member is None or member.size != n_bytes:
+        found = "is not there" if member is None else f"has {member.size:,} bytes"
+        raise NotPlain(f"the storage of {fqn}, of {n_bytes:,} bytes, {found}")
+    last = stub.storage_offset + sum(
+        (size - 1) * stride for size, stride in zip(stub.shape, stub.strides, strict=True)
+    )
+    if n_elements and last >= stub.n_elements_in_storage:
+        raise NotPlain(f"{fqn} ends behind its storage of {stub.n_elements_in_storage:,} elements")
+    repeats = any(n > 1 and s == 0 for n, s in zip(stub.shape, stub.strides, strict=True))
+    if repeats and n_elements:
+        raise NotPlain(f"{fqn} is expanded: it has fewer elements than its shape says; save a copy")
+    return member
+
+
+def _view(stub: TensorStub, member: Member) -> Opened:
+    itemsize = DTYPE_SIZES[stub.dtype]
+    usual = zip(stub.shape, stub.strides, strides_of(stub.shape), strict=True)
+    in_order = not prod(stub.shape) or all(n == 1 or s == u for n, s, u in usual)
+    return Opened(
+        member.start,
+        member.size,
+        member.crc,
+        stub.storage_offset * itemsize,
+        tuple(stride * itemsize for stride in stub.strides),
+        in_order,
+    )
+
+
+def _metadata(leaves: Sequence[Leaf], stubs: Mapping[str, TensorStub]) -> Metadata:
+    """The entries as metadata would have them, without places."""
+    tensors = {}
+    others = {}
+    for fqn, path in ((leaf.fqn, leaf.path) for leaf in leaves):
+        stub = stubs.get(fqn)
+        if stub is None:
+            others[fqn] = BytesEntry(fqn, None, path)
+            continue
+        none: array[int] = array("q")
+        chunks = Chunks(len(stub.shape), 0, none, none, none, none, none, ())
+        tensors[fqn] = TensorEntry(fqn, stub.dtype, stub.shape, chunks, path)
+    return Metadata(tensors, others, ())
