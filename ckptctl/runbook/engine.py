@@ -152,7 +152,7 @@ def _step(
     """Run the next block, or find that it is not to be; False where the reader leaves."""
     block = _block(book, place)
     event = _kept_from(place, block)
-    talk.about_to(block, _values(book, place, block))
+    talk.about_to(block, _values(book, place, block, record))
     if event is None and block.changes:
         answer = talk.may(block, again=place.begun)
         if answer is None:
@@ -196,23 +196,23 @@ def _run(
     on_line: OnLine,
     handed_on: Mapping[str, str],
 ) -> Ended:
-    values = _values(book, place, block)
+    values = _values(book, place, block, record)
     record.add("began", state=place.state, block=block.name, command=block.code, values=values)
-    return execute(block.code, {**_variables(book, place), **handed_on}, on_line)
+    return execute(block.code, {**_variables(book, place, record), **handed_on}, on_line)
 
 
-def _variables(book: Runbook, place: Place) -> dict[str, str]:
+def _variables(book: Runbook, place: Place, record: Record) -> dict[str, str]:
     """What the names in a block stand for.
 
     One that nothing was given for is empty, and not what the shell outside calls so.
     """
     names = dict.fromkeys(book.variables, "")
-    return {**names, **place.variables, "BECAUSE": place.because}
+    return {**names, **place.variables, "BECAUSE": place.because, "RECORD": record.url}
 
 
-def _values(book: Runbook, place: Place, block: Block) -> dict[str, str]:
+def _values(book: Runbook, place: Place, block: Block, record: Record) -> dict[str, str]:
     """The values of the names in a block, and of those in these values."""
-    variables = _variables(book, place)
+    variables = _variables(book, place, record)
     found: dict[str, str] = {}
     left = used_names(block.code)
     while left:

@@ -21,7 +21,7 @@ SECTIONS = (
 )
 """What every runbook has, in this order; others may stand between them."""
 
-_OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE"})
+_OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE", "RECORD"})
 _END = "[*]"
 
 

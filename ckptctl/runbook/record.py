@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url
 
 Event = Mapping[str, object]
 
@@ -51,6 +52,11 @@ class Record:
     def name(self) -> str:
         """The name of the run, which sorts by the time of its start."""
         return self.folder.rpartition("/")[2]
+
+    @property
+    def url(self) -> str:
+        """The address of its folder."""
+        return join_url(self.store.url, self.folder)
 
     def add(self, event: str, **fields: object) -> Event:
         """Write one event; raises `TakenOver` where somebody else wrote one meanwhile."""

@@ -20,7 +20,7 @@ from ckptctl.runbook.holding import held, myself
 from ckptctl.runbook.record import Event, Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.opening import open_store
 
 How = Literal["auto", "new", "continue", "dry"]
 """`auto` goes on with a run that was left in the middle, and begins one otherwise; `new`
@@ -184,7 +184,7 @@ def _ran(book: Runbook, record: Record, left: Left, root: str, *, went_on: bool)
     return Ran(
         book.name,
         record.name,
-        None if dry else join_url(record.store.url, record.folder),
+        None if dry else record.url,
         left.exit_code,
         left.over,
         left.because,

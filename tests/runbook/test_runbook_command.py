@@ -52,7 +52,9 @@ def test_a_damaged_step_is_rejected_and_the_next_older_one_taken(root):
     done = run(root, "--yes", *RESUME)
     assert resumed(root) == str(root / "step_400")
     assert "expected: exit code 0: the step is whole" in done.stderr
-    assert run_ckptctl("verify", root / "step_500").returncode == 27
+    rejected = run_ckptctl("verify", root / "step_500", "--json")
+    assert rejected.returncode == 27
+    assert f"{root}/.ckptctl/runbooks/rb-7/" in rejected.stdout
 
 
 def test_three_damaged_steps_are_a_matter_of_the_storage(root):
