@@ -127,15 +127,17 @@ def _resume(legs: Sequence[Leg], i: int, number: int, boundary: Boundary | None)
     if boundary is None and leg.marker is not None and leg.marker.step is not None:
         boundary = Boundary(leg.marker.step, "log")
     same = earlier[-1] if earlier else i - 1
+    # The attempt before it began at the same checkpoint, and may have been as wrong.
+    again = not earlier and boundary is not None and 0 < boundary.step <= first
     return Resume(
         number=number,
-        before=_history(legs, same, first),
-        overwritten=tuple(row for row in legs[same].rows if row.step >= first),
+        before=() if again else _history(legs, same, first),
+        overwritten=() if again else tuple(row for row in legs[same].rows if row.step >= first),
         after=leg.rows[:N_AFTER],
         border=leg.border,
         boundary=boundary,
         marker=leg.marker,
-        restarted=not earlier,
+        restarted=not earlier and not again,
     )
 
 

@@ -143,6 +143,12 @@ def test_a_job_that_began_anew_did_not_resume():
     assert resume.restarted
 
 
+def test_a_second_resume_from_one_checkpoint_is_no_job_that_began_anew():
+    (resume,) = resumes(split([*rows(51, 58), marker(50), *rows(51, 60)]))
+    assert not resume.restarted
+    assert (resume.before, resume.overwritten) == ((), ())
+
+
 def test_a_marker_gives_the_boundary():
     (resume,) = resumes(split([*rows(1, 9), marker(5), *rows(6, 12)]))
     assert resume.boundary == Boundary(5, "log")
