@@ -9,6 +9,8 @@ from command_line import run_ckptctl, validated
 from made_logs import VERSION_EVENT, scalar_event
 from made_losses import loss_at
 
+from ckptctl.loss.reading import read_logs
+
 SAVED = 60
 
 
@@ -75,3 +77,12 @@ def test_a_canary_is_proof_whatever_the_log_of_the_run_lacks_behind_it(before, a
 def test_a_log_that_is_damaged_before_its_first_loss_holds_none(before):
     events(before, 1, 100, damaged_at=0.01)
     assert judged(before) == (31, "inconclusive", ["loss.none", "loss.unread"])
+
+
+def test_a_dictionary_whose_bar_was_never_drawn_does_not_take_the_step_of_another(tmp_path):
+    log = tmp_path / "train.log"
+    text = " 10%|# | 0/9 [00:00<00:00, 9.00it/s]\n"
+    for step in (1, 2):
+        text += f"{{'loss': '2.{step}'}}\n 10%|# | {step}/9 [00:00<00:00, 9.00it/s]\n"
+    log.write_text(text + "{'loss': '2.3'}\n")
+    assert [row.step for row in read_logs([str(log)])] == [1, 2]

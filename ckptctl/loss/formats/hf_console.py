@@ -32,6 +32,7 @@ class HfConsoleReader:
         self._latest: tuple[int, int] | None = None
         self._total: int | None = None
         self._held: tuple[str, Place] | None = None
+        self._taken: tuple[int, int] | None = None
         self.n_without_step = 0
 
     @property
@@ -52,14 +53,18 @@ class HfConsoleReader:
             self._held = (found[0], place)
 
     def end(self) -> Iterator[Row]:
-        """The row of the dictionary that no bar followed: the bar before it is the nearest."""
+        """The row of the dictionary that no bar followed: the bar before it is the nearest.
+
+        Not where that bar is an earlier dictionary's: the job died before it drew the next.
+        """
         held, self._held = self._held, None
         if held is None:
             return
         text, place = held
         pairs = _PAIR.findall(text)
         named = any(self._maker.field(name) == "step" for name, _ in pairs)
-        step = None if named or self._bar is None else self._bar[0]
+        step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
+        self._taken = self._bar
         row = self._maker.row(pairs, place, step=step)
         if row is None:
             self.n_without_step += 1
