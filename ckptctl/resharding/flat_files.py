@@ -252,8 +252,10 @@ def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Membe
     if n_elements and last >= stub.n_elements_in_storage:
         raise NotPlain(f"{fqn} ends behind its storage of {stub.n_elements_in_storage:,} elements")
     repeats = any(n > 1 and s == 0 for n, s in zip(stub.shape, stub.strides, strict=True))
-    if repeats and n_elements:
-        raise NotPlain(f"{fqn} is expanded: it has fewer elements than its shape says; save a copy")
+    if n_elements and (repeats or n_elements > stub.n_elements_in_storage):
+        raise NotPlain(
+            f"{fqn} is expanded: fewer elements are stored than its shape has; save a copy"
+        )
     return member
 
 
