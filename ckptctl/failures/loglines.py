@@ -143,7 +143,8 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
     return replace(
         found,
         at_s=at_s,
-        host=given.get("host") or found.host or given.get("pod"),
+        # What stands before a colon in a kernel log is a driver: `nvidia-nvswitch3: SXid`.
+        host=(None if found.kernel else given.get("host")) or found.host or given.get("pod"),
         rank=int(rank) if rank is not None else found.rank,
         device=f"GPU {nccl}" if nccl is not None and int(nccl) >= 0 else found.device,
         level=level,

@@ -17,8 +17,14 @@ from itertools import accumulate
 
 from ckptctl.failures.rules import RULES
 
-# Every line of level INFO seems to hold `inf`: all patterns want it as a word, or `infinity`.
-_ONLY_SEEMS = {b"inf": b"info"}
+# What seems to hold a needle on line after line of healthy logs. All patterns want `inf` as
+# a word, or `infinity`; the others are columns of Megatron-LM's line of a step.
+_ONLY_SEEMS = {
+    b"inf": b"info",
+    b"nan": b"number of nan iterations:",
+    b"batch size": b"global batch size:",
+    b"sample": b"consumed samples:",
+}
 _FRAMES = (b"traceback (most recent", b"root cause (first")
 
 

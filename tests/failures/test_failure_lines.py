@@ -93,6 +93,24 @@ def test_a_program_that_prints_what_a_kernel_says_is_not_believed(tmp_path):
     assert said(tmp_path, text) == "none"
 
 
+def test_the_driver_that_a_kernel_log_names_is_not_taken_for_a_host(tmp_path):
+    text = "nvidia-nvswitch3: SXid (PCI:0000:c5:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    log = tmp_path / "one.log"
+    for front, node in (("Nov 20 13:00:00 dgx-04 kernel: ", "dgx-04"), ("[ 1234.567890] ", None)):
+        log.write_text(front + text + "\n")
+        answer = ckptctl.classify(str(log))
+        assert (answer.failure, answer.node) == ("infra-fabric", node)
+
+
+def test_the_hang_that_ends_the_watchdog_itself_is_a_hang(tmp_path):
+    text = (
+        "[rank2]:[F1120 03:00:00.000 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) "
+        "Rank 2] Terminating the process after attempting to dump debug info, due to "
+        "ProcessGroupNCCL watchdog hang."
+    )
+    assert said(tmp_path, text) == "hang"
+
+
 def test_the_scores_in_the_documents_are_those_of_the_corpus():
     tool = runpy.run_path(str(HERE.parents[1] / "tools" / "classify_scores.py"))
     text = tool["PAGE"].read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ckptctl
 from ckptctl.failures.matching import LogReader
-from ckptctl.failures.needles import find_needles
+from ckptctl.failures.needles import _ONLY_SEEMS, find_needles
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.log_lines import read_blocks
 
@@ -32,6 +32,9 @@ LINES = (
     "==========",
     "2026-11-20 03:12:44 INFO step 12 loss 2.31",
     "2026-11-20 03:12:45 INFO step 13 loss inf",
+    "consumed samples: 32 | lm loss: 2.1E+00 | number of nan iterations:   0 |",
+    "global batch size: 32 |",
+    "consumed samples: 64 | lm loss: nan | number of nan iterations:   1 |",
     "INFO all is well, İ ſ \u212a",
     "",
 )
@@ -56,7 +59,9 @@ def test_any_split_into_blocks_finds_what_is_found_line_by_line(lines, data):
 def test_every_rule_is_asked_on_the_lines_that_hold_one_of_its_needles(lines):
     hits = find_needles(lines)
     for index, line in enumerate(lines):
-        lower = line.lower().replace("info", "")
+        lower = line.lower()
+        for only_seems in _ONLY_SEEMS.values():
+            lower = lower.replace(only_seems.decode(), "")
         asked = {
             number
             for number, rule in enumerate(RULES)

@@ -131,6 +131,7 @@ RULES = (
             ),
             r"Timed out waiting \d+ms for (?:recv|send) operation",
             "ProcessGroupNCCL's watchdog got stuck",
+            "due to ProcessGroupNCCL watchdog hang",
             "Heartbeat monitor timed out",
             "Watchdog caught collective operation",
             (

@@ -20,7 +20,8 @@ RULES = (
             "non-finite",
             "nonfinite",
             "not finite",
-            "loss scale",
+            "loss scale already",
+            "minimum loss scale",
             "unexpected result",
         ),
         (
