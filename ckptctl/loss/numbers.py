@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from functools import lru_cache
 
 from ckptctl.loss.rows import Number
@@ -63,8 +64,9 @@ def _unit(digits: str, power: int) -> float:
 
 @lru_cache(maxsize=1024)
 def power_of_ten(power: int) -> float:
-    """The float that is nearest to this power of ten."""
-    return float(f"1e{power}")
+    """The float that is nearest to this power of ten, finite whatever the power."""
+    # A zero may be written with any exponent: `0e400` has a unit that no float holds.
+    return float(f"1e{min(power, sys.float_info.max_10_exp)}")
 
 
 def _not_finite(text: str) -> Number | None:

@@ -86,3 +86,15 @@ def test_a_dictionary_whose_bar_was_never_drawn_does_not_take_the_step_of_anothe
         text += f"{{'loss': '2.{step}'}}\n 10%|# | {step}/9 [00:00<00:00, 9.00it/s]\n"
     log.write_text(text + "{'loss': '2.3'}\n")
     assert [row.step for row in read_logs([str(log)])] == [1, 2]
+
+
+def test_a_loss_without_its_bar_is_not_the_first_of_the_process_after_it(tmp_path):
+    log = tmp_path / "train.log"
+    text = ""
+    for step in (4, 5):
+        text += f"{{'loss': '2.{step}'}}\n 10%|# | {step}/9 [00:00<00:00, 9.00it/s]\n"
+    text += "{'loss': '2.6'}\n 10%|# | 4/9 [00:00<00:00, 9.00it/s]\n"
+    text += "{'loss': '2.5'}\n 10%|# | 5/9 [00:00<00:00, 9.00it/s]\n"
+    log.write_text(text)
+    rows = [(row.step, row.loss.value) for row in read_logs([str(log)])]
+    assert rows == [(4, 2.4), (5, 2.5), (5, 2.5)]

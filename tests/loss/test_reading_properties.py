@@ -187,3 +187,8 @@ def test_memory_does_not_grow_with_the_log(tmp_path):
     assert path.stat().st_size > 200_000_000
     path.unlink()
     assert peaks[1] - peaks[0] < 8  # MiB
+
+
+def test_a_zero_with_an_exponent_that_no_float_holds_is_a_zero():
+    assert parse_number("0e400").value == 0
+    assert math.isfinite(parse_number("0e400").quantum)

@@ -79,6 +79,12 @@ class HfConsoleReader:
                 self._bar = bar
             self._latest = bar
             return
+        if self._bar is not None and bar[1] == self._bar[1] and bar[0] < self._bar[0]:
+            # Another process begins: the one before died between its loss and the next bar.
+            self._held, self._taken = None, None
+            self._bar, self._latest = bar, bar
+            self.n_without_step += 1
+            return
         if self._latest is not None and self._latest[1] == bar[1]:
             self._total = bar[1]
         self._latest = bar
