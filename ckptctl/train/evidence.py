@@ -1,9 +1,10 @@
 """What do earlier attempts say against a step, and which steps are of an abandoned branch?
 
 A step after which two attempts failed in the same way, soon after they had resumed from
-it, is marked rejected: it is passed over, and stays where it is. A failure that followed
-another step too is the script's and no step's. Signals, preemption and ends that nobody
-knows anything of never count.
+it, is marked rejected: it is passed over, and stays where it is. What followed an older
+save of the same number says nothing against the one that lies there now. A failure that
+followed another step too, of whatever save, is the script's and no step's. Signals,
+preemption and ends that nobody knows anything of never count.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ WITHIN_STEPS = 20
 """A failure so soon after a resume may be the fault of the step that was loaded."""
 
 NOT_FINITE = "non-finite loss"
+
+Attempts = tuple[tuple[str, tuple[Event, ...]], ...]
+"""What `read_attempts` gives: oldest attempt first."""
 
 _OF_OTHERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
 _WORDS_OF_OTHERS = ("connection closed", "connection reset", "timed out", "gloo", "nccl")
@@ -58,7 +62,7 @@ class Failure:
     evidence: str
 
 
-def failures_in(attempts: tuple[tuple[str, tuple[Event, ...]], ...]) -> Iterator[Failure]:
+def failures_in(attempts: Attempts) -> Iterator[Failure]:
     """Yield at most one failure for each attempt: the first that says something."""
     for attempt, events in attempts:
         resumed = next((e.get("step") for e in events if e.get("event") == "resumed"), None)
@@ -72,13 +76,28 @@ def failures_in(attempts: tuple[tuple[str, tuple[Event, ...]], ...]) -> Iterator
                 break
 
 
-def proven(failures: tuple[Failure, ...]) -> Mapping[int, tuple[Failure, ...]]:
-    """The steps that two attempts or more failed after with one evidence, which no other has."""
+def last_saves_in(attempts: Attempts) -> Mapping[int, str]:
+    """The newest attempt that saved each step; no attempt saves the step it resumed from."""
+    return {
+        step: attempt
+        for attempt, events in attempts
+        for event in events
+        if event.get("event") == "saved" and isinstance(step := event.get("step"), int)
+    }
+
+
+def proven(attempts: Attempts) -> Mapping[int, tuple[Failure, ...]]:
+    """The steps that two attempts or more failed after with one evidence, which no other has.
+
+    An attempt that is older than the newest save of the step had loaded another save.
+    """
+    last_saves = last_saves_in(attempts)
     steps_of: dict[str, set[int]] = {}
     held: dict[tuple[int, str], list[Failure]] = {}
-    for failure in failures:
+    for failure in failures_in(attempts):
         steps_of.setdefault(failure.evidence, set()).add(failure.step)
-        held.setdefault((failure.step, failure.evidence), []).append(failure)
+        if failure.attempt > last_saves.get(failure.step, ""):
+            held.setdefault((failure.step, failure.evidence), []).append(failure)
     return {
         step: tuple(against)
         for (step, evidence), against in held.items()
@@ -92,7 +111,7 @@ def reject_proven(store: Store, options: Mapping[str, Any], by: str) -> tuple[in
     A step that bears a word of a person already keeps it. Cost: the ledgers of the newest
     attempts; a look at `listing` and a write for each step that is marked.
     """
-    against = proven(tuple(failures_in(read_attempts(store))))
+    against = proven(read_attempts(store))
     if not against:
         return ()
     done = []

@@ -506,6 +506,24 @@ def test_a_failure_that_follows_every_step_is_no_step_s_fault(root):
     assert after == [9, 9, 9]
 
 
+def test_what_followed_an_older_save_says_nothing_against_a_step_saved_anew(half):
+    assert [fail(half, loss=math.nan) for _ in range(2)] == [6, 6]
+    job = run(half, 6)
+    assert job.start.step == 3
+    assert [fail(half, loss=math.nan) for _ in range(2)] == [6, 6]
+    assert fail(half) == 3  # the same now holds of the step that was saved anew
+
+
+def test_an_older_save_still_shows_that_a_failure_is_no_step_s_fault(half):
+    assert fail(half, ValueError("a bug in the script")) == 6
+    job = Job(half)
+    job.resume(3)
+    job.train(4, 9)
+    job.die()
+    after = [fail(half, ValueError("a bug in the script"), at=10) for _ in range(3)]
+    assert after == [9, 9, 9]
+
+
 # Saving
 
 
