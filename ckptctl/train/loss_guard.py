@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import SupportsFloat
 
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.train.group import Group, make_group
-from ckptctl.train.tainted import reject_since
+from ckptctl.train.tainted import command_for, reject_since
 
 _MIN_RECENT = 10  # fewer losses say nothing about what is usual
 
@@ -92,7 +92,9 @@ class LossGuard:
     suspect, and with a `root` the steps that were saved since are rejected, or the newest
     one where none was, so that `pick` and `resume` take an older one. A loss is a spike
     above `spike_factor` times the largest of the last `recent` sound ones; 0 looks for none.
-    Every rank makes one, once its process group is there; `group` can be shared.
+    `storage_options` and `endpoint_url` open a `root` on an object store, as they do for
+    `Checkpointer`. Every rank makes one, once its process group is there; `group` can be
+    shared.
 
     Cost of `check`: one reduction of two numbers among the ranks, and the wait for the
     loss itself where it is on a GPU.
@@ -106,6 +108,8 @@ class LossGuard:
         recent: int = 100,
         after: int = 10,
         root: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        endpoint_url: str | None = None,
         group: Group | None = None,
     ) -> None:
         self._action = _known(action)
@@ -118,6 +122,8 @@ class LossGuard:
         self._recent: deque[float] = deque(maxlen=recent)
         self._after = after
         self._root = None if root is None else os.fspath(root)
+        self._storage_options = storage_options
+        self._endpoint_url = endpoint_url
         self._group = make_group() if group is None else group
         self._in_a_row = 0
         self._first_bad = 0
@@ -175,11 +181,19 @@ class LossGuard:
         rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
         message = f"step {step}: {what}{rows}; do not resume from the newest step"
         rejected: tuple[str, ...] = ()
-        command = None if self._root is None else f"ckptctl pick {shlex.quote(self._root)}"
+        command = (
+            None if self._root is None else command_for(["pick", self._root], self._endpoint_url)
+        )
         if self._root is not None and self._group.is_first:
             reason = f"the loss went bad at step {self._first_bad}, and training stopped at {step}"
             try:
-                rejected = reject_since(self._root, self._first_bad, reason)
+                rejected = reject_since(
+                    self._root,
+                    self._first_bad,
+                    reason,
+                    storage_options=self._storage_options,
+                    endpoint_url=self._endpoint_url,
+                )
             except CkptctlError as error:
                 # The training stops all the same: a person has to write the mark.
                 message += f": {error.message}"

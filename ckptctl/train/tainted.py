@@ -8,6 +8,7 @@ place again, so that one is passed over. A rejection can be taken back: `ckptctl
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from ckptctl.errors import CkptctlError, StorageUnavailable
 from ckptctl.formats.marks import Word
@@ -16,23 +17,43 @@ from ckptctl.judge.roots import list_root
 from ckptctl.storage.opening import join_url, open_store
 
 
-def reject_since(root: str, first_bad: int, reason: str) -> tuple[str, ...]:
+def reject_since(
+    root: str,
+    first_bad: int,
+    reason: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+) -> tuple[str, ...]:
     """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
 
     Raises `StorageError` where the root cannot be listed or a mark cannot be written,
     with the command that writes it. Cost: one listing, and for each a look and a write.
     """
-    with open_store(root) as store:
+    with open_store(root, storage_options=storage_options, endpoint_url=endpoint_url) as store:
         steps = list_root(store).steps
     tainted = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
     addresses = [join_url(root, step.name) for step in tainted]
     for address in addresses:
         try:
-            mark(address, Word.REJECTED, reason=reason, by="ckptctl.train.LossGuard")
+            mark(
+                address,
+                Word.REJECTED,
+                reason=reason,
+                by="ckptctl.train.LossGuard",
+                storage_options=storage_options,
+                endpoint_url=endpoint_url,
+            )
         except CkptctlError as error:
-            command = f"ckptctl reject {shlex.quote(address)} --reason {shlex.quote(reason)}"
+            words = ["reject", address, "--reason", reason]
             raise StorageUnavailable(
                 f"{address} could not be rejected ({error.message}): it is not to be resumed from",
-                next_command=command,
+                next_command=command_for(words, endpoint_url),
             ) from error
     return tuple(addresses)
+
+
+def command_for(words: list[str], endpoint_url: str | None) -> str:
+    """A command of ckptctl as a person types it, for the same storage."""
+    endpoint = [] if endpoint_url is None else ["--endpoint-url", endpoint_url]
+    return shlex.join(["ckptctl", *words, *endpoint])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import ckptctl  # noqa: E402
 from ckptctl.errors import Fenced, SaveFailed, UsageError  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
+from ckptctl.train import LossGuard  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 
@@ -72,6 +74,16 @@ def test_a_run_in_a_bucket_goes_on_to_the_last_bit(s3: S3Server, root: str, unbr
     assert (report.exit_code, report.seal is not None) == (0, True)
     ledger = [key for key in keys(s3, root) if key.endswith(".jsonl")]
     assert len(ledger) == 2
+
+
+def test_a_loss_guard_rejects_steps_in_a_bucket(s3: S3Server, root: str):
+    run(root, 6, storage_options=s3.options)
+    keys_only = {key: value for key, value in s3.options.items() if key != "endpoint_url"}
+    guard = LossGuard("stop", root=root, storage_options=keys_only, endpoint_url=s3.endpoint)
+    verdict = guard.check(7, math.nan)
+    assert verdict.rejected == (f"{root}/step_6.attempt-1",), verdict.message
+    assert verdict.next_command == f"ckptctl pick {root} --endpoint-url {s3.endpoint}"
+    assert ckptctl.pick(root, storage_options=s3.options).step == 3
 
 
 def test_what_is_saved_beside_the_training_is_sealed_too(s3: S3Server, root: str):
