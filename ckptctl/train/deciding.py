@@ -9,6 +9,7 @@ an answer; the others are errors, the same on every rank.
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import time
 from collections.abc import Collection, Mapping
@@ -126,13 +127,28 @@ def decide(
     `NothingToResume` where steps are there and none is usable (11), or one could not be
     looked at (75), and for a named step that is not usable (its verdict's code).
     """
-    wanted = str(resume_from if resume_from is not None else "none").strip()
-    if wanted in ("none", ""):
+    wanted = wanted_step(resume_from, root)
+    if wanted == "none":
         return _fresh()
     if wanted == "auto":
         return _newest(root, looking, skip, never_saved=never_saved)
     target = f"{root.rstrip('/')}@{wanted}" if wanted.isdecimal() else wanted
     return _named(target, looking, skip)
+
+
+def wanted_step(resume_from: str | int | None, root: str) -> str:
+    """What was asked for: `auto`, `none`, digits, or what can be the path of a step.
+
+    Raises `UsageError` for a word that is none of them: no such path is there.
+    """
+    wanted = str(resume_from if resume_from is not None else "none").strip() or "none"
+    known = wanted in ("auto", "none") or wanted.isdecimal()
+    if known or "/" in wanted or "@" in wanted or os.path.lexists(wanted):
+        return wanted
+    raise UsageError(
+        f"resume_from is {wanted!r}; it can be auto, none, a step number, or the path of a step",
+        next_command=f"ckptctl scan {shlex.quote(root)}",
+    )
 
 
 def _fresh() -> Decision:

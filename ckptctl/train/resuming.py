@@ -31,6 +31,7 @@ from ckptctl.train.deciding import (
     prove_content,
     prove_seen,
     too_many,
+    wanted_step,
 )
 from ckptctl.train.evidence import reject_proven, supersede_newer
 from ckptctl.train.group import Group
@@ -163,8 +164,9 @@ def _start(
 
 
 def _check_before(job: Job, resume_from: str | int | None) -> None:
+    wanted = wanted_step(resume_from, job.root)
     check_root(job.root, job.looking)
-    if resume_from is None or str(resume_from).strip() in ("none", ""):
+    if wanted == "none":
         steps = list_root(job.store).steps
         if steps:
             raise UsageError(

@@ -398,6 +398,27 @@ def test_a_named_step_that_does_not_load_is_not_replaced_by_another(root):
     job.die()
 
 
+@pytest.mark.parametrize("word", ["latest", "newest", "-1", "step_9"])
+def test_a_word_that_names_no_step_is_refused_with_those_that_do(root, word):
+    wanted = f"resume_from is '{word}'; it can be auto, none, a step number, or the path of a step"
+    with pytest.raises(UsageError, match=wanted) as refused:
+        resolve(word, str(root))
+    assert refused.value.next_command == f"ckptctl scan {root}"
+    n_attempts = len(list((root / ".ckptctl" / "attempts").iterdir()))
+    job = Job(root)
+    with pytest.raises(UsageError, match=wanted):
+        job.resume(word)
+    assert len(list((root / ".ckptctl" / "attempts").iterdir())) == n_attempts
+    job.die()
+
+
+def test_a_step_of_the_working_folder_is_named_by_its_name_alone(root, monkeypatch):
+    monkeypatch.chdir(root)
+    assert resolve("step_9", str(root)).endswith("step_9")
+    monkeypatch.chdir(root.parent)
+    assert resolve("run@6", str(root)).endswith("run/step_6")
+
+
 # Lineage, and one writer
 
 
