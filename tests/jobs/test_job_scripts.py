@@ -16,6 +16,8 @@ import yaml
 from command_line import clean_environment
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
+# It is installed beside the Python that runs the tests, which need not be on the path.
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.defpath}")
 SHELL = sorted([*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh")])
 
 # What `srun`, `scontrol` and the launchers are given is written down; a launcher that is there
@@ -157,7 +159,7 @@ def test_a_job_that_was_stopped_is_requeued_and_one_that_failed_is_not(said, req
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(path):
-    ran = subprocess.run(["shellcheck", "-S", "style", path], capture_output=True, text=True)
+    ran = subprocess.run([SHELLCHECK, "-S", "style", path], capture_output=True, text=True)
     assert ran.stdout == ""
 
 
@@ -202,7 +204,7 @@ def test_the_shell_of_a_container_is_sound_and_ends_in_exec(name, folder):
         shell, flags, text = container["command"]
         assert (shell, flags) == ("/bin/sh", "-ec")
         checked = subprocess.run(
-            ["shellcheck", "-S", "style", "-s", "sh", "-"],
+            [SHELLCHECK, "-S", "style", "-s", "sh", "-"],
             input=text,
             capture_output=True,
             text=True,

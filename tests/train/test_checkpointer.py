@@ -656,11 +656,6 @@ def test_a_wrong_argument_is_told_before_anything_is_written(tmp_path, wrong):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_address_that_cannot_be_saved_to_is_told_at_once():
-    with pytest.raises(UsageError, match="saves to file systems"):
-        Checkpointer("s3://bucket/run")
-
-
 @pytest.mark.parametrize("step_format", ["step", "{}", "weights_{}", "step_{}/x", "step_{:x}"])
 def test_names_that_nobody_would_take_for_steps_are_refused(tmp_path, step_format):
     with pytest.raises(UsageError, match="are no steps"):
