@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
 
 import ckptctl
+from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import preflight_document
 from ckptctl.cli.options import (
     GraceOpt,
@@ -31,7 +31,6 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.preflight import preflight_lines
-from ckptctl.ranks.crew import RankCrew, joined, place_in
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -121,7 +120,7 @@ def preflight(
     error stays empty unless a check failed.
     """
     with ExitStack() as stack:
-        crew = _crew(stack, out)
+        crew = crew_of_this_process(stack, out)
         found = ckptctl.preflight(
             root,
             level=level_of(level),
@@ -154,13 +153,3 @@ def preflight(
             out.lines(preflight_lines(found), to=out.err)
         out.bare(() if found.path is None else (found.path,))
     return found.exit_code
-
-
-def _crew(stack: ExitStack, out: Output) -> RankCrew | None:
-    """The processes that torchrun or srun started besides this one; None where there are none."""
-    place = place_in(os.environ)
-    if place is None:
-        return None
-    if place.rank > 0:
-        out.step_aside()
-    return stack.enter_context(joined(place))

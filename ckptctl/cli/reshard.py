@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
+from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import reshard_document
 from ckptctl.cli.options import (
     GraceOpt,
@@ -25,7 +25,6 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.resharding import reshard_lines
-from ckptctl.ranks.crew import joined, place_in
 
 EXAMPLES = (
     "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
@@ -145,11 +144,7 @@ def reshard(
     with ExitStack() as stack:
         crew = None
         if apply:
-            place = place_in(os.environ)
-            if place is not None:
-                if place.rank > 0:
-                    out.step_aside()
-                crew = stack.enter_context(joined(place))
+            crew = crew_of_this_process(stack, out)
             answer = ckptctl.reshard(
                 step,
                 target,

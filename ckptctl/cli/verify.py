@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
+from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import verify_document
 from ckptctl.cli.options import (
     GraceOpt,
@@ -32,7 +32,6 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.model import Level
-from ckptctl.ranks.crew import RankCrew, joined, place_in
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -102,7 +101,7 @@ def verify(
     with ExitStack() as stack:
         stop, crew = None, None
         if level is LevelChoice.CONTENT:
-            crew = _crew(stack, out)
+            crew = crew_of_this_process(stack, out)
             stop = stack.enter_context(ended_by_signals()) if crew is None else None
         report = ckptctl.verify(
             step,
@@ -133,13 +132,3 @@ def verify(
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),
     )
     return report.exit_code
-
-
-def _crew(stack: ExitStack, out: Output) -> RankCrew | None:
-    """The processes that torchrun or srun started besides this one; None where there are none."""
-    place = place_in(os.environ)
-    if place is None:
-        return None
-    if place.rank > 0:
-        out.step_aside()
-    return stack.enter_context(joined(place))

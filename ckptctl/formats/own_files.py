@@ -12,6 +12,7 @@ seal with a key withstands that.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Collection, Mapping
@@ -25,6 +26,11 @@ MAX_STRING = 4096
 """Characters of one string: what a person writes into a mark, or a path."""
 
 _LARGEST = 2**63 - 1
+
+
+def time_now() -> str:
+    """When a file is written: RFC 3339 in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def canonical(fields: Mapping[str, object]) -> bytes:

@@ -12,7 +12,6 @@ that sleeps exactly there publishes one last thing, into a folder of its own att
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
-from ckptctl.formats.own_files import read_back, text_in, with_digest
+from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
 from ckptctl.storage.contract import Store
 
 ROOT_FILE = f"{OWN_FOLDER}/root.json"
@@ -45,7 +44,7 @@ def put_sentinel(store: Store) -> None:
     fields: dict[str, object] = {
         "schema": "ckptctl.root/1",
         "tool": f"ckptctl {__version__}",
-        "created_at": _now(),
+        "created_at": time_now(),
     }
     try:
         store.put(ROOT_FILE, with_digest(fields))
@@ -67,7 +66,7 @@ def take_token(store: Store, attempt: str) -> Token:
             "schema": "ckptctl.fence/1",
             "number": number,
             "attempt": attempt,
-            "at": _now(),
+            "at": time_now(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
@@ -115,7 +114,3 @@ def _attempt_of(store: Store, number: int) -> str:
         return text_in(fields["attempt"], "attempt")
     except (OwnFileUnreadable, PathNotFound):
         return f"number {number}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

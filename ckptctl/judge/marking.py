@@ -63,7 +63,7 @@ def mark(
     written to: then nothing was written. Cost: a look at `listing`, one write.
     """
     spoken = _known(word)
-    by = by or _whoever_runs_this()
+    by = by or f"{user_name()}@{socket.gethostname()}"
     _check_words(spoken, reason, evidence, by)
     asked = conditions((), None, None, 600.0, marks=marks)
     with open_target(
@@ -116,13 +116,13 @@ def _known(word: Word | str) -> Word:
         raise UsageError(f"{word!r} is no word of a mark; they are {words}") from None
 
 
-def _whoever_runs_this() -> str:
+def user_name() -> str:
+    """Who runs this process."""
     try:
-        user = getpass.getuser()
+        return getpass.getuser()
     except (KeyError, OSError):
         # A container may run as a number that has no name.
-        user = f"user {os.geteuid()}"
-    return f"{user}@{socket.gethostname()}"
+        return f"user {os.geteuid()}"
 
 
 def _check_words(word: Word, reason: str, evidence: Sequence[str], by: str) -> None:

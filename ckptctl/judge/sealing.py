@@ -8,7 +8,6 @@ a seal proves later is the question of `checks.sealed`.
 
 from __future__ import annotations
 
-import datetime
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from ckptctl.errors import AccessDenied, AlreadyExists, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
 from ckptctl.formats.digests import Algorithm, Digests
 from ckptctl.formats.layouts import is_own
+from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import (
     MAX_SEAL_BYTES,
     SEAL,
@@ -135,7 +135,7 @@ def seal_found(
         algorithm,
         identity_of(looked, saved_world_size),
         files,
-        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        time_now(),
         f"ckptctl {__version__}",
     )
     _write(found, seal_bytes(made, key), replace=had_one)

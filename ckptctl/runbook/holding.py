@@ -7,7 +7,6 @@ numbers of the events (`record`), also where this file lies.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import socket
@@ -18,7 +17,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
-from ckptctl.runbook.record import Record, now
+from ckptctl.formats.own_files import time_now
+from ckptctl.judge.marking import user_name
+from ckptctl.runbook.record import Record
 
 BEAT_S = 10.0
 SILENT_S = 60.0
@@ -57,11 +58,7 @@ class Holder:
 
 def myself(*, gone: bool = False) -> Holder:
     """Who this process is, and who runs it."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = f"user {os.geteuid()}"
-    return Holder(user, socket.gethostname(), os.getpid(), now(), gone)
+    return Holder(user_name(), socket.gethostname(), os.getpid(), time_now(), gone)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.own_files import time_now
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 
@@ -60,7 +61,7 @@ class Record:
 
     def add(self, event: str, **fields: object) -> Event:
         """Write one event; raises `TakenOver` where somebody else wrote one meanwhile."""
-        made: Event = {"event": event, "at": now(), **fields}
+        made: Event = {"event": event, "at": time_now(), **fields}
         number = len(self.events) + 1
         data = json.dumps(made, ensure_ascii=False).encode() + b"\n"
         try:
@@ -87,7 +88,7 @@ class Unwritten(Record):
 
     def add(self, event: str, **fields: object) -> Event:
         """Keep one event."""
-        made: Event = {"event": event, "at": now(), **fields}
+        made: Event = {"event": event, "at": time_now(), **fields}
         self.events.append(made)
         return made
 
@@ -127,8 +128,3 @@ def _read(store: Store, path: str) -> Event:
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise RecordUnreadable(f"{store.url}/{path} is no event of a run")
     return event
-
-
-def now() -> str:
-    """The time, RFC 3339 in UTC."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -8,7 +8,6 @@ failed is `classify`'s question.
 
 from __future__ import annotations
 
-import datetime
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.errors import StorageError, UsageError
+from ckptctl.formats.own_files import time_now
 from ckptctl.judge.picking import pick
 from ckptctl.supervise.child import Signals
 
@@ -124,7 +124,7 @@ def keep_running(
                 if signals.asked is not None:
                     break
             began_s = time.monotonic()
-            started_at = _now()
+            started_at = time_now()
             code = signals.run(command, stdout)
             step, picked = newest()
             progress = step is not None and (best is None or step > best)
@@ -195,7 +195,3 @@ def _ended(command: Sequence[str], root: str, lives: tuple[Life, ...], told: int
 def _pause(backoff_s: float, n_without: int) -> float:
     """The pause before a restart: doubled for each one before it that brought nothing."""
     return min(LONGEST_PAUSE_S, backoff_s * 2.0 ** max(0, min(n_without - 1, 20)))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

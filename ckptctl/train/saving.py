@@ -9,7 +9,6 @@ written that of `checkpointer`.
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError,
 from ckptctl.findings import Severity, Verdict
 from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.layouts import OWN_FOLDER, name_of_attempt, shard_rank, step_name
+from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
@@ -292,7 +292,7 @@ def _put_seal(
         algorithm,
         identity_of(looked, saver.group.size),
         sealed,
-        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        time_now(),
         f"ckptctl {__version__}",
         origin=saver.origin,
     )
