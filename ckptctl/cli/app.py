@@ -21,8 +21,9 @@ import typer
 import ckptctl
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.options import with_common, without_secrets
+from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 
 COMMANDS = (

@@ -8,9 +8,10 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import convert_document
-from ckptctl.cli.options import GraceOpt, PatternOpt, Storage, option, parse_size
+from ckptctl.cli.options import GraceOpt, PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.reshard import only_model
+from ckptctl.cli.values import parse_size
 from ckptctl.cli.views.resharding import convert_lines
 
 EXAMPLES = (

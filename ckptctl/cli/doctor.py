@@ -12,8 +12,9 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import doctor_document
-from ckptctl.cli.options import SEAL_KEY, Storage, with_common
+from ckptctl.cli.options import Storage, with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import SEAL_KEY
 from ckptctl.cli.views.checkup import diagnosis_lines
 
 EXAMPLES = (

@@ -9,25 +9,27 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.documents import pick_document
 from ckptctl.cli.options import (
+    AcceptUnverifiableOpt,
+    AllowFreshOpt,
+    BeforeOpt,
     GraceOpt,
     KeyFileOpt,
     LevelOpt,
     MarksOpt,
+    MaxFallbackOpt,
     PatternOpt,
     RequireOpt,
     RequireSealOpt,
     RootsArg,
     SavedWorldSizeOpt,
+    SkipOpt,
     Storage,
     WeightsOpt,
     WorldSizeOpt,
-    level_of,
     option,
-    parse_kinds,
-    parse_steps,
-    seal_key,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.pick import pick_lines
 from ckptctl.judge.results import Answer, Pick
 
@@ -52,46 +54,11 @@ def pick(
     level: LevelOpt = None,
     require: RequireOpt = None,
     weights_ok: WeightsOpt = False,
-    accept_unverifiable: Annotated[
-        bool,
-        option(
-            "--accept-unverifiable",
-            help="Take a step that nothing in it can prove good at the level asked for.",
-        ),
-    ] = False,
-    before: Annotated[
-        int | None,
-        option(
-            "--before",
-            metavar="STEP",
-            min=0,
-            help="Only steps older than this one.",
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        option(
-            "--skip",
-            metavar="STEP,...",
-            help="Steps to leave out, also when they cannot be looked at.",
-        ),
-    ] = None,
-    max_fallback: Annotated[
-        int,
-        option(
-            "--max-fallback",
-            metavar="N",
-            min=0,
-            help="How many damaged steps may be passed over; interrupted saves do not count.",
-        ),
-    ] = 2,
-    allow_fresh: Annotated[
-        bool,
-        option(
-            "--allow-fresh",
-            help="Exit with 0 and print nothing where the root holds no step at all.",
-        ),
-    ] = False,
+    accept_unverifiable: AcceptUnverifiableOpt = False,
+    before: BeforeOpt = None,
+    skip: SkipOpt = None,
+    max_fallback: MaxFallbackOpt = 2,
+    allow_fresh: AllowFreshOpt = False,
     detailed_exitcode: Annotated[
         bool,
         option(

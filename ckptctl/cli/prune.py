@@ -6,8 +6,9 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import pruned_document
-from ckptctl.cli.options import LevelOpt, PatternOpt, RootArg, Storage, level_of, option
+from ckptctl.cli.options import LevelOpt, PatternOpt, RootArg, Storage, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import level_of
 from ckptctl.cli.views.prune import prune_lines
 
 EXAMPLES = (

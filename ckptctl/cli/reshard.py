@@ -13,17 +13,9 @@ import typer
 import ckptctl
 from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import reshard_document
-from ckptctl.cli.options import (
-    GraceOpt,
-    KeyFileOpt,
-    PatternOpt,
-    StepArg,
-    Storage,
-    option,
-    parse_size,
-    seal_key,
-)
+from ckptctl.cli.options import GraceOpt, KeyFileOpt, PatternOpt, StepArg, Storage, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import reshard_lines
 
 EXAMPLES = (

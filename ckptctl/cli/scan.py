@@ -20,12 +20,10 @@ from ckptctl.cli.options import (
     Storage,
     WeightsOpt,
     WorldSizeOpt,
-    level_of,
     option,
-    parse_kinds,
-    seal_key,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import level_of, parse_kinds, seal_key
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
 from ckptctl.cli.words import count
 from ckptctl.findings import Report

@@ -17,9 +17,9 @@ from ckptctl.cli.options import (
     StepArg,
     Storage,
     option,
-    seal_key,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import seal_key
 from ckptctl.cli.views.notes import sealed_lines
 
 EXAMPLES = (

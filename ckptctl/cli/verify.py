@@ -13,7 +13,6 @@ from ckptctl.cli.documents import verify_document
 from ckptctl.cli.options import (
     GraceOpt,
     KeyFileOpt,
-    LevelChoice,
     MarksOpt,
     PatternOpt,
     RequireOpt,
@@ -24,12 +23,10 @@ from ckptctl.cli.options import (
     VerifyLevelOpt,
     WorldSizeOpt,
     option,
-    parse_duration,
-    parse_kinds,
-    seal_key,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.stopping import ended_by_signals
+from ckptctl.cli.values import LevelChoice, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.model import Level
 

@@ -5,9 +5,10 @@ from made_results import contents
 
 import ckptctl
 from ckptctl.cli.lines import Span, line
-from ckptctl.cli.options import parse_kinds, parse_steps, parse_storage_options, with_common
+from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.show import show
+from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.judge.results import TensorRow
 from ckptctl.model import STATE_KINDS

@@ -1,0 +1,154 @@
+"""What does the text of an option stand for?
+
+Durations, sizes, step numbers, kinds of state, keys. Which options there are is the
+question of `options`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import Enum
+
+from ckptctl.errors import UsageError
+from ckptctl.model import STATE_KINDS, Level
+
+
+class LevelChoice(str, Enum):
+    """The levels that can be asked for."""
+
+    LISTING = "listing"
+    STRUCTURE = "structure"
+    CONTENT = "content"
+
+
+SEAL_KEY = "CKPTCTL_SEAL_KEY"
+"""The environment variable that holds the key itself: it never stands on a command line."""
+
+
+def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
+    """`KEY=VALUE` pairs as keyword arguments of an fsspec file system.
+
+    A value that is JSON (`true`, `{"region_name": "eu"}`) is taken as that; a number
+    is, too: quote it (`key='"0123"'`) where a string is meant.
+    """
+    options: dict[str, object] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(
+                f"--storage-option is KEY=VALUE, not {pair!r}",
+                next_command="ckptctl scan ROOT --storage-option anon=true",
+            )
+        options[key] = _json_or_text(value)
+    return options or None
+
+
+def _json_or_text(value: str) -> object:
+    import json
+
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+_MAX_KEY_BYTES = 4096
+
+
+def seal_key(key_file: str | None) -> bytes | None:
+    """The key of seals: what is in the file, or in the environment, or None.
+
+    A line end behind it is not part of it. Raises `UsageError` for a file that cannot
+    be read, or is too large to be a key.
+    """
+    if key_file is None:
+        key = os.environb.get(SEAL_KEY.encode(), b"")
+    else:
+        try:
+            with open(key_file, "rb") as file:
+                key = file.read(_MAX_KEY_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"the key file {key_file}: {error.strerror}") from error
+        if not key.strip() or len(key) > _MAX_KEY_BYTES:
+            raise UsageError(
+                f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
+                " in it",
+                next_command="openssl rand -hex 32",
+            )
+    return key.rstrip(b"\r\n") or None
+
+
+def level_of(choice: LevelChoice | None) -> Level | None:
+    """The level that was asked for, if one was."""
+    return None if choice is None else Level(choice.value)
+
+
+def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The kinds of train state in `--require`, given with commas or several times."""
+    kinds = [kind.strip() for each in given or () for kind in each.split(",") if kind.strip()]
+    unknown = [kind for kind in kinds if kind not in STATE_KINDS]
+    if unknown:
+        raise UsageError(
+            f"--require does not know {unknown[0]!r}; the kinds of train state are "
+            f"{', '.join(STATE_KINDS)}",
+            next_command=f"ckptctl pick ROOT --require {','.join(STATE_KINDS[:2])}",
+        )
+    return tuple(dict.fromkeys(kinds))
+
+
+def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The step numbers in `--skip`, given with commas or several times."""
+    words = [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > 19:
+            raise UsageError(
+                f"--skip takes step numbers, not {word!r}",
+                next_command="ckptctl pick ROOT --skip 1400,1600",
+            )
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
+    """The seconds in an option that is a time: `90`, `120s`, `5m`, `1.5h`, `2d`."""
+    if text is None:
+        return None
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
+        return float(number) * _SECONDS[unit]
+    raise UsageError(
+        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}",
+        next_command="ckptctl verify STEP --level content --deadline 120s"
+        if name == "--deadline"
+        else None,
+    )
+
+
+_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(name: str, text: str) -> int:
+    """The bytes in an option: `268435456`, `256M`, `1.5G`, `256MiB`."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _SIZES else ""
+    digits = number.removesuffix(unit).strip()
+    if digits.replace(".", "", 1).isdecimal() and digits.isascii():
+        return int(float(digits) * _SIZES[unit])
+    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}")
+
+
+_SECRETS = ("key", "secret", "token", "password")
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with the values of what looks like a secret as `***`."""
+    return [_without_secret(word) for word in words]
+
+
+def _without_secret(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
