@@ -37,6 +37,17 @@ class MissingExtra(UsageError):
     code = "usage.missing-extra"
 
 
+class OutOfMemory(CkptctlError, MemoryError):
+    """The process may not have the memory, or the threads, that the work takes.
+
+    Nothing is known then, as where a storage does not answer. Python's own `MemoryError`
+    means the same wherever it comes from, and passes through as it is.
+    """
+
+    exit_code = 75
+    code = "process.out-of-memory"
+
+
 class StorageError(CkptctlError):
     """A store could not do what was asked. Not raised itself: one of those below is."""
 

@@ -149,6 +149,7 @@ CODES: Mapping[str, Code] = {
     "step.changed": _fault(Verdict.CHANGED, "the step changed while it was looked at"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denies access"),
+    "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory to look"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
     "step.superseded": _fault(Verdict.SUPERSEDED, "the step is of a branch that was abandoned"),

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Kind, Span, Store
+from ckptctl.storage.threads import start_daemon
 
 PIECE_BYTES = 1 << 20
 """Bytes a read on a file system: larger ones fall out of the processor's cache."""
@@ -141,14 +143,7 @@ def read_runs(
     for run in sorted(runs, key=lambda run: -run.n_bytes):
         board.waiting.put(run)
     total = sum(run.n_bytes for run in runs)
-    n_threads = _n_threads(store, limits.jobs, len(runs))
-    board.n_read = [0] * n_threads
-    read = _read_objects if store.kind is Kind.OBJECT else _read_files
-    for number in range(n_threads):
-        # Daemons: Ctrl-C must not wait for a storage that does not answer.
-        threading.Thread(
-            target=_work, args=(read, store, board, number), name="ckptctl-bytes", daemon=True
-        ).start()
+    n_threads = _start(store, board, _n_threads(store, limits.jobs, len(runs)))
     limits.stop.listening = True
     failed: BaseException | None = None
     try:
@@ -171,6 +166,20 @@ def read_runs(
     if failed is not None:
         raise failed
     return sum(board.n_read)
+
+
+def _start(store: Store, board: _Board, n_wanted: int) -> int:
+    """Start the threads; how many there are. Fewer than wanted read it all the same."""
+    board.n_read = [0] * n_wanted
+    read = _read_objects if store.kind is Kind.OBJECT else _read_files
+    for number in range(n_wanted):
+        try:
+            start_daemon("ckptctl-bytes", _work, read, store, board, number)
+        except OutOfMemory:
+            if number == 0:
+                raise
+            return number
+    return n_wanted
 
 
 def _n_threads(store: Store, jobs: int | None, n_runs: int) -> int:

@@ -24,7 +24,7 @@ from ckptctl.cli.main import Stopped
 from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import without_secrets
-from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
+from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 
 COMMANDS = (
     "scan",
@@ -167,6 +167,8 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         command = _command(argv)
         help_command = f"ckptctl {command} --help" if command else "ckptctl --help"
         return UsageError(message[:1].lower() + message[1:], next_command=help_command)
+    if isinstance(error, MemoryError):
+        return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
         next_command=_same(argv, "--debug"),
@@ -177,6 +179,8 @@ def _next(error: CkptctlError, argv: Sequence[str]) -> str:
     """What helps where the error does not say: the same with more patience, or a page."""
     if isinstance(error, StorageUnavailable):
         return _same(argv, *([] if "--timeout" in argv else ["--timeout", "120"]))
+    if isinstance(error, OutOfMemory):
+        return "ckptctl explain step.no-memory"
     return f"ckptctl explain {error.exit_code}"
 
 

@@ -117,8 +117,8 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     75: ExitCode(
         "the storage did not answer",
-        "Nothing is known about the step, good or bad. Try again later; never take it for "
-        "'no checkpoint'.",
+        "Nothing is known about the step, good or bad; too little memory to look ends so, too. "
+        "Try again later; never take it for 'no checkpoint'.",
         "yes",
     ),
     77: ExitCode(

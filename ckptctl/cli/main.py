@@ -14,6 +14,11 @@ from contextlib import suppress
 from typing import NoReturn
 
 _FEW_COLLECTIONS = 20_000
+_COULD_NOT_LOOK = 75
+_NO_MEMORY = (
+    b"error: there is not enough memory; nothing is known, good or bad\n"
+    b"next: ckptctl explain step.no-memory\n"
+)
 
 
 class Stopped(BaseException):
@@ -38,6 +43,10 @@ def main() -> NoReturn:
         exit_code = run(sys.argv[1:])
     except Stopped as stopped:
         exit_code = stopped.exit_code
+    except MemoryError:
+        # Too little even to say so in the usual way. These two take none.
+        os.write(2, _NO_MEMORY)
+        os._exit(_COULD_NOT_LOOK)
     _flush()
     # All is said. Taking the interpreter apart takes as long as starting it, and
     # would wait for a thread that hangs in a storage.
@@ -51,5 +60,5 @@ def _stop(number: int, _frame: object) -> NoReturn:
 def _flush() -> None:
     """Bring out what is left; where that fails, `run` has said so already."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):
+        with suppress(OSError, AttributeError, MemoryError):
             stream.flush()

@@ -18,7 +18,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.inert import Grammar
 from ckptctl.formats.pickle_machine import Machine, Shapes
 from ckptctl.formats.pickle_opcodes import OPCODES
@@ -32,19 +31,15 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
 
     Raises `MetadataUnsafe` for a name, a call or an opcode that the grammar does
     not have, `MetadataUnreadable` for anything that is not a whole, well-formed
-    pickle. Both name the offset in bytes. Time and memory are linear in the size.
+    pickle. Both name the offset in bytes. Time and memory are linear in the size: a
+    `MemoryError` says nothing against the pickle, and passes through.
     """
-    try:
-        with collector_paused():
-            try:
-                return _machine(data, grammar, shapes).run()
-            except RecursionError:
-                # Runs that refer to runs, thousands deep: only a forger writes that.
-                return _machine(data, grammar, None).run()
-    except MemoryError:
-        raise MetadataUnreadable(
-            f"{len(data):,} bytes of pickle need more memory than there is"
-        ) from None
+    with collector_paused():
+        try:
+            return _machine(data, grammar, shapes).run()
+        except RecursionError:
+            # Runs that refer to runs, thousands deep: only a forger writes that.
+            return _machine(data, grammar, None).run()
 
 
 def _machine(data: bytes, grammar: Grammar, shapes: Shapes | None) -> Machine:

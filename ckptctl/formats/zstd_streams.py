@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import MissingExtra, RecordUnreadable
+from ckptctl.errors import MissingExtra, OutOfMemory, RecordUnreadable
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionObj
@@ -54,6 +54,8 @@ class Unpacker:
             try:
                 out = self._stream.decompress(data[at : at + _SLICE])
             except self._error as error:
+                if "not enough memory" in str(error):
+                    raise OutOfMemory(f"a record cannot be decompressed: {error}") from error
                 raise RecordUnreadable(f"it cannot be decompressed: {error}") from error
             self.n_bytes += len(out)
             if self.n_bytes > self._limit:

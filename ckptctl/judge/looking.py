@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
-from ckptctl.errors import AccessDenied, PathEscape, PathNotFound, StorageError
+from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
@@ -88,8 +88,8 @@ def look(
 
     `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
     `files` is the listing of the step where the caller has it, `content` what of it is
-    to be read at that level, and within which limits. A storage that fails gives a
-    report with the verdict `unknown`, never an exception.
+    to be read at that level, and within which limits. A storage that fails, or a lack of
+    memory, gives a report with the verdict `unknown`, never an exception.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
@@ -102,7 +102,7 @@ def look(
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
         return _look_at(store, step, named, conditions, level, at_least, content)
-    except StorageError as error:
+    except (StorageError, MemoryError) as error:
         finding = _could_not_look(error, step)
         report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
         return Looked(report, step)
@@ -267,8 +267,18 @@ def _sources(step: Step, parts: Sequence[PartLook], contents: Mapping[str, objec
     )
 
 
-def _could_not_look(error: StorageError, step: Step) -> Finding:
-    """What a storage that failed means for the step it was asked for."""
+def _could_not_look(error: StorageError | MemoryError, step: Step) -> Finding:
+    """What a storage that failed, or a lack of memory, means for the step it was asked for."""
+    if isinstance(error, MemoryError):
+        said = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
+        return Finding(
+            "step.no-memory",
+            step.name,
+            f"{said}: nothing is known about the step",
+            expected="memory and threads to look with",
+            found="less than the look takes",
+            next_command="ckptctl explain step.no-memory",
+        )
     if isinstance(error, PathEscape):
         code, expected = "path.escape", "files and folders inside the root"
     elif isinstance(error, (PathNotFound, ShortRead)):

@@ -13,7 +13,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Span
+from ckptctl.storage.threads import start_daemon
 
 T = TypeVar("T")
 
@@ -62,10 +64,13 @@ def read_in_flight(
                 n_bytes -= waiting[0].span.length
                 yield _result(waiting.popleft())
             if n_threads < width:
-                n_threads += 1
-                threading.Thread(
-                    target=_work, args=(work, read), name="ckptctl-read", daemon=True
-                ).start()
+                try:
+                    start_daemon("ckptctl-read", _work, work, read)
+                    n_threads += 1
+                except OutOfMemory:
+                    if n_threads == 0:
+                        raise
+                    width = n_threads  # fewer do, only later
             waiting.append(_Read(span))
             n_bytes += span.length
             work.put(waiting[-1])
@@ -94,9 +99,7 @@ def run_aside(request: Callable[[], T]) -> T:
         except BaseException as exc:  # noqa: BLE001 - raised again below
             errors.append(exc)
 
-    thread = threading.Thread(target=run, name="ckptctl-request", daemon=True)
-    thread.start()
-    thread.join()
+    start_daemon("ckptctl-request", run).join()
     if errors:
         raise errors[0]
     return results[0]

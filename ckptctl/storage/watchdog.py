@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 
 from ckptctl.errors import StorageUnavailable
+from ckptctl.storage.threads import start_daemon
 
 _PRINTING_S = 5.0
 
@@ -80,11 +81,10 @@ class Watchdog:
         self._bound_s = bound_s
         self._on_stall = on_stall
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ckptctl-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         _open.add(self)
-        self._thread.start()
+        start_daemon("ckptctl-watchdog", self._watch)
         return self
 
     def __exit__(self, *exc: object) -> None:

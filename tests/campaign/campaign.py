@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -30,7 +31,7 @@ for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "f
 
 from table import published, summary  # noqa: E402
 
-CATEGORIES = ("A", "B", "C", "D", "F", "J", "K", "L", "M", "N", "O")
+CATEGORIES = ("A", "B", "C", "D", "F", "G", "J", "K", "L", "M", "N", "O")
 
 
 def planned(category: str, seed: int, share: float) -> list[int]:
@@ -66,7 +67,7 @@ def work(job: int, asked: argparse.Namespace, out: Path) -> None:
     work_in = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=work_in) as folder:
         bench = Bench(Path(folder), asked.seed, peers=asked.peers)
-        with file.open("a") as lines:
+        with closing(bench), file.open("a") as lines:
             for category, number in _in_turn(asked):
                 if number % asked.jobs != job or (category, number) in done:
                     continue

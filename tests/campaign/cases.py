@@ -25,6 +25,8 @@ from interrupted import N_CASES as N_INTERRUPTED
 from interrupted import Save, interrupted, saves
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
+from short_memory import N_CASES as N_SHORTAGES
+from short_memory import Starved, short_of_memory
 from sound_steps import Harm, Library, Sound, sound_as, tree
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -34,6 +36,7 @@ N_CASES = {
     **{category: n for category, (_, n) in MAKERS.items()},
     "D": N_INTERRUPTED,
     "F": N_FAULTS,
+    "G": N_SHORTAGES,
     "J": N_CHANGES,
     "K": N_HOSTILE,
     "M": N_MUTATIONS,
@@ -56,6 +59,7 @@ class Bench:
         self._truth: dict[str, dict[str, object]] = {}
         self._saves: list[Save] = []
         self._counts: Counts | None = None
+        self._starved: Starved | None = None
         _load_all_modules()
         self._watch = Watch()
 
@@ -79,11 +83,19 @@ class Bench:
                 self._judged(hostile(number, subject), subject, outcome, chance, peer=False)
             elif category == "O":
                 self._sound(number, chance, outcome)
+            elif category == "G":
+                self._starved = self._starved or Starved(self._folder / "starved")
+                short_of_memory(number, chance, subject, self._root, self._starved, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
         finally:
             shutil.rmtree(self._root.parent, ignore_errors=True)
         return outcome
+
+    def close(self) -> None:
+        """End the processes that were started for the cases."""
+        if self._starved is not None:
+            self._starved.close()
 
     def _judged(
         self, case: Case, subject: Sound, outcome: Outcome, chance: Random, *, peer: bool = True

@@ -15,6 +15,7 @@ ABOUT = {
     "C": "files missing, renamed, of another kind, too many",
     "D": "a save that was interrupted",
     "F": "the storage fails in the k-th call",
+    "G": "commands that get too little memory",
     "J": "the step changes while it is looked at",
     "K": "metadata and records that attack",
     "L": "well-formed and wrong",

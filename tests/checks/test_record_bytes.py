@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import pack
@@ -380,3 +382,27 @@ def _ends64(data: bytes) -> list[int]:
             found.append(at)
         at = data.find(b"PK\6\6", at + 1)
     return found
+
+
+_LITTLE_MEMORY = """
+import resource, zstandard
+from ckptctl.errors import OutOfMemory
+from ckptctl.formats.zstd_streams import Unpacker
+
+window = zstandard.ZstdCompressionParameters(window_log=25)
+packed = zstandard.ZstdCompressor(compression_params=window).compress(bytes(48 << 20))
+taken = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmSize:")) << 10
+resource.setrlimit(resource.RLIMIT_AS, (taken + (8 << 20), taken + (8 << 20)))
+try:
+    for _ in Unpacker(1 << 30).feed(memoryview(packed)):
+        pass
+except OutOfMemory as error:
+    print(error.message)
+"""
+
+
+def test_a_record_that_cannot_be_unpacked_for_want_of_memory_is_not_damaged():
+    done = subprocess.run(
+        [sys.executable, "-c", _LITTLE_MEMORY], capture_output=True, text=True, timeout=60
+    )
+    assert "not enough memory" in done.stdout, done.stderr

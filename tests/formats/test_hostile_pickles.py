@@ -328,7 +328,6 @@ MEANT_WELL = {"laughs-of-a-planner", "a-planner-in-itself", "entries"}
 def test_no_bomb_goes_off(outcomes: Outcomes, name: str) -> None:
     assert (outcomes[name, "metadata"].kind == "read") == (name in MEANT_WELL)
     assert outcomes[name, "tensor"].kind != "read"
-    assert "more memory than there is" not in outcomes[name, "metadata"].message
 
 
 @pytest.mark.parametrize(

@@ -179,3 +179,16 @@ def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path: Pa
     found = ckptctl.pick(str(root))
     assert found.next_command is not None
     assert shlex.split(found.next_command)[2] == str(root)
+
+
+@pytest.mark.parametrize("verb", ["read", "span"])
+def test_a_lack_of_memory_is_nothing_against_a_step(
+    broken: Callable[..., None], root: Path, verb: str
+):
+    broken(lambda store: store.fail(verb, MemoryError()))
+    report = ckptctl.verify(f"{root}@20", level=Level.CONTENT)
+    assert [f.code for f in report.findings if f.verdict] == ["step.no-memory"]
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.exit_code == 75
+    chosen = ckptctl.pick(str(root))
+    assert (chosen.answer, chosen.chosen, chosen.exit_code) == (Answer.UNKNOWN, None, 75)

@@ -1,0 +1,99 @@
+"""Run commands with too little memory, each in a process that is forked for it.
+
+    python tests/campaign/starved.py FOLDER
+
+Reads a line of JSON for each command from standard input, and answers each with one.
+Nothing but `ckptctl` is loaded here, and once for all: what fails in a child is the
+command, and hardly ever the start of an interpreter. `limit` is RLIMIT_AS in bytes.
+`from` and `to` count allocations of Python: those between fail, to the end where `to`
+is 0. `_testcapi` does that, which Linux distributions may leave out of their Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+PATIENCE_S = 10.0
+
+
+def load_all() -> None:
+    """Import what commands import when they are called."""
+    for name in ("checks", "formats", "judge", "storage", "cli", "cli.views"):
+        package = importlib.import_module(f"ckptctl.{name}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    for name in ("zstandard", "xxhash", "rich.console", "json", "difflib"):
+        importlib.import_module(name)
+
+
+def run(order: dict[str, Any], folder: Path) -> dict[str, object]:
+    """Run one command line in a child; how it ended, and what it wrote."""
+    out, err = folder / "out", folder / "err"
+    child = os.fork()
+    if child == 0:
+        _be(order, out, err)
+    code = _ended(child, PATIENCE_S)
+    return {
+        "code": code,
+        "out": out.read_text(errors="replace"),
+        "err": err.read_text(errors="replace"),
+    }
+
+
+def _be(order: dict[str, Any], out: Path, err: Path) -> NoReturn:
+    try:
+        for path, number in ((out, 1), (err, 2)):
+            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(made, number)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.argv = ["ckptctl", *order["argv"]]
+        from ckptctl.cli.main import main
+
+        if order.get("limit"):
+            resource.setrlimit(resource.RLIMIT_AS, (order["limit"], order["limit"]))
+        if order.get("from"):
+            import _testcapi
+
+            _testcapi.set_nomemory(order["from"], order["to"])
+        main()
+    except BaseException:  # noqa: BLE001 - `main` lets nothing out, and ends the process itself
+        if order.get("from"):
+            _testcapi.remove_mem_hooks()
+        traceback.print_exc()
+    finally:
+        os._exit(99)
+
+
+def _ended(child: int, patience_s: float) -> int | None:
+    """The exit code, minus the signal, or None for one that had to be killed."""
+    until_s = time.monotonic() + patience_s
+    while time.monotonic() < until_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    load_all()
+    folder = Path(sys.argv[1])
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line), folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What if the system has no more threads to give?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from command_line import clean_environment
+
+_FEW_THREADS = """
+import resource, sys, threading
+from ckptctl.errors import OutOfMemory
+from ckptctl.storage.contract import Span
+from ckptctl.storage.in_flight import read_in_flight
+
+held = threading.Event()
+def read(span):
+    return bytes(span.length)
+
+taken = 0
+for line in open("/proc/self/status"):
+    if line.startswith("VmSize:"):
+        taken = int(line.split()[1]) << 10
+stack = 8 << 20
+threading.stack_size(stack)
+room = int(float(sys.argv[1]) * stack)
+resource.setrlimit(resource.RLIMIT_AS, (taken + room, taken + room))
+spans = [Span("a", 0, n) for n in range(40)]
+try:
+    print(sum(len(data) for _, data in read_in_flight(read, spans)))
+except OutOfMemory as error:
+    print(error.exit_code, error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "said"), [("3.5", "780\n"), ("0.5", "75 no thread can be started")]
+)
+def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room: str, said: str):
+    done = subprocess.run(
+        [sys.executable, "-c", _FEW_THREADS, room],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(MALLOC_ARENA_MAX="1"),
+    )
+    assert done.stdout.startswith(said), done.stderr
