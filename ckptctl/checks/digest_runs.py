@@ -29,7 +29,7 @@ class DigestRun:
     def __init__(self, stretch: Stretch, algorithm: Algorithm, around: Run | None = None) -> None:
         self.stretch = stretch
         self._around = around
-        self._digester = Digester(algorithm, stretch.length)
+        self._digester = Digester(algorithm)
         self._n_taken = 0
 
     @property

@@ -59,37 +59,38 @@ def n_blocks(size: int) -> int:
 
 
 class Digester:
-    """Digests `size` bytes that come in pieces of any length, in order.
+    """Digests bytes that come in pieces of any length, in order, however many they are.
 
-    Bytes of a file with several blocks are digested twice: xxh3 hardly notices.
+    Bytes behind the first block are digested twice: xxh3 hardly notices.
     """
 
     __slots__ = ("_block", "_blocks", "_left", "_new", "_whole")
 
-    def __init__(self, algorithm: Algorithm, size: int) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self._new = _new_hash(algorithm)
-        self._whole = self._new()
-        self._block = self._new() if size > BLOCK_BYTES else None
+        self._whole = self._block = self._new()  # as far as the first block goes, one is both
         self._blocks: list[str] = []
         self._left = BLOCK_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
         """Take the next bytes."""
-        self._whole.update(data)
-        if self._block is None:
-            return
         view = memoryview(data)
         while len(view) > self._left:
-            self._block.update(view[: self._left])
+            self._take(view[: self._left])
             view = view[self._left :]
             self._blocks.append(self._block.hexdigest())
             self._block, self._left = self._new(), BLOCK_BYTES
-        self._block.update(view)
+        self._take(view)
         self._left -= len(view)
+
+    def _take(self, view: memoryview) -> None:
+        self._whole.update(view)
+        if self._block is not self._whole:
+            self._block.update(view)
 
     def digests(self) -> Digests:
         """What all bytes taken so far come to."""
-        last = () if self._block is None else (self._block.hexdigest(),)
+        last = (self._block.hexdigest(),) if self._blocks else ()
         return Digests(self._whole.hexdigest(), (*self._blocks, *last))
 
 

@@ -34,7 +34,10 @@ _DENIED = frozenset(
     }
 )
 _NO_SUCH_NAME = frozenset({"InvalidObjectName", "KeyTooLongError"})
-_HEALS = frozenset({"InternalError", "RequestTimeout", "SlowDown", "ServiceUnavailable"})
+_CHANGED_ON_THE_WAY = frozenset(
+    {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+)
+_HEALS = _CHANGED_ON_THE_WAY | {"InternalError", "RequestTimeout", "SlowDown", "ServiceUnavailable"}
 _HEALING_STATUS = frozenset({408, 409, 425, 429})
 
 

@@ -30,6 +30,7 @@ from ckptctl.train.saving import (
     Saver,
     check_step_format,
     clear_aside,
+    flush_step,
     make_place,
     seal_step,
     write_step,
@@ -284,8 +285,10 @@ class Checkpointer:
         began_s = time.monotonic()
         group = saver.group
         moved = group.from_first(lambda: make_place(saver, step))
-        write_step(saver, step, state)
-        seal_step(saver, step, seal=self._seal)
+        written = write_step(saver, step, state, digest=self._seal)
+        flush_step(saver, step)
+        if self._seal:
+            seal_step(saver, step, written)
         if group.is_first:
             attempt.record(
                 "saved",

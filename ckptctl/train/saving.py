@@ -1,8 +1,8 @@
 """How does a step get into the root, whole or recognisably not?
 
 Into a folder that did not exist, on an object store under names that no other attempt
-uses: shards first, the metadata after all of them, then, with the folders flushed, the
-seal. Right before each of them the attempt proves that
+uses: shards first, digested on their way, the metadata after all of them, then, with the
+folders flushed, the seal. Right before each of them the attempt proves that
 the root is still its own. What is written is the question of `state`, when it is
 written that of `checkpointer`.
 """
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl import __version__
 from ckptctl.checks.byte_pass import Limits
+from ckptctl.checks.sealed import written_ms
 from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
 from ckptctl.findings import Severity, Verdict
-from ckptctl.formats.digests import Algorithm
+from ckptctl.formats.digests import Algorithm, Digests
 from ckptctl.formats.layouts import OWN_FOLDER, name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
@@ -31,9 +32,10 @@ from ckptctl.judge.looking import list_step, look
 from ckptctl.judge.pruning import remove_step
 from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
-from ckptctl.model import FileInfo
+from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
+from ckptctl.train.digesting import DigestedFiles
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
 
@@ -44,6 +46,9 @@ ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""
 
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
+
+Written = Mapping[str, tuple[int, Digests]]
+"""Size in bytes and digests of files of a step, by path, as they were written."""
 
 _GRACE_S = 0.0  # our own save is over when it is looked at
 
@@ -58,6 +63,11 @@ class Saver:
     step_format: str
     key: bytes | None = None
     origin: Origin | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """How its files are digested."""
+        return Algorithm.XXH3 if self.key is None else Algorithm.SHA256
 
     def url_of(self, step: int) -> str:
         """The address of a step of this root."""
@@ -179,21 +189,26 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
+def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool = True) -> Written:
     """Write shards and metadata; every rank calls it. Raises `SaveFailed`, `Fenced`.
 
     The metadata is published by rank 0, after all ranks have written and flushed theirs.
+    What this rank wrote, for `seal_step`; nothing of it without `digest`.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     alone = saver.group.size == 1
+    writer = _writer(saver, saver.name_of(step))
+    files = DigestedFiles(writer.fs, saver.algorithm)
+    if digest:
+        writer.fs = cast("Any", files)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on saving without a process group
             save(
                 state,
-                storage_writer=_writer(saver, saver.name_of(step)),
+                storage_writer=writer,
                 process_group=saver.group.handle,
                 no_dist=alone,
             )
@@ -209,6 +224,7 @@ def write_step(saver: Saver, step: int, state: dict[str, Any]) -> None:
         if alone:
             raise
         raise ranks_lost(error) from error
+    return files.written
 
 
 def _writer(saver: Saver, name: str) -> FileSystemWriter:
@@ -240,28 +256,52 @@ def failures_of(error: BaseException) -> str:
     return ("; ".join(told[:2]) + more)[:600] or type(error).__name__
 
 
-def seal_step(saver: Saver, step: int, *, seal: bool = True) -> None:
-    """Flush the folders, look at the step, and seal it; every rank calls it.
+def seal_step(saver: Saver, step: int, written: Written) -> None:
+    """Look at the step, and seal it; every rank calls it, after `flush_step`.
 
-    Each rank reads and digests the files that it wrote. Raises `SaveFailed` where what
-    was written is not a whole step, `Fenced`, `StorageError`.
+    Each rank gives the digests of the files that it wrote; what it cannot vouch for it
+    reads back. Raises `SaveFailed` where what was written is not a whole step, `Fenced`,
+    `StorageError`.
     """
     name = saver.name_of(step)
-    files = saver.group.from_first(lambda: _flushed(saver, name))
-    if not seal:
-        return
-    algorithm = Algorithm.XXH3 if saver.key is None else Algorithm.SHA256
+    files = saver.group.from_first(
+        lambda: [file for file in list_step(saver.store, name) if is_sealed(file)]
+    )
     own = [file for file in files if _digester(file, saver.group.size) == saver.group.rank]
-    shares = saver.group.from_all(lambda: digested(saver.store, name, own, algorithm, Limits()))
+    shares = saver.group.from_all(lambda: _digests_of(saver, step, own, written))
     sealed = sorted((file for share in shares for file in share), key=lambda file: file.path)
-    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed), algorithm))
+    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed)))
 
 
-def _flushed(saver: Saver, name: str) -> Sequence[FileInfo]:
-    if is_local(saver.store.url):
-        for folder in (name, ""):
+def flush_step(saver: Saver, step: int) -> None:
+    """Make the names of a step durable; every rank calls it."""
+
+    def flush() -> None:
+        for folder in (saver.name_of(step), ""):
             sync_folder(_local_path(saver, folder))
-    return [file for file in list_step(saver.store, name) if is_sealed(file)]
+
+    if is_local(saver.store.url):
+        saver.group.from_first(flush)
+
+
+def _digests_of(
+    saver: Saver, step: int, files: Sequence[FileInfo], written: Written
+) -> tuple[SealedFile, ...]:
+    sealed, unknown = [], []
+    for file in files:
+        if file.path not in written:
+            unknown.append(file)
+            continue
+        size, digests = written[file.path]
+        if file.size != size:
+            raise SaveFailed(
+                f"step {step} was not saved: {file.path} is {file.size:,} bytes, and {size:,} "
+                "were written to it; older steps are as they were",
+                next_command=f"ckptctl verify {shlex.quote(saver.url_of(step))}",
+            )
+        sealed.append(SealedFile(file.path, size, written_ms(file), digests))
+    name = saver.name_of(step)
+    return (*sealed, *digested(saver.store, name, unknown, saver.algorithm, Limits()))
 
 
 def _digester(file: FileInfo, n_ranks: int) -> int:
@@ -270,15 +310,15 @@ def _digester(file: FileInfo, n_ranks: int) -> int:
     return 0 if rank is None else rank % n_ranks
 
 
-def _put_seal(
-    saver: Saver, step: int, sealed: tuple[SealedFile, ...], algorithm: Algorithm
-) -> None:
+def _put_seal(saver: Saver, step: int, sealed: tuple[SealedFile, ...]) -> None:
     name = saver.name_of(step)
     named = step_name(name)
+    # No deeper: what is in the shards was digested on its way, and all ranks wait for this.
     looked = look(
         saver.store,
         named or name,
         conditions((), None, saver.group.size, _GRACE_S),
+        level=Level.LISTING,
     )
     report = looked.report
     if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
@@ -289,7 +329,7 @@ def _put_seal(
             next_command=f"ckptctl verify {shlex.quote(report.url)}",
         )
     made = Seal(
-        algorithm,
+        saver.algorithm,
         identity_of(looked, saver.group.size),
         sealed,
         time_now(),

@@ -31,6 +31,7 @@ class Fault(Enum):
     LOST = "the server does it, the answer is lost"
     SILENT = "accepted, never answered"
     DRIBBLE = "four bytes a second"
+    FLIPPED = "one byte of what is sent arrives as another"
     NOT_THERE = "404, whatever is there"
     NO_LISTING = "200 with a page in HTML, like a login page"
 
@@ -138,6 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.NO_LISTING:
             self._answer(200, b"<html><body>Please log in</body></html>")
             return
+        if fault is Fault.FLIPPED and body:
+            body = bytes([body[0] ^ 0xFF]) + body[1:]
         status, headers, content = self._ask_upstream(body)
         if fault is Fault.LOST:
             self._reset()

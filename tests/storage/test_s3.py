@@ -29,6 +29,7 @@ from ckptctl.errors import (
 )
 from ckptctl.storage import retrying
 from ckptctl.storage.contract import ShortRead, Span, Store
+from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.opening import open_store
 
 pytestmark = pytest.mark.server
@@ -260,6 +261,24 @@ def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto: S3Server
         ):
             with pytest.raises(PathNotFound, match=r"no-such-bucket: there is no such bucket$"):
                 use()
+
+
+@pytest.mark.parametrize("size", [1000, PART_BYTES + 1])
+def test_what_arrives_changed_is_refused_by_a_real_server_and_sent_again(
+    s3_ceph: S3Server,
+    counting_proxy: Callable[[str], CountingProxy],
+    prefix: str,
+    client: str,
+    size: int,
+):
+    proxy, data = counting_proxy(s3_ceph.endpoint), os.urandom(size)
+    options = {**s3_ceph.options, "client": client}
+    url = f"s3://{s3_ceph.bucket}/{prefix}"
+    with open_store(url, storage_options=options, endpoint_url=proxy.url, retries=1) as store:
+        proxy.break_request("PUT", Fault.FLIPPED)
+        store.put_pieces("shard", lambda: iter([memoryview(data)]), size)
+        assert proxy.counts["PUT"] > 1
+        assert store.read("shard", limit=size) == data
 
 
 @pytest.mark.parametrize("wrong", ["key", "secret"])
