@@ -25,10 +25,20 @@ class CkptctlError(Exception):
 
 
 class UsageError(CkptctlError):
-    """An argument, an option, or a name that does not exist."""
+    """An argument, an option, or a name that does not exist.
+
+    `instead` is the option that was wrong or is lacking, as it can be written: the command line
+    puts it into the words of its caller.
+    """
 
     exit_code = 2
     code = "usage"
+
+    def __init__(
+        self, message: str, *, next_command: str | None = None, instead: str | None = None
+    ) -> None:
+        super().__init__(message, next_command=next_command)
+        self.instead = instead
 
 
 class MissingExtra(UsageError):

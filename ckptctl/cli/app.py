@@ -164,28 +164,50 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return _Ended(error.exit_code)
     if isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().split())
-        command = _command(argv)
-        help_command = f"ckptctl {command} --help" if command else "ckptctl --help"
-        return UsageError(message[:1].lower() + message[1:], next_command=help_command)
+        return UsageError(message[:1].lower() + message[1:], next_command=_help_command(argv))
     if isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
-        next_command=_same(argv, "--debug"),
+        next_command=_same(argv, "" if "--debug" in argv else "--debug"),
     )
 
 
 def _next(error: CkptctlError, argv: Sequence[str]) -> str:
-    """What helps where the error does not say: the same with more patience, or a page."""
+    """What helps where the error does not say: the caller's own command, made good, or a page."""
+    if isinstance(error, UsageError) and error.instead is not None:
+        return _same(argv, error.instead)
     if isinstance(error, StorageUnavailable):
-        return _same(argv, *([] if "--timeout" in argv else ["--timeout", "120"]))
+        patient = any(word.partition("=")[0] == "--timeout" for word in argv)
+        return _same(argv, "" if patient else "--timeout 120")
     if isinstance(error, OutOfMemory):
         return "ckptctl explain step.no-memory"
+    if error.exit_code == _USAGE:
+        return _help_command(argv)
     return f"ckptctl explain {error.exit_code}"
 
 
-def _same(argv: Sequence[str], *more: str) -> str:
-    return shlex.join(["ckptctl", *without_secrets(argv), *more])
+def _help_command(argv: Sequence[str]) -> str:
+    command = _command(argv)
+    return f"ckptctl {command} --help" if command else "ckptctl --help"
+
+
+def _same(argv: Sequence[str], option: str = "") -> str:
+    """The caller's own words, with `option`, as a shell reads it, added or in place of its like."""
+    at = argv.index("--") if "--" in argv else len(argv)  # behind it, another's command line
+    words = _without(argv[:at], option.partition(" ")[0]) if option else argv[:at]
+    again = (shlex.join(["ckptctl", *without_secrets(words)]), option, shlex.join(argv[at:]))
+    return " ".join(part for part in again if part)
+
+
+def _without(words: Sequence[str], name: str) -> list[str]:
+    """Words of a command line without an option and its value."""
+    kept, is_value = [], False
+    for word in words:
+        if not is_value and word.partition("=")[0] != name:
+            kept.append(word)
+        is_value = word == name
+    return kept
 
 
 class _Ended(CkptctlError):

@@ -116,12 +116,12 @@ def runbook(
     if root is None:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
-            next_command=f"ckptctl runbook run {book.name} ROOT",
+            next_command=f"ckptctl runbook run {shlex.quote(name)} ROOT{_own(folder)}",
         )
     if found := problems(book):
         raise UsageError(
             f"the runbook {book.name} is not sound: {found[0]}",
-            next_command=f"ckptctl runbook lint {shlex.quote(name)}",
+            next_command=f"ckptctl runbook lint {shlex.quote(name)}{_own(folder)}",
         )
     ran = run_runbook(
         book,
@@ -137,11 +137,16 @@ def runbook(
     return _answer(ran, transcript, out)
 
 
+def _own(folder: str | None) -> str:
+    """The option of the caller's own folder of runbooks, for the next command."""
+    return "" if folder is None else f" --folder {shlex.quote(folder)}"
+
+
 def _list(folder: str | None, out: Output) -> int:
     books = [shelf.find(name, folder) for name in shelf.names(folder)]
     out.answer(
         lambda: runbooks_document(books, ()),
-        lambda: list_lines(books),
+        lambda: list_lines(books, _own(folder)),
         bare=(book.name for book in books),
     )
     return 0
@@ -181,10 +186,7 @@ def _inputs(given: Sequence[str]) -> dict[str, str]:
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise UsageError(
-                f"--set is NAME=VALUE, not {pair!r}",
-                next_command="ckptctl runbook run rb-7 ROOT --set LOG=train.log",
-            )
+            raise UsageError(f"--set is NAME=VALUE, not {pair!r}", instead="--set LOG=train.log")
         inputs[name] = value
     return inputs
 

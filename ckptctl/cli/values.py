@@ -38,7 +38,7 @@ def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
         if not key or not equals:
             raise UsageError(
                 f"--storage-option is KEY=VALUE, not {pair!r}",
-                next_command="ckptctl scan ROOT --storage-option anon=true",
+                instead="--storage-option anon=true",
             )
         options[key] = _json_or_text(value)
     return options or None
@@ -92,7 +92,7 @@ def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
         raise UsageError(
             f"--require does not know {unknown[0]!r}; the kinds of train state are "
             f"{', '.join(STATE_KINDS)}",
-            next_command=f"ckptctl pick ROOT --require {','.join(STATE_KINDS[:2])}",
+            instead=f"--require {','.join(STATE_KINDS[:2])}",
         )
     return tuple(dict.fromkeys(kinds))
 
@@ -104,7 +104,7 @@ def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
         if not (word.isascii() and word.isdigit()) or len(word) > 19:
             raise UsageError(
                 f"--skip takes step numbers, not {word!r}",
-                next_command="ckptctl pick ROOT --skip 1400,1600",
+                instead="--skip 1400,1600",
             )
     return tuple(dict.fromkeys(map(int, words)))
 
@@ -121,10 +121,7 @@ def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
     if unit in _SECONDS and number.replace(".", "", 1).isdecimal() and number.isascii():
         return float(number) * _SECONDS[unit]
     raise UsageError(
-        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}",
-        next_command="ckptctl verify STEP --level content --deadline 120s"
-        if name == "--deadline"
-        else None,
+        f"{name} is a time like 90, 120s, 5m or 1.5h, not {text!r}", instead=f"{name} 5m"
     )
 
 
@@ -138,7 +135,7 @@ def parse_size(name: str, text: str) -> int:
     digits = number.removesuffix(unit).strip()
     if digits.replace(".", "", 1).isdecimal() and digits.isascii():
         return int(float(digits) * _SIZES[unit])
-    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}")
+    raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G")
 
 
 _SECRETS = ("key", "secret", "token", "password")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ckptctl.formats.layouts import compile_pattern
+from ckptctl.judge.empty_roots import check_has_steps
 from ckptctl.judge.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
@@ -60,13 +61,16 @@ def measured(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Measured:
-    """What the steps under a root say about its saves. Raises `StorageError`.
+    """What the steps under a root say about its saves.
 
-    Cost: one listing, and one for each of at most `MOST_STEPS` steps.
+    Raises `StorageError`, and `UsageError` for a path that is no root.
+    Cost: two listings, and one for each of at most `MOST_STEPS` steps.
     """
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
+        compiled = compile_pattern(pattern)
+        check_has_steps(store, list_root(store, compiled), compiled)
         return measured_in(store, pattern)
 
 

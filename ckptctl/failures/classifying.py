@@ -52,7 +52,7 @@ def classify(
     if scheduler is not None and scheduler not in SCHEDULERS:
         raise UsageError(
             f"the scheduler is one of {', '.join(SCHEDULERS)}, not {scheduler!r}",
-            next_command="ckptctl classify LOG --scheduler slurm",
+            instead="--scheduler slurm",
         )
     given = _given(exit_code, state, scheduler)
     storage = {

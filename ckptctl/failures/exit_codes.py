@@ -70,7 +70,7 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
     if form is None:
         raise UsageError(
             f"an exit code is a number like 137, -9 or 0:9, not {exit_code!r}",
-            next_command="ckptctl classify LOG --exit-code 137",
+            instead="--exit-code 137",
         )
     code, number = int(form[1]), int(form[2] or 0)
     if number == 0 and code < 0:

@@ -16,12 +16,24 @@ from dataclasses import replace
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.formats.layouts import step_name
 from ckptctl.judge.roots import RootListing, read_listing
-from ckptctl.judge.targets import parse_target
+from ckptctl.judge.targets import check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
+from ckptctl.storage.opening import base_name, join_url
 
 MAX_FOLDERS_TRIED = 64
 _RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def check_has_steps(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> None:
+    """Raise where a command that works on what is there was given a wrong path.
+
+    A root that is there and holds no step is none: see `check_empty`.
+    """
+    check_root_there(store.url, listing)
+    if not listing.steps:
+        check_empty(store, listing, pattern)
 
 
 def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None) -> None:
@@ -67,18 +79,8 @@ def _check_path(url: str, *, exists: bool) -> None:
             f"{url} names a step, and a root is wanted: the folder that holds the steps",
             next_command=f"ckptctl scan {shlex.quote(target.root)}",
         )
-    path = absolute_url(url)
-    if exists or not is_local(url) or not os.path.lexists(path):
-        return
-    if os.path.islink(path):
-        raise StorageUnavailable(
-            f"{url} is a link to {os.readlink(path)}, which is not there",
-            next_command="findmnt --real",
-        )
-    raise UsageError(
-        f"{url} is a file, not a folder that holds steps",
-        next_command=f"ckptctl scan {shlex.quote(os.path.dirname(path))}",
-    )
+    if not exists:
+        check_is_folder(url)
 
 
 def _is_step(name: str) -> bool:

@@ -129,7 +129,7 @@ def _check_words(word: Word, reason: str, evidence: Sequence[str], by: str) -> N
     if word is Word.REJECTED and not reason.strip():
         raise UsageError(
             "a rejection needs a reason: whoever reads it at night must know why",
-            next_command="ckptctl reject STEP --reason 'loss spike after the resume'",
+            instead="--reason 'loss spike after the resume'",
         )
     if len(evidence) > MAX_EVIDENCE:
         raise UsageError(f"{len(evidence)} pieces of evidence; at most {MAX_EVIDENCE} are kept")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +21,9 @@ from ckptctl.findings import Report, Verdict
 from ckptctl.formats.layouts import METADATA, OWN_FOLDER, StepName, compile_pattern
 from ckptctl.formats.marks import Word
 from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.empty_roots import check_has_steps
 from ckptctl.judge.looking import Looked, list_step, look
-from ckptctl.judge.roots import list_root
+from ckptctl.judge.roots import RootListing, list_root
 from ckptctl.model import Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url, open_store
@@ -90,9 +90,9 @@ def prune(
     resumed from; damaged ones are left to a person. Just before a step goes it is looked
     at again.
 
-    Raises `UsageError` for `keep` below 1 and for `apply` on an object store, `StorageError`
-    where the root cannot be listed or a step cannot be removed. Cost: one listing, a look
-    at each step.
+    Raises `UsageError` for `keep` below 1, for `apply` on an object store and for a path that
+    is no root, `StorageError` where the root cannot be listed or a step cannot be removed.
+    Cost: one listing, a look at each step.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
@@ -101,7 +101,10 @@ def prune(
     ) as store:
         if apply and not is_local(store.url):
             raise _not_here(store.url)
-        looks = _looks(store, known_level(level), compile_pattern(pattern))
+        compiled = compile_pattern(pattern)
+        listing = list_root(store, compiled)
+        check_has_steps(store, listing, compiled)
+        looks = _looks(store, listing, known_level(level))
         protected = {number for number in (_resumed_from(store),) if number is not None}
         fates = _fates(looks, keep, protected, unsealed=unsealed)
         going = [(named, fate) for (named, _), fate in zip(looks, fates, strict=True) if fate.goes]
@@ -126,7 +129,7 @@ def surplus(store: Store, keep: int, protected: Collection[int] = ()) -> tuple[S
     Empty where there are fewer than that: then nothing may go. Cost: one listing, and a look
     at level `listing` at every step.
     """
-    looks = _looks(store, Level.LISTING)
+    looks = _looks(store, list_root(store), Level.LISTING)
     fates = _fates(looks, keep, protected, unsealed=False)
     return tuple(
         Surplus(named, looked.report)
@@ -139,10 +142,9 @@ _ASKED = conditions((), None, None, 600.0)
 
 
 def _looks(
-    store: Store, level: Level | None, pattern: re.Pattern[str] | None = None
+    store: Store, listing: RootListing, level: Level | None
 ) -> list[tuple[StepName, Looked]]:
-    steps = list_root(store, pattern).steps
-    return [(named, look(store, named, _ASKED, level=level)) for named in steps]
+    return [(named, look(store, named, _ASKED, level=level)) for named in listing.steps]
 
 
 def _fates(

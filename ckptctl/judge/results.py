@@ -24,10 +24,12 @@ class Scan:
 
     `chosen` is the address of the step that `pick` would take, None where it
     would take none. `findings` speak of the root, not of a step. `n_steps` counts
-    the steps under the root, also those that `last` left out of `reports`.
+    the steps under the root, also those that `last` left out of `reports`. `exists`
+    is false where there is no such folder.
     """
 
     root: str
+    exists: bool
     reports: tuple[Report, ...]
     chosen: str | None
     findings: tuple[Finding, ...]

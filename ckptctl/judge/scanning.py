@@ -150,6 +150,7 @@ def _answer(
         check_empty(store, listing, pattern)
     return Scan(
         root=store.url,
+        exists=listing.exists,
         reports=reports,
         chosen=chosen.url if chosen else None,
         findings=tuple(findings),
@@ -165,4 +166,6 @@ def _next_command(store: Store, listing: RootListing, chosen: Report | None) -> 
         if deeper is None:
             return f"ckptctl show {shlex.quote(chosen.url)}"
         return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"
-    return f"ckptctl verify {shlex.quote(store.url)}@latest" if listing.steps else None
+    if listing.steps:
+        return f"ckptctl verify {shlex.quote(store.url)}@latest"
+    return f"ckptctl explain {EXIT_FRESH}"

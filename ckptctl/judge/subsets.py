@@ -33,7 +33,7 @@ def parse_subset(text: str | None) -> Choose | None:
         return lambda lengths: _spread(lengths, fraction)
     raise UsageError(
         f"--subset is a part of several (3/7) or of all bytes (10%), not {text!r}",
-        next_command="ckptctl verify STEP --level content --subset 1/7",
+        instead="--subset 1/7",
     )
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptctl.checks.shape import SHARDED
-from ckptctl.errors import UsageError
+from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.formats.layouts import StepName, parts_of, step_name
-from ckptctl.judge.roots import list_root
+from ckptctl.judge.roots import RootListing, list_root
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, is_local, parent_url
+from ckptctl.storage.opening import absolute_url, base_name, is_local, parent_url
 
 _SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DOTALL)
 
@@ -63,6 +63,35 @@ def _local_path(target: str) -> str:
     return os.path.expanduser(target.removeprefix("file://"))
 
 
+def check_root_there(url: str, listing: RootListing) -> None:
+    """Raise where what is asked about a root cannot be answered because none is there.
+
+    `UsageError` and `PathNotFound` where the path is wrong, `StorageUnavailable` where it is
+    a link to nowhere. Whether a root that is not there is a fresh run is `empty_roots`' question.
+    """
+    if not listing.exists:
+        check_is_folder(url)
+        raise PathNotFound(
+            f"{url} does not exist", next_command=f"ckptctl scan {shlex.quote(parent_url(url))}"
+        )
+
+
+def check_is_folder(url: str) -> None:
+    """Raise where a folder was not found at `url`, and a file or a link to nowhere is there."""
+    path = absolute_url(url)
+    if not is_local(url) or not os.path.lexists(path):
+        return
+    if os.path.islink(path):
+        raise StorageUnavailable(
+            f"{url} is a link to {os.readlink(path)}, which is not there",
+            next_command="findmnt --real",
+        )
+    raise UsageError(
+        f"{url} is a file, not a folder that holds steps",
+        next_command=f"ckptctl scan {shlex.quote(os.path.dirname(path))}",
+    )
+
+
 def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
     """Raise `UsageError` where a folder without a step number holds whole steps: it is a root."""
     for part in parts_of(tuple(files)):
@@ -95,7 +124,9 @@ def named_step(
     """
     if target.name is not None:
         return step_name(target.name, pattern) or target.name
-    steps = list_root(store, pattern).steps
+    listing = list_root(store, pattern)
+    check_root_there(store.url, listing)
+    steps = listing.steps
     wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
     if wanted:
         return wanted[0]

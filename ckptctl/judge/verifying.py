@@ -13,6 +13,7 @@ from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import StepName, compile_pattern, is_flat_file
 from ckptctl.judge.arguments import conditions, known_level, not_negative
+from ckptctl.judge.lone_files import check_no_lone_file
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
@@ -231,5 +232,6 @@ def open_target(
             message = f"{found.url} does not exist"
             raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
         if isinstance(found.named, str):
+            check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)
         yield replace(found, files=files)

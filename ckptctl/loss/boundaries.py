@@ -49,25 +49,25 @@ def read_resume_report(
     """
     options = {"storage_options": storage_options, "endpoint_url": endpoint_url}
     if base_name(place).endswith(".json"):
-        folder, names = parent_url(place), [base_name(place)]
-        prefix = ""
+        folder, attempts, names = parent_url(place), "", [base_name(place)]
     else:
-        folder = place if base_name(place) == OWN_FOLDER else join_url(place, OWN_FOLDER)
-        prefix, names = f"{_ATTEMPTS}/", []
+        folder, names = place, []
+        attempts = _ATTEMPTS if base_name(place) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
     with open_store(folder, timeout_s=timeout_s, **options) as store:  # type: ignore[arg-type]
         try:
             if not names:
-                listed = (entry.path.rpartition("/")[2] for entry in store.list_dir(_ATTEMPTS))
+                listed = (entry.path.rpartition("/")[2] for entry in store.list_dir(attempts))
                 names = sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
             if not names:
                 raise PathNotFound(folder)
-            data = store.read(f"{prefix}{names[0]}", limit=_MAX_BYTES)
+            path = f"{attempts}/{names[0]}" if attempts else names[0]
+            data = store.read(path, limit=_MAX_BYTES)
         except PathNotFound as error:
             raise UsageError(
                 f"{place}: there is no report of a resume; name the checkpoint's step with "
                 "--resume-step"
             ) from error
-    return _parsed(join_url(folder, f"{prefix}{names[0]}"), data)
+    return _parsed(join_url(folder, path), data)
 
 
 def _parsed(url: str, data: bytes) -> ResumeReport:

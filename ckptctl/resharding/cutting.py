@@ -99,10 +99,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def _no_mesh(text: str, why: str) -> UsageError:
-    return UsageError(
-        f"--mesh {text!r}: {why}; write it as dp=4,tp=2",
-        next_command="ckptctl reshard SRC DST --mesh dp=4,tp=2 --shard 'layers.*.wq.weight=1'",
-    )
+    return UsageError(f"--mesh {text!r}: {why}; write it as dp=4,tp=2", instead="--mesh dp=4,tp=2")
 
 
 def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
@@ -113,8 +110,7 @@ def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
         if not pattern or not dim.isdecimal() or len(dim) > 2:
             raise UsageError(
                 f"--shard {text!r} is not PATTERN=DIM, with the dimension counted from 0",
-                next_command="ckptctl reshard SRC DST --mesh dp=4,tp=2 "
-                "--shard 'layers.*.wq.weight=1'",
+                instead="--shard 'layers.*.wq.weight=1'",
             )
         rules.append(ShardRule(pattern, int(dim)))
     return tuple(rules)

@@ -104,7 +104,7 @@ def convert(
                 raise UsageError(
                     f"{source} is a file, which becomes a step as a whole: only_model, strip and "
                     "file_bytes are for a step that becomes safetensors",
-                    next_command="ckptctl convert FILE DST --world-size 8",
+                    next_command=shlex.join(["ckptctl", "convert", source, target]),
                 )
             with target_place(target, opening) as place:
                 return import_flat(
@@ -119,7 +119,9 @@ def convert(
     if world_size is not None:
         raise UsageError(
             f"{source} is no file: a step becomes safetensors, which are cut for no world size",
-            next_command="ckptctl reshard SRC DST --world-size 8",
+            next_command=shlex.join(
+                ["ckptctl", "reshard", source, target, "--world-size", str(world_size)]
+            ),
         )
     with (
         opened_step(source, pattern, grace_s, opening) as (found, checked),

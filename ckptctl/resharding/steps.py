@@ -172,7 +172,7 @@ def _asked(
     if not named:
         raise UsageError(
             "for how many ranks? give --world-size N, --mesh dp=4,tp=2 or --like STEP",
-            next_command="ckptctl reshard SRC DST --world-size 8",
+            instead="--world-size 8",
         )
     try:
         fate = PerRank(per_rank)

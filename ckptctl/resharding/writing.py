@@ -50,7 +50,7 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budge
     if memory < MIN_MEMORY:
         raise UsageError(
             f"--memory is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
-            next_command="ckptctl reshard SRC DST --world-size N --memory 256M",
+            instead="--memory 256M",
         )
     waits = Kind.LOCAL not in (source.kind, target.kind) or source.kind is Kind.OBJECT
     usual = _MAX_JOBS if waits else min(_MAX_JOBS, os.cpu_count() or 1)

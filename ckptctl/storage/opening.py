@@ -72,6 +72,8 @@ def join_url(base: str, name: str) -> str:
     """The address of `name`, a path with `/`, below the folder or prefix `base`."""
     if not name:
         return base
+    if base == "." and name[0] not in "-~" and not {"@", ":"} & {*name}:
+        return name  # as a person writes it; one that could be read otherwise keeps its dot
     return f"{base}{name}" if base.endswith("/") else f"{base}/{name}"
 
 

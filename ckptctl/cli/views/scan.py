@@ -38,7 +38,8 @@ def chosen_lines(chosen: Report) -> list[Line]:
 def none_lines(scan: Scan) -> list[Line]:
     """The first lines where `pick` takes nothing."""
     if not scan.n_steps:
-        return [line(Span("no step at all", "strong"), f" in {scan.root}", hang=2)]
+        absent = "" if scan.exists else ", which does not exist"
+        return [line(Span("no step at all", "strong"), f" in {scan.root}{absent}", hang=2)]
     looked_at = len(scan.reports)
     which = "newest " if scan.n_steps > looked_at else ""
     said = f"none of the {which}{count(looked_at, 'step')} is usable"
