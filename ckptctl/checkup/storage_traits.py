@@ -17,6 +17,8 @@ from ckptctl.checkup.results import Advice
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
 from ckptctl.findings import Severity
 from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.judge.roots import list_root
+from ckptctl.judge.targets import check_root_there
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import join_url, open_store
@@ -37,15 +39,16 @@ def check_storage(
 ) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
     """What is wrong with the storage under a root, and what it was found to keep.
 
-    Raises `StorageUnavailable`, `AccessDenied` and `PathNotFound` where the storage did not
-    answer, does not let us write, or has no such root. What was written is removed, also then.
+    Raises `StorageUnavailable` and `AccessDenied` where the storage did not answer or does not
+    let us write, `PathNotFound` and `UsageError` where there is no such root. What was written
+    is removed, also then.
     """
     options = dict(storage_options or {})
     with open_store(
         url, storage_options=options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
         begun = time.monotonic()
-        store.list_dir()
+        check_root_there(store.url, list_root(store))
         answered = time.monotonic() - begun
         folder = f"{OWN_FOLDER}/doctor-{secrets.token_hex(6)}"
         facts = [("kind", store.kind.value), ("a listing takes", f"{answered * 1000:.0f} ms")]

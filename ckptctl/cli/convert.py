@@ -8,7 +8,16 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import convert_document
-from ckptctl.cli.options import GraceOpt, PatternOpt, Storage, option
+from ckptctl.cli.options import (
+    AcceptAsItIsOpt,
+    GraceOpt,
+    JobsOpt,
+    MemoryOpt,
+    OnlyOpt,
+    PatternOpt,
+    Storage,
+    option,
+)
 from ckptctl.cli.output import Output
 from ckptctl.cli.reshard import only_model
 from ckptctl.cli.values import parse_size
@@ -38,10 +47,7 @@ def convert(
             help="From a file: how many ranks the step is cut for; 1 if nobody says.",
         ),
     ] = None,
-    only: Annotated[
-        str | None,
-        option("--only", metavar="KIND", help="Leave out all train state but this: model."),
-    ] = None,
+    only: OnlyOpt = None,
     strip: Annotated[
         str,
         option("--strip", metavar="TEXT", help="Take this away from the beginning of names."),
@@ -54,26 +60,9 @@ def convert(
             help="Begin another file of safetensors before one has more; 5 GB if nobody says.",
         ),
     ] = None,
-    memory: Annotated[
-        str,
-        option("--memory", metavar="SIZE", help="How much memory may be used, whatever the size."),
-    ] = "256M",
-    jobs: Annotated[
-        int | None,
-        option(
-            "--jobs",
-            metavar="N",
-            min=1,
-            help="How many threads read; by default as many as is good for the storage.",
-        ),
-    ] = None,
-    accept_unverifiable: Annotated[
-        bool,
-        option(
-            "--accept-unverifiable",
-            help="Take a step that nothing in it can prove good, as it is.",
-        ),
-    ] = False,
+    memory: MemoryOpt = "256M",
+    jobs: JobsOpt = None,
+    accept_unverifiable: AcceptAsItIsOpt = False,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     *,

@@ -237,8 +237,7 @@ def _which(resume: str) -> int | str:
     if resume.isascii() and resume.isdigit() and int(resume) > 0:
         return int(resume)
     raise UsageError(
-        f"--resume is last, all or a number from 1 on, not {resume!r}",
-        next_command="ckptctl loss --help",
+        f"--resume is last, all or a number from 1 on, not {resume!r}", instead="--resume last"
     )
 
 
@@ -247,8 +246,6 @@ def _keys(given: list[str] | tuple[str, ...]) -> dict[str, str] | None:
     for pair in given:
         field, equals, name = pair.partition("=")
         if not (field and equals and name):
-            raise UsageError(
-                f"--key is FIELD=NAME, not {pair!r}", next_command="ckptctl loss --help"
-            )
+            raise UsageError(f"--key is FIELD=NAME, not {pair!r}", instead="--key loss=train/ce")
         keys[field] = name
     return keys or None

@@ -168,6 +168,34 @@ KeyFileOpt = Annotated[
         "set.",
     ),
 ]
+OnlyOpt = Annotated[
+    str | None,
+    option("--only", metavar="KIND", help="Leave out all train state but this: model."),
+]
+MemoryOpt = Annotated[
+    str,
+    option(
+        "--memory",
+        metavar="SIZE",
+        help="How much memory may be used, whatever the size of the step: 256M, 1G.",
+    ),
+]
+JobsOpt = Annotated[
+    int | None,
+    option(
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="How many threads read; by default as many as is good for the storage.",
+    ),
+]
+AcceptAsItIsOpt = Annotated[
+    bool,
+    option(
+        "--accept-unverifiable",
+        help="Take a step that nothing in it can prove good, as it is.",
+    ),
+]
 MarksOpt = Annotated[
     str | None,
     option(

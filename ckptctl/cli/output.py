@@ -221,6 +221,8 @@ class Output:
         """A next command with the caller's own options that it needs."""
         if not command.startswith("ckptctl ") or command.startswith("ckptctl explain"):
             return command
+        if command.endswith(" --help"):
+            return command
         return command if self._repeated in command else f"{command} {self._repeated}"
 
     def _as_text(self, document: Document) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import marked_document
+from ckptctl.cli.marked import answer_marked
 from ckptctl.cli.options import (
     ByOpt,
     EvidenceOpt,
@@ -17,7 +17,6 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.notes import marked_lines
 from ckptctl.formats.marks import Word
 
 EXAMPLES = (
@@ -57,9 +56,4 @@ def pin(
         pattern=pattern,
         **storage,
     )
-    out.answer(
-        lambda: marked_document(marked),
-        lambda: marked_lines(marked),
-        bare=() if marked.path is None else (marked.path,),
-    )
-    return marked.exit_code
+    return answer_marked(marked, out)

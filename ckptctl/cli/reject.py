@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ckptctl
-from ckptctl.cli.documents import marked_document
+from ckptctl.cli.marked import answer_marked
 from ckptctl.cli.options import (
     ByOpt,
     EvidenceOpt,
@@ -14,7 +14,6 @@ from ckptctl.cli.options import (
     Storage,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.notes import marked_lines
 from ckptctl.formats.marks import Word
 
 EXAMPLES = (
@@ -51,9 +50,4 @@ def reject(
         pattern=pattern,
         **storage,
     )
-    out.answer(
-        lambda: marked_document(marked),
-        lambda: marked_lines(marked),
-        bare=() if marked.path is None else (marked.path,),
-    )
-    return marked.exit_code
+    return answer_marked(marked, out)

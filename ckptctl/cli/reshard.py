@@ -13,7 +13,18 @@ import typer
 import ckptctl
 from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import reshard_document
-from ckptctl.cli.options import GraceOpt, KeyFileOpt, PatternOpt, StepArg, Storage, option
+from ckptctl.cli.options import (
+    AcceptAsItIsOpt,
+    GraceOpt,
+    JobsOpt,
+    KeyFileOpt,
+    MemoryOpt,
+    OnlyOpt,
+    PatternOpt,
+    StepArg,
+    Storage,
+    option,
+)
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import reshard_lines
@@ -79,35 +90,15 @@ def reshard(
             "and cannot be cut: keep it as it is, drop it, or refuse.",
         ),
     ] = PerRankChoice.KEEP,
-    only: Annotated[
-        str | None,
-        option("--only", metavar="KIND", help="Leave out all train state but this: model."),
-    ] = None,
+    only: OnlyOpt = None,
     apply: Annotated[
         bool,
         option("--apply", help="Write the new step; without, the plan is shown."),
     ] = False,
-    memory: Annotated[
-        str,
-        option("--memory", metavar="SIZE", help="How much memory may be used, whatever the size."),
-    ] = "256M",
-    jobs: Annotated[
-        int | None,
-        option(
-            "--jobs",
-            metavar="N",
-            min=1,
-            help="How many threads read; by default as many as is good for the storage.",
-        ),
-    ] = None,
+    memory: MemoryOpt = "256M",
+    jobs: JobsOpt = None,
     key_file: KeyFileOpt = None,
-    accept_unverifiable: Annotated[
-        bool,
-        option(
-            "--accept-unverifiable",
-            help="Take a step that nothing in it can prove good, as it is.",
-        ),
-    ] = False,
+    accept_unverifiable: AcceptAsItIsOpt = False,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     *,

@@ -97,5 +97,8 @@ def _codes(given: list[str] | tuple[()]) -> tuple[int, ...]:
     words = [word.strip() for each in given for word in each.split(",") if word.strip()]
     for word in words:
         if not (word.isascii() and word.isdecimal()) or int(word[:4]) > 255:
-            raise UsageError(f"--no-restart-on takes exit codes from 0 to 255, not {word!r}")
+            raise UsageError(
+                f"--no-restart-on takes exit codes from 0 to 255, not {word!r}",
+                instead="--no-restart-on 1,137",
+            )
     return tuple(map(int, words))

@@ -10,6 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import sealed_document
 from ckptctl.cli.options import (
     GraceOpt,
+    JobsOpt,
     KeyFileOpt,
     MarksOpt,
     PatternOpt,
@@ -47,15 +48,7 @@ def seal(
         ),
     ] = False,
     saved_world_size: SavedWorldSizeOpt = None,
-    jobs: Annotated[
-        int | None,
-        option(
-            "--jobs",
-            metavar="N",
-            min=1,
-            help="How many threads read; by default as many as is good for the storage.",
-        ),
-    ] = None,
+    jobs: JobsOpt = None,
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,

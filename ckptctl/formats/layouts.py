@@ -79,6 +79,9 @@ def name_of_attempt(name: str, attempt: int) -> str:
     return f"{name}.attempt-{attempt}"
 
 
+_PATTERN = "--pattern 'save-(?P<step>[0-9]+)'"
+
+
 def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
     """The user's own pattern for step names; it must have a group named `step`.
 
@@ -89,11 +92,13 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"--pattern {pattern!r} is not a regular expression: {error}") from error
+        raise UsageError(
+            f"--pattern {pattern!r} is not a regular expression: {error}", instead=_PATTERN
+        ) from error
     if "step" not in compiled.groupindex:
         raise UsageError(
-            f"--pattern {pattern!r} has no group named step; "
-            "write it as for example 'save-(?P<step>[0-9]+)'"
+            f"--pattern {pattern!r} has no group named step, which is the number",
+            instead=_PATTERN,
         )
     return compiled
 

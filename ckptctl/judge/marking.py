@@ -163,7 +163,8 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     own_file = f"{MARKS_FOLDER}/{made.id}.json"
     if found.is_file:
         raise UsageError(
-            f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE"
+            f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE",
+            instead="--marks marks.jsonl",
         )
     try:
         found.store.put(f"{found.name}/{own_file}", mark_bytes(made))

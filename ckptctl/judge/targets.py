@@ -88,7 +88,7 @@ def check_is_folder(url: str) -> None:
         )
     raise UsageError(
         f"{url} is a file, not a folder that holds steps",
-        next_command=f"ckptctl scan {shlex.quote(os.path.dirname(path))}",
+        next_command=f"ckptctl scan {shlex.quote(parent_url(url))}",
     )
 
 

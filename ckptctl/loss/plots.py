@@ -41,7 +41,10 @@ def check_plot(path: str) -> None:
     Raises `MissingExtra` where it takes a package that is not installed.
     """
     if os.path.splitext(path)[1].lower() not in FORMATS:
-        raise UsageError(f"{path}: a picture is a file that ends in {', '.join(FORMATS)}")
+        raise UsageError(
+            f"{path}: a picture is a file that ends in {', '.join(FORMATS)}",
+            instead="--plot loss.svg",
+        )
     if path.lower().endswith(".png"):
         try:
             import PIL  # noqa: F401

@@ -104,7 +104,10 @@ def convert(
                 raise UsageError(
                     f"{source} is a file, which becomes a step as a whole: only_model, strip and "
                     "file_bytes are for a step that becomes safetensors",
-                    next_command=shlex.join(["ckptctl", "convert", source, target]),
+                    next_command=shlex.join(
+                        ["ckptctl", "convert", source, target]
+                        + ([] if world_size is None else ["--world-size", str(world_size)])
+                    ),
                 )
             with target_place(target, opening) as place:
                 return import_flat(

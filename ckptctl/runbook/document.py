@@ -189,7 +189,7 @@ class _Reader:
         self.file = file
 
     def error(self, line: int, message: str) -> UsageError:
-        return UsageError(f"{self.file}:{line}: {message}", next_command="ckptctl runbook lint")
+        return UsageError(f"{self.file}:{line}: {message}")
 
     def title(self) -> re.Match[str]:
         found = _TITLE.fullmatch(self.lines[0][1]) if self.lines else None

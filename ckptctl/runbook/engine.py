@@ -166,8 +166,7 @@ def _step(
     if outcome is None:
         raise UsageError(
             f"the runbook {book.name} does not say what follows when {block.name!r} "
-            f"{f'ends with {ended.exit_code}' if ended else f'is {event}'}",
-            next_command="ckptctl runbook lint",
+            f"{f'ends with {ended.exit_code}' if ended else f'is {event}'}"
         )
     talk.ended(block, outcome, ended)
     _record(record, place, block, event, outcome, ended)

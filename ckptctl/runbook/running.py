@@ -20,7 +20,7 @@ from ckptctl.runbook.holding import held, myself
 from ckptctl.runbook.record import Event, Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import open_store, parent_url
 
 How = Literal["auto", "new", "continue", "dry"]
 """`auto` goes on with a run that was left in the middle, and begins one otherwise; `new`
@@ -106,7 +106,8 @@ def _check_there(store: Store) -> None:
         store.list_dir()
     except PathNotFound as error:
         raise PathNotFound(
-            f"{error.message}; a runbook keeps its record under the checkpoint root"
+            f"{error.message}; a runbook keeps its record under the checkpoint root",
+            next_command=f"ckptctl scan {shlex.quote(parent_url(store.url))}",
         ) from error
 
 

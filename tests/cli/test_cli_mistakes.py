@@ -1,0 +1,160 @@
+"""Calls that are wrong: what they are told, which exit code they end with, and what is next.
+
+Run in this process: a mistake is found before anything takes long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import struct
+from pathlib import Path
+
+import pytest
+
+from ckptctl.cli.app import run
+
+_PLACEHOLDER = re.compile(
+    r"\b(ROOT|STEP|SRC|DST|LOG|FILE|CMD|NAME|CODE|DIR|TIME|SIZE|TARGET)\b(?!=)"
+)
+
+
+@pytest.fixture
+def folder(sound_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the root `run`, files of several kinds, and an empty folder; we are in it."""
+    at = sound_root.parent
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (at / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (at / "model.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    (at / "old.pt").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+    (at / "notes").write_text("hello\n")
+    (at / "nothing").mkdir()
+    (at / "nowhere").symlink_to("gone")
+    monkeypatch.chdir(at)
+    for name in [*os.environ]:
+        if name.startswith("CKPTCTL_"):
+            monkeypatch.delenv(name)
+    return at
+
+
+def called(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one command line."""
+    exit_code = run(shlex.split(command))
+    said = capsys.readouterr()
+    return exit_code, said.out, said.err
+
+
+def next_of(said: str) -> str | None:
+    lines = [line for line in said.splitlines() if line.startswith("next:")]
+    return lines[-1].removeprefix("next:").strip() if lines else None
+
+
+OPTIONS = [
+    ("pick run --skip x", "ckptctl pick run --skip 1400,1600"),
+    ("pick run --skip=x -q", "ckptctl pick run -q --skip 1400,1600"),
+    ("preflight run --require brains", "ckptctl preflight run --require model,optimizer"),
+    ("verify run@10 --require x", "ckptctl verify run@10 --require model,optimizer"),
+    ("scan run --storage-option x", "ckptctl scan run --storage-option anon=true"),
+    ("preflight run --mtbf x", "ckptctl preflight run --mtbf 5m"),
+    ("cost run --interval x", "ckptctl cost run --interval 5m"),
+    (
+        "verify run@10 --level content --deadline x",
+        "ckptctl verify run@10 --level content --deadline 5m",
+    ),
+    (
+        "verify run@10 --level content --subset 9/7",
+        "ckptctl verify run@10 --level content --subset 1/7",
+    ),
+    ("verify run@10 --subset 1/7", "ckptctl verify run@10 --level content --subset 1/7"),
+    ("reject run@10 --reason ''", "ckptctl reject run@10 --reason 'loss spike after the resume'"),
+    ("reshard run@10 out", "ckptctl reshard run@10 out --world-size 8"),
+    ("reshard run@10 out --mesh x=2", "ckptctl reshard run@10 out --mesh dp=4,tp=2"),
+    (
+        "reshard run@10 out --mesh tp=2 --shard x",
+        "ckptctl reshard run@10 out --mesh tp=2 --shard 'layers.*.wq.weight=1'",
+    ),
+    (
+        "reshard run@10 out --world-size 2 --memory 1K",
+        "ckptctl reshard run@10 out --world-size 2 --memory 256M",
+    ),
+    ("convert run@10 out --file-size x", "ckptctl convert run@10 out --file-size 1G"),
+    ("convert run@10 out --world-size 2", "ckptctl reshard run@10 out --world-size 2"),
+    ("classify notes --exit-code x", "ckptctl classify notes --exit-code 137"),
+    ("runbook run rb-7 run --set x", "ckptctl runbook run rb-7 run --set LOG=train.log"),
+    ("run --root run --backoff x -- true a", "ckptctl run --root run --backoff 5m -- true a"),
+    (
+        "run --root run --no-restart-on x -- true",
+        "ckptctl run --root run --no-restart-on 1,137 -- true",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "better"), OPTIONS, ids=[given for given, _ in OPTIONS])
+def test_a_wrong_option_is_put_right_in_the_words_of_the_caller(folder, capsys, command, better):
+    exit_code, out, err = called(capsys, command)
+    assert (exit_code, out) == (2, "")
+    assert next_of(err) == better
+
+
+PLACES = [
+    # What is asked of a root that is not there.
+    ("scan gone", 10, "ckptctl explain 10", "which does not exist"),
+    ("pick gone", 10, "ckptctl pick gone --allow-fresh", "(it does not exist yet)"),
+    ("preflight gone", 10, "ckptctl preflight gone --allow-fresh", "(it does not exist yet)"),
+    ("prune gone --keep 1", 2, "ckptctl scan .", "gone does not exist"),
+    ("cost gone --interval 1h", 2, "ckptctl scan .", "gone does not exist"),
+    ("runbook run rb-7 gone --dry-run", 2, "ckptctl scan .", "gone does not exist"),
+    ("doctor storage gone", 2, "ckptctl scan .", "gone does not exist"),
+    ("loss notes --resume-report gone", 2, "ckptctl loss --help", "no report of a resume"),
+    ("show gone@10", 2, "ckptctl scan .", "gone does not exist"),
+    ("verify gone", 2, "ckptctl scan .", "gone does not exist"),
+    ("diff run@10 gone@10", 2, "ckptctl scan .", "gone does not exist"),
+    # Nothing is mounted there.
+    ("scan gone/deep", 75, "findmnt --real", "is its file system mounted?"),
+    ("prune gone/deep --keep 1", 75, "findmnt --real", "is its file system mounted?"),
+    ("cost gone/deep --interval 1h", 75, "findmnt --real", "is its file system mounted?"),
+    ("verify gone/deep@10", 75, "findmnt --real", "is its file system mounted?"),
+    ("scan nowhere", 75, "findmnt --real", "nowhere is a link to gone, which is not there"),
+    # A folder above, a step, a file, where a root is wanted.
+    ("scan .", 2, "ckptctl scan run", "holds no steps itself, but run in it does"),
+    ("prune run/step_10 --keep 1", 2, "ckptctl verify run/step_10", "is a step itself"),
+    ("cost run/step_10 --mtbf 1h", 2, "ckptctl verify run/step_10", "is a step itself"),
+    ("pick notes", 2, "ckptctl scan .", "notes is a file, not a folder that holds steps"),
+    ("prune notes --keep 1", 2, "ckptctl scan .", "notes is a file"),
+    ("cost notes --interval 1h", 2, "ckptctl scan .", "notes is a file"),
+    ("show notes@10", 2, "ckptctl scan .", "notes is a file"),
+    # A root, a file, a part of a step, where a step is wanted.
+    ("verify run", 2, "ckptctl scan run", "take the newest as run@latest"),
+    ("seal run@99", 2, "ckptctl scan run", "run holds no step 99"),
+    ("verify nothing@latest", 2, "ckptctl scan nothing", "nothing holds no steps"),
+    ("verify model.pt", 2, "ckptctl convert model.pt model-dcp", "is a file, not a step"),
+    ("diff run@10 old.pt", 2, "ckptctl convert old.pt old-dcp", "as a file of torch.save does"),
+    ("show model.safetensors", 2, None, "as a file of safetensors does"),
+    ("verify notes", 2, None, "begins like none that ckptctl knows"),
+    ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
+    ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
+    # What is behind a word that nobody knows.
+    ("explain shard.shrt", 2, "ckptctl explain", "did you mean shard.short"),
+    ("scn run", 2, "ckptctl --help", "Did you mean 'scan'"),
+    ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
+    ("runbook show rb-8", 2, "ckptctl runbook list", "there are rb-7"),
+    ("runbook list", 0, "ckptctl runbook show rb-7", "storage-corruption"),
+    ("runbook run rb-7 --folder nothing", 2, "ckptctl runbook run rb-7 ROOT --folder nothing", "?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "better", "says"), PLACES, ids=[given for given, *_ in PLACES]
+)
+def test_a_wrong_place_is_told_for_what_it_is(folder, capsys, command, code, better, says):
+    exit_code, out, err = called(capsys, command)
+    assert exit_code == code
+    assert says in out + err
+    assert better is None or next_of(out + err) == better
+
+
+def test_a_placeholder_stands_only_where_the_caller_gave_no_word():
+    given = [better for _, better in OPTIONS] + [better for _, _, better, _ in PLACES]
+    with_one = [better for better in given if better and _PLACEHOLDER.search(better)]
+    assert with_one == ["ckptctl runbook run rb-7 ROOT --folder nothing"]
