@@ -24,6 +24,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FILES = 4
+SLOW = ("sha256sum -c", "rclone check", "restic check", "dcp.load", "python -m zipfile -t")
+"""Two rounds of these are enough."""
 
 SAVE = """
 import sys, torch, torch.distributed.checkpoint as dcp
@@ -90,6 +92,12 @@ def commands(folder: Path, gigabytes: float) -> dict[str, dict[str, list[str]]]:
                 with sums.open("wb") as out:
                     subprocess.run([program, *shards], stdout=out, check=True)
                 each[f"{program} -c"] = [program, "-c", str(sums)]
+        if shutil.which("rclone"):
+            # Compares two copies, so each byte is read twice: here both are the same files.
+            each["rclone check"] = [
+                "rclone", "--config", "", "check", "--download", str(step), str(step)]  # fmt: skip
+        if shutil.which("restic"):
+            each["restic check"] = restic(folder, size)
         if size == "large":
             each["python -m zipfile -t"] = [
                 sys.executable, "-m", "zipfile", "-t", str(folder / "one.pt")]  # fmt: skip
@@ -99,14 +107,22 @@ def commands(folder: Path, gigabytes: float) -> dict[str, dict[str, list[str]]]:
     return table
 
 
+def restic(folder: Path, size: str) -> list[str]:
+    """Put the checkpoint into a repository of its own; the command that reads all of that."""
+    os.environ["RESTIC_PASSWORD"] = "bench"
+    of_it = ["restic", "--no-cache", "-q", "-r", str(folder / f"restic-{size}")]
+    subprocess.run([*of_it, "init"], check=True)
+    subprocess.run([*of_it, "backup", str(folder / size)], check=True)
+    return [*of_it, "check", "--read-data"]
+
+
 def measure(folder: Path, gigabytes: float, rounds: int) -> None:
     table = commands(folder, gigabytes)
     best: dict[tuple[str, str], float] = {}
     peak: dict[str, int] = {}
     for number in range(rounds):
         for name, sizes in table.items():
-            slow = name in ("sha256sum -c", "dcp.load", "python -m zipfile -t")
-            if slow and number >= 2:
+            if name in SLOW and number >= 2:
                 continue
             for size, command in sizes.items():
                 seconds, n_kib = run(command)
