@@ -19,7 +19,7 @@ drill: $(READY) ## Kill and damage a real job in nine ways, and see where the ru
 
 test: lint ## Everything that CI runs: lint, types, tests
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
-	@$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(READY) ## Style and types
 	@echo "== ruff"

@@ -59,11 +59,12 @@ def test_an_error_comes_at_its_turn_and_ends_the_reading():
 
 
 def test_the_threads_end_with_the_reading():
-    before = threading.active_count()
+    others = set(threading.enumerate())
     reading = read_in_flight(lambda span: b"x", spans(100))
     next(reading)
+    started = set(threading.enumerate()) - others
+    assert started
     reading.close()
-    for thread in threading.enumerate():
-        if thread.name == "ckptctl-read":
-            thread.join(30)
-    assert threading.active_count() == before
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()
