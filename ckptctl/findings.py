@@ -168,6 +168,15 @@ CODES: Mapping[str, Code] = {
     "seal.no-key": _remark("the seal has a key, and none was given"),
     "seal.extra": _remark("a file came into the step after it was sealed"),
     "seal.missing": _remark("the step has no seal"),
+    "store.contradicts": _fault(
+        Verdict.CORRUPT, "the store gives other bytes than its own checksum is of"
+    ),
+    "store.rewritten": _fault(
+        Verdict.UNVERIFIABLE, "a sealed file was written again, with bytes that nobody compared"
+    ),
+    "store.unverifiable": _fault(
+        Verdict.UNVERIFIABLE, "no checksum that the store keeps could be compared with a seal"
+    ),
     "mark.damaged": _warning("a mark cannot be read"),
     "mark.lapsed": _remark("a mark speaks of an earlier save of the step"),
     "step.duplicate": _warning("two folders stand for one step"),
@@ -280,6 +289,21 @@ NOTHING_PROVEN = Proven()
 
 
 @dataclass(frozen=True, slots=True)
+class ByStore:
+    """What the store's own checksums say of a sealed step; no byte was read for it.
+
+    Of the `n_files` sealed files beside the metadata, `n_same` with `n_bytes` bytes are kept
+    with the checksum that was sealed. `n_told` of these had been sealed on the store's word,
+    by an algorithm that was not computed then.
+    """
+
+    n_files: int
+    n_same: int
+    n_bytes: int
+    n_told: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What looking at one step found.
 
@@ -294,7 +318,8 @@ class Report:
     `bytes_proven`, match their checksums; `values_scanned` are the values that a scan for
     NaN and infinity has looked at.
     `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None where no
-    seal speaks of this save.
+    seal speaks of this save. `by_store` is there where the store was asked for its checksums
+    and there was a seal to compare them with.
     """
 
     url: str
@@ -320,6 +345,7 @@ class Report:
     bytes_proven: int = 0
     records_proven: int = 0
     values_scanned: int = 0
+    by_store: ByStore | None = None
 
     @property
     def usable(self) -> bool:

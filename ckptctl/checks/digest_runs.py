@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptctl.checks.byte_pass import Piece, Run
+from ckptctl.formats.checksums import Checksumming
 from ckptctl.formats.digests import Algorithm, Digester, Digests
 
 
@@ -24,10 +25,21 @@ class Stretch:
 
 
 class DigestRun:
-    """Digests a stretch; see `byte_pass.Run`. `around` is the run that reads it anyway."""
+    """Digests a stretch; see `byte_pass.Run`. `around` is the run that reads it anyway.
 
-    def __init__(self, stretch: Stretch, algorithm: Algorithm, around: Run | None = None) -> None:
+    `beside` takes the same bytes, for a checksum of another kind.
+    """
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        algorithm: Algorithm,
+        around: Run | None = None,
+        *,
+        beside: Checksumming | None = None,
+    ) -> None:
         self.stretch = stretch
+        self.beside = beside
         self._around = around
         self._digester = Digester(algorithm)
         self._n_taken = 0
@@ -62,4 +74,6 @@ class DigestRun:
             self._around.take(piece, data)
         if not piece.ahead:
             self._digester.update(data)
+            if self.beside is not None:
+                self.beside.update(data)
             self._n_taken += len(data)

@@ -33,6 +33,7 @@ from ckptctl.model import Level
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
     "ckptctl verify /shared/ckpt/run-1234@latest --level content --deadline 5m",
+    "ckptctl verify s3://bucket/run-1234@latest --remote-checksums",
 )
 EXIT_CODES = (0, 2, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 
@@ -47,6 +48,14 @@ def verify(
     grace: GraceOpt = 600.0,
     require_seal: RequireSealOpt = False,
     key_file: KeyFileOpt = None,
+    remote_checksums: Annotated[
+        bool,
+        option(
+            "--remote-checksums",
+            help="Also compare the checksums that the object store keeps with those in the seal, "
+            "and download nothing for it; 22 where there are none.",
+        ),
+    ] = False,
     marks: MarksOpt = None,
     subset: Annotated[
         str | None,
@@ -110,6 +119,7 @@ def verify(
             grace_s=grace,
             require_seal=require_seal,
             key=seal_key(key_file),
+            remote_checksums=remote_checksums,
             marks=marks,
             subset=subset,
             deadline_s=parse_duration(deadline),

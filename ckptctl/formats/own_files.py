@@ -167,6 +167,13 @@ def optional_count_in(value: object, what: str) -> int | None:
     return None if value is None else count_in(value, what)
 
 
+def flag_in(value: object, what: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise _wrong(what, "true or false")
+    return value
+
+
 def hex_in(value: object, what: str, n_digits: int) -> str:
     """A digest: so many hexadecimal digits, in small letters."""
     if not isinstance(value, str) or len(value) != n_digits or not set(value) <= _HEX:

@@ -24,6 +24,7 @@ from ckptctl.formats.own_files import (
     canonical,
     count_in,
     digest_of,
+    flag_in,
     hex_in,
     list_in,
     object_in,
@@ -40,10 +41,26 @@ SEAL = f"{OWN_FOLDER}/seal.json"
 SCHEMA = "ckptctl.seal/1"
 
 MAX_SEAL_BYTES = 32 << 20
-"""Larger seals are not read: 200,000 files, or 30 TB, fit."""
+"""Larger seals are not read: 200,000 files, or 30 TB, fit; half as many of an object store."""
 
 _MAX_OBJECTS = 1_000_000
 _SHA256_DIGITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What an object store kept of a file when it was sealed, to be asked for again later.
+
+    `checksum` is of all bytes of the object, in hex, empty where the store kept none;
+    `compared` that it is that of the bytes that were sealed, too, else it is the word of
+    the store alone. `etag` and `version` tell one write of the object from another.
+    """
+
+    algorithm: str = ""
+    checksum: str = ""
+    compared: bool = False
+    etag: str = ""
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +68,15 @@ class SealedFile:
     """One file as it was sealed: its path in the step, its size in bytes, its digests.
 
     `written_ms` is when it was written by the storage's clock, in milliseconds since
-    1970, None where the storage keeps no times. A copy may bear another time.
+    1970, None where the storage keeps no times. A copy may bear another time. `stored` is
+    there where the storage keeps anything of its own.
     """
 
     path: str
     size: int
     written_ms: int | None
     digests: Digests
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +226,19 @@ def _fields_of(seal: Seal) -> Fields:
             "state": list(step.state),
             "tokens": step.tokens,
         },
-        "files": [
-            {
-                "path": file.path,
-                "size": file.size,
-                "written_ms": file.written_ms,
-                "digest": file.digests.whole,
-                "blocks": list(file.digests.blocks),
-            }
-            for file in seal.files
-        ],
+        "files": [_fields_of_file(file) for file in seal.files],
+    }
+
+
+def _fields_of_file(file: SealedFile) -> Fields:
+    stored: Fields = {} if file.stored is None else {"stored": asdict(file.stored)}
+    return {
+        **stored,
+        "path": file.path,
+        "size": file.size,
+        "written_ms": file.written_ms,
+        "digest": file.digests.whole,
+        "blocks": list(file.digests.blocks),
     }
 
 
@@ -268,7 +290,7 @@ def _origin(origin: Fields) -> Origin:
 
 def _file(item: object, algorithm: Algorithm) -> SealedFile:
     file = object_in(item, "a file")
-    same_names(file, _FILE_FIELDS, "a file")
+    same_names(file, (*_FILE_FIELDS, *(["stored"] if "stored" in file else [])), "a file")
     path = text_in(file["path"], "a path")
     size = count_in(file["size"], f"the size of {path}")
     digests = Digests(
@@ -284,4 +306,22 @@ def _file(item: object, algorithm: Algorithm) -> SealedFile:
             f"{path} has {size:,} bytes and {len(digests.blocks):,} blocks, not {expected:,}"
         )
     written = optional_count_in(file["written_ms"], f"the time of {path}")
-    return SealedFile(path, size, written, digests)
+    stored = None
+    if "stored" in file:
+        stored = _stored(object_in(file["stored"], f"what is stored of {path}"))
+    return SealedFile(path, size, written, digests, stored)
+
+
+_STORED_FIELDS = ("algorithm", "checksum", "compared", "etag", "version")
+
+
+def _stored(stored: Fields) -> Stored:
+    same_names(stored, _STORED_FIELDS, "what is stored of a file")
+    checksum = text_in(stored["checksum"], "a stored checksum")
+    return Stored(
+        text_in(stored["algorithm"], "the algorithm of a stored checksum"),
+        hex_in(checksum, "a stored checksum", len(checksum)),
+        flag_in(stored["compared"], "whether a stored checksum was compared"),
+        text_in(stored["etag"], "an ETag"),
+        text_in(stored["version"], "a version"),
+    )

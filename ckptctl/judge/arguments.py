@@ -22,6 +22,7 @@ def conditions(
     require_seal: bool = False,
     key: bytes | None = None,
     marks: str | None = None,
+    remote_checksums: bool = False,
 ) -> Conditions:
     """What the caller asks of a step, checked; raises `UsageError`.
 
@@ -44,6 +45,7 @@ def conditions(
         not_negative("grace", grace_s),
         require_seal,
         known_key(key),
+        remote_checksums,
         _marks_in(marks) if marks is not None else None,
     )
 

@@ -94,7 +94,8 @@ def look(
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
     there are any; at `structure` the reads that `n_reads` counts, and a second listing;
-    at `content` every byte besides.
+    at `content` every byte besides. Where the conditions ask for the store's own
+    checksums, one HEAD for each sealed file.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
@@ -153,6 +154,12 @@ def _look_at(
             reached = Level.STRUCTURE
         elif not sealed:
             findings += _no_seal(step)
+    by_store = None
+    if conditions.remote_checksums:
+        from ckptctl.judge.asking_store import ask_store
+
+        by_store, said = ask_store(store, step, seal, findings)
+        findings += said
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
     report = report_on(
@@ -165,6 +172,7 @@ def _look_at(
         seal=seal,
         n_read=n_read,
         proven=proven,
+        by_store=by_store,
     )
     return Looked(report, step, tuple(parts), reason, notes)
 

@@ -23,6 +23,7 @@ from ckptctl.findings import (
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
     NOTHING_PROVEN,
+    ByStore,
     Finding,
     Proven,
     Report,
@@ -49,6 +50,7 @@ class Conditions:
     grace_s: float = 600.0
     require_seal: bool = False
     seal_key: bytes | None = field(default=None, repr=False)
+    remote_checksums: bool = False
     marks: MarksInFile | None = None
 
 
@@ -63,11 +65,12 @@ def report_on(
     seal: Seal | None = None,
     n_read: int = 0,
     proven: Proven = NOTHING_PROVEN,
+    by_store: ByStore | None = None,
 ) -> Report:
     """Add up what was found of a step, and hold it against the conditions.
 
     `seal` is the one that speaks of the step, `n_read` how many bytes level `content`
-    has read, `proven` what it has proven.
+    has read, `proven` what it has proven, `by_store` what the store's checksums say.
     """
     looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
@@ -107,6 +110,7 @@ def report_on(
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,
         values_scanned=proven.n_values,
+        by_store=by_store,
     )
 
 

@@ -17,8 +17,10 @@ from ckptctl.checks.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.shape import check_unchanged
+from ckptctl.checks.stored import as_kept, best_of
 from ckptctl.errors import AccessDenied, AlreadyExists, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
+from ckptctl.formats.checksums import can_compute, checksumming
 from ckptctl.formats.digests import Algorithm, Digests
 from ckptctl.formats.layouts import is_own
 from ckptctl.formats.own_files import time_now
@@ -72,7 +74,11 @@ def seal(
     Raises `UsageError` where there is a seal already, `StorageError` where the storage
     fails.
 
-    Cost: a look at level `content`, every byte read once more, one write.
+    Where the storage keeps checksums of whole objects, the seal has them, too: those that can
+    be computed here are compared with the bytes first.
+
+    Cost: a look at level `content`, every byte read once more, one write; on an object store
+    one HEAD for each file.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
@@ -127,10 +133,10 @@ def seal_found(
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
     limits = Limits(jobs, on_progress=second)
-    files = digested(found.store, found.name, sealed, algorithm, limits)
+    files, contradicted = digested(found.store, found.name, sealed, algorithm, limits)
     changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
-    if changed:
-        return _refused(_with_findings(looked.report, changed))
+    if changed or contradicted:
+        return _refused(_with_findings(looked.report, [*changed, *contradicted]))
     made = Seal(
         algorithm,
         identity_of(looked, saved_world_size),
@@ -176,16 +182,31 @@ def is_sealed(file: FileInfo) -> bool:
 
 def digested(
     store: Store, name: str, files: Sequence[FileInfo], algorithm: Algorithm, limits: Limits
-) -> tuple[SealedFile, ...]:
-    """Some files of the step `name` with their digests, in order. Cost: every byte of them."""
-    runs = [DigestRun(Stretch(f"{name}/{file.path}", 0, file.size), algorithm) for file in files]
+) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
+    """Some files of the step `name` with their digests, in order, and what the store keeps of them.
+
+    The findings are the files whose bytes do not come to the checksum that the store keeps.
+    Cost: every byte of them, and on an object store one HEAD for each.
+    """
+    paths = [f"{name}/{file.path}" for file in files]
+    kept = [*store.kept(paths)]
+    best = [best_of(answer, can_compute) for answer in kept]
+    beside = [checksumming(checksum.algorithm) if checksum else None for checksum in best]
+    runs = [
+        DigestRun(Stretch(path, 0, file.size), algorithm, beside=computing)
+        for path, file, computing in zip(paths, files, beside, strict=True)
+    ]
     n_bytes = read_runs(store, runs, limits)
     if limits.on_progress is not None:
         limits.on_progress(n_bytes, n_bytes)
-    return tuple(
-        SealedFile(file.path, file.size, written_ms(file), _read(run))
-        for file, run in zip(files, runs, strict=True)
-    )
+    sealed: list[SealedFile] = []
+    found: list[Finding] = []
+    for file, run, answer, checksum in zip(files, runs, kept, best, strict=True):
+        computed = run.beside.hexdigest() if run.beside else None
+        of_store, wrong = as_kept(file.path, answer, checksum, computed)
+        sealed.append(SealedFile(file.path, file.size, written_ms(file), _read(run), of_store))
+        found += wrong
+    return tuple(sealed), tuple(found)
 
 
 def _read(run: DigestRun) -> Digests:

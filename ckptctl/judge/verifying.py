@@ -38,6 +38,7 @@ def verify(
     grace_s: float = 600.0,
     require_seal: bool = False,
     key: bytes | None = None,
+    remote_checksums: bool = False,
     marks: str | None = None,
     subset: str | None = None,
     deadline_s: float | None = None,
@@ -62,6 +63,11 @@ def verify(
     byte at `content`. `require_seal` asks for one that proves the step (22 without),
     `key` is the key that it must have been made with. `marks` is a file of marks to be
     read beside those in the step.
+
+    `remote_checksums` compares the checksums that the storage keeps of its objects with those
+    in the seal, at any level, and reads nothing for it: equal ones prove that no object was
+    replaced by another since the step was sealed, not what the disks hold today. Where there
+    is no seal, or no checksum of the whole object, the step is `unverifiable` (22).
 
     The rest is for level `content`. `subset` compares a part of the records: `3/7`, or
     `10%` of the bytes. `deadline_s` seconds after the call no further byte is read;
@@ -90,6 +96,7 @@ def verify(
             require_seal=require_seal,
             key=key,
             marks=marks,
+            remote_checksums=remote_checksums,
         ),
         pattern=pattern,
         content=_content(step, level, subset, deadline_s, jobs, nan_scan, stop, on_progress, crew),

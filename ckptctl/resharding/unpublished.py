@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store
+from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store
 
 
 class WithFiles:
@@ -66,6 +66,14 @@ class WithFiles:
         """See `Store.open_file`."""
         data = self._files.get(path)
         return self._store.open_file(path) if data is None else _InMemory(data)
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        """See `Store.kept`."""
+        asked = [*paths]
+        there = self._store.kept(path for path in asked if path not in self._files)
+        known = {kept.path: kept for kept in there}
+        for path in asked:
+            yield known.get(path) or Kept(path, why_none="it is not written yet")
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`."""

@@ -1,8 +1,8 @@
 """What does ckptctl need from a storage?
 
-Few verbs, all of them bounded: list one level, list a tree, read byte ranges,
-put one object. A store is opened on a root; every path is relative to it, with
-`/`, never empty parts, never `..`.
+Few verbs, all of them bounded: list one level, list a tree, read byte ranges, ask
+for the checksums that the storage keeps, put one object. A store is opened on a
+root; every path is relative to it, with `/`, never empty parts, never `..`.
 
 What every store promises, and `tests/storage` proves for each:
 
@@ -63,6 +63,35 @@ class Span:
     path: str
     offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum that a storage keeps of an object: `crc64nvme` and the like, in hex.
+
+    `whole`: of all bytes of the object. Otherwise of the checksums of the parts that it was
+    written in, which says nothing of its bytes to who does not know the parts.
+    """
+
+    algorithm: str
+    value: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a storage keeps of a file beside its bytes.
+
+    `etag` differs where other bytes were written, and may differ where the same were;
+    `version` names one write where the bucket keeps versions. Either is empty where there
+    is none. `why_none` says why there are no checksums, and is empty where there are.
+    """
+
+    path: str
+    checksums: tuple[Checksum, ...] = ()
+    etag: str = ""
+    version: str = ""
+    why_none: str = ""
 
 
 class OpenFile(Protocol):
@@ -129,6 +158,15 @@ class Store(Protocol):
         """A file to read many pieces of, into a buffer of the caller's; closed by the caller.
 
         What was opened is what is read to the end, where the storage can promise that.
+        """
+        ...
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        """What the storage keeps of each file, in the order asked for; no byte is read.
+
+        One HEAD request each on an object store, several in flight; none where it is known
+        that there are no checksums. Raises `PathNotFound` at a file that is not there, if
+        the storage was asked.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How are several reads kept in flight while their results come in order?
+"""How are several requests kept in flight while their answers come in order?
 
 For storages where a read is mostly waiting. All waiting is done in daemon threads:
 Ctrl-C must not wait for a server that does not answer.
@@ -10,34 +10,37 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Span
 from ckptctl.storage.threads import start_daemon
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 WIDTH = 16
-"""Reads in flight: with 8 MiB each it fills a fast link at 30 ms of latency."""
+"""Requests in flight: with 8 MiB each it fills a fast link at 30 ms of latency."""
 
 MAX_BYTES = 64 << 20
 
 
-class _Read:
-    __slots__ = ("data", "done", "error", "span")
+class _Request(Generic[Item, T]):
+    __slots__ = ("answers", "done", "error", "item", "n_bytes")
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
+    def __init__(self, item: Item, n_bytes: int) -> None:
+        self.item = item
+        self.n_bytes = n_bytes
         self.done = threading.Event()
-        self.data = b""
+        self.answers: list[T] = []
         self.error: BaseException | None = None
 
-    def run(self, read: Callable[[Span], bytes]) -> None:
+    def run(self, ask: Callable[[Item], T]) -> None:
         try:
-            self.data = read(self.span)
-        except BaseException as exc:  # noqa: BLE001 - raised again where the result is taken
+            self.answers.append(ask(self.item))
+        except BaseException as exc:  # noqa: BLE001 - raised again where the answer is taken
             self.error = exc
         self.done.set()
 
@@ -55,27 +58,40 @@ def read_in_flight(
     bytes unless one span alone is larger. What `read` raises is raised at that
     span's turn; later reads are dropped then.
     """
-    waiting: deque[_Read] = deque()
-    work: SimpleQueue[_Read | None] = SimpleQueue()
-    n_threads = n_bytes = 0
+    return in_flight(read, spans, width=width, max_bytes=max_bytes, n_bytes=attrgetter("length"))
+
+
+def in_flight(
+    ask: Callable[[Item], T],
+    items: Iterable[Item],
+    *,
+    width: int = WIDTH,
+    max_bytes: int = MAX_BYTES,
+    n_bytes: Callable[[Item], int] = lambda _: 0,
+) -> Iterator[tuple[Item, T]]:
+    """Each item with the answer to it; see `read_in_flight`. `n_bytes` is how long that is."""
+    waiting: deque[_Request[Item, T]] = deque()
+    work: SimpleQueue[_Request[Item, T] | None] = SimpleQueue()
+    n_threads = n_waiting = 0
     try:
-        for span in spans:
-            while waiting and (len(waiting) >= width or n_bytes + span.length > max_bytes):
-                n_bytes -= waiting[0].span.length
-                yield _result(waiting.popleft())
+        for item in items:
+            new: _Request[Item, T] = _Request(item, n_bytes(item))
+            while waiting and (len(waiting) >= width or n_waiting + new.n_bytes > max_bytes):
+                n_waiting -= waiting[0].n_bytes
+                yield _answer(waiting.popleft())
             if n_threads < width:
                 try:
-                    start_daemon("ckptctl-read", _work, work, read)
+                    start_daemon("ckptctl-read", _work, work, ask)
                     n_threads += 1
                 except OutOfMemory:
                     if n_threads == 0:
                         raise
                     width = n_threads  # fewer do, only later
-            waiting.append(_Read(span))
-            n_bytes += span.length
-            work.put(waiting[-1])
+            waiting.append(new)
+            n_waiting += new.n_bytes
+            work.put(new)
         while waiting:
-            yield _result(waiting.popleft())
+            yield _answer(waiting.popleft())
     finally:
         _drop(work)
         for _ in range(n_threads):
@@ -105,21 +121,20 @@ def run_aside(request: Callable[[], T]) -> T:
     return results[0]
 
 
-def _result(read: _Read) -> tuple[Span, bytes]:
-    read.done.wait()
-    if read.error is not None:
-        raise read.error
-    # The thread that read it may hold on to its task for a while: not to the bytes.
-    data, read.data = read.data, b""
-    return read.span, data
+def _answer(request: _Request[Item, T]) -> tuple[Item, T]:
+    request.done.wait()
+    if request.error is not None:
+        raise request.error
+    # The thread that asked may hold on to its task for a while: not to the bytes.
+    return request.item, request.answers.pop()
 
 
-def _work(work: SimpleQueue[_Read | None], read: Callable[[Span], bytes]) -> None:
+def _work(work: SimpleQueue[_Request[Item, T] | None], ask: Callable[[Item], T]) -> None:
     while (task := work.get()) is not None:
-        task.run(read)
+        task.run(ask)
 
 
-def _drop(work: SimpleQueue[_Read | None]) -> None:
+def _drop(work: SimpleQueue[_Request[Item, T] | None]) -> None:
     with suppress(Empty):
         while True:
             work.get_nowait()

@@ -26,7 +26,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
+from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
@@ -93,6 +93,11 @@ class LocalStore:
     def open_file(self, path: str) -> OpenFile:
         """See `Store.open_file`: one descriptor, so that a piece costs one call of the system."""
         return _LocalFile(self, path)
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        """See `Store.kept`: nothing, so that nothing is asked."""
+        for path in paths:
+            yield Kept(path, why_none="a file system keeps none")
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`; makes missing folders, and the root where its parent is there.

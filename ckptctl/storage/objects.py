@@ -8,13 +8,14 @@ request is made and what its answer means is the client's question.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace as with_fields
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge
-from ckptctl.storage.in_flight import read_in_flight
+from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
+from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.paths import key_of
 from ckptctl.storage.retrying import retried
 
@@ -70,6 +71,10 @@ class Client(Protocol):
         """Whether there is such an object."""
         ...
 
+    def kept(self, key: str) -> Kept:
+        """What the storage keeps of the object; no request where that is known to be nothing."""
+        ...
+
     def close(self) -> None:
         """Let go of connections."""
         ...
@@ -116,6 +121,11 @@ class ObjectStore:
     def open_file(self, path: str) -> OpenFile:
         """See `Store.open_file`: a request for each piece; an object may be replaced meanwhile."""
         return _OpenObject(self._span, path)
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        """See `Store.kept`."""
+        for path, kept in in_flight(self._kept, paths):
+            yield with_fields(kept, path=path)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`; an object store writes an object whole or not at all.
@@ -193,6 +203,10 @@ class ObjectStore:
         if len(data) > span.length:
             raise StorageUnavailable(f"{wanted}, the storage sent {len(data):,} bytes instead")
         return data
+
+    def _kept(self, path: str) -> Kept:
+        key = self._key(path)
+        return self._tried(path, lambda: self._client.kept(key))
 
     def _create(self, key: str, data: bytes) -> None:
         try:

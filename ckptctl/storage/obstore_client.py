@@ -22,6 +22,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kept
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Transient
 from ckptctl.storage.s3_answers import error_of
@@ -162,6 +163,18 @@ class ObstoreClient:
         except PathNotFound:
             return False
         return True
+
+    def kept(self, key: str) -> Kept:
+        """See `Client.kept`; one HEAD. obstore hands on the ETag and the version, no checksum."""
+        import obstore
+
+        found = self._ask(lambda: obstore.head(self._store, key), key)
+        return Kept(
+            key,
+            etag=(found["e_tag"] or "").strip('"'),
+            version=found["version"] or "",
+            why_none="obstore hands none on; --storage-option client=s3fs does",
+        )
 
     def close(self) -> None:
         """Connections go with the object."""

@@ -1,10 +1,16 @@
-"""What does an S3 server mean by an error?
+"""What does an S3 server mean by an error, and which checksums does it show?
 
-By status and error code only: the texts differ between servers, and some quote
-parts of the request. Which client carried the answer does not matter here.
+Errors are known by status and error code only: the texts differ between servers,
+and some quote parts of the request. Which client carried the answer does not
+matter here.
 """
 
 from __future__ import annotations
+
+import binascii
+import re
+from base64 import b64decode
+from collections.abc import Mapping
 
 from ckptctl.errors import (
     AccessDenied,
@@ -13,7 +19,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.storage.contract import ShortRead
+from ckptctl.storage.contract import Checksum, ShortRead
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Transient
 
@@ -72,3 +78,36 @@ def _denied(answer: str) -> str:
         f"access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
         "AWS_PROFILE, the endpoint, this machine's clock, and what the bucket's policy allows"
     )
+
+
+_IN_PARTS = re.compile(r"-\d+$")
+
+
+def checksums_in(answer: Mapping[str, object]) -> tuple[Checksum, ...]:
+    """The checksums in an answer to HeadObject, by the names that botocore has for its fields.
+
+    A server that does not say the type has one of the whole object where that was not
+    written in parts: composite ones, and the ETags of objects in parts, end in `-N`.
+    Source: Amazon S3 API reference, HeadObject; user guide, checking object integrity.
+    """
+    said = answer.get("ChecksumType")
+    in_parts = bool(_IN_PARTS.search(str(answer.get("ETag", "")).strip('"')))
+    found = []
+    for name, value in answer.items():
+        if not name.startswith("Checksum") or name == "ChecksumType" or not isinstance(value, str):
+            continue
+        number, _, parts = value.partition("-")
+        whole = not parts and (not in_parts if said is None else said == "FULL_OBJECT")
+        digest = hex_of(number)
+        if digest:
+            algorithm = name.removeprefix("Checksum").lower()
+            found.append(Checksum(algorithm, digest, whole))
+    return tuple(found)
+
+
+def hex_of(base64: str) -> str:
+    """A checksum as it is written in headers, in hex; empty where it is none."""
+    try:
+        return b64decode(base64, validate=True).hex()
+    except (binascii.Error, ValueError):
+        return ""

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Kept
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import NO_CREDENTIALS, error_of
+from ckptctl.storage.s3_answers import NO_CREDENTIALS, checksums_in, error_of
 
 T = TypeVar("T")
 
@@ -70,17 +71,23 @@ class S3fsClient:
 
     def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
         """See `Client.put_parts`."""
-        upload = self._ask(self._call("create_multipart_upload", Key=key), key)["UploadId"]
+        upload, summed = self._begin_parts(key)
         done: list[dict[str, object]] = []
         try:
             for number, part in enumerate(parts, 1):
                 sent = self._ask(
                     self._call(
-                        "upload_part", Key=key, UploadId=upload, PartNumber=number, Body=part
+                        "upload_part",
+                        Key=key,
+                        UploadId=upload,
+                        PartNumber=number,
+                        Body=part,
+                        **summed,
                     ),
                     key,
                 )
-                done.append({"PartNumber": number, "ETag": sent["ETag"]})
+                told = {name: sent[name] for name in ("ETag", "ChecksumCRC32") if name in sent}
+                done.append({"PartNumber": number, **told})
             self._ask(
                 self._call(
                     "complete_multipart_upload",
@@ -96,6 +103,18 @@ class S3fsClient:
                 self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload), key)
             raise
 
+    def _begin_parts(self, key: str) -> tuple[str, dict[str, str]]:
+        """The id of a new upload, and what each part of it must say."""
+        summed, whole = self._ask(self._checksums_sent(), key)
+        try:
+            begun = self._ask(
+                self._call("create_multipart_upload", Key=key, **summed, **whole), key
+            )
+        except CannotCreate:  # a server that knows no such checksum, and says so
+            summed = {}
+            begun = self._ask(self._call("create_multipart_upload", Key=key), key)
+        return begun["UploadId"], summed
+
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""
         from ckptctl.errors import PathNotFound
@@ -105,6 +124,18 @@ class S3fsClient:
         except PathNotFound:
             return False
         return True
+
+    def kept(self, key: str) -> Kept:
+        """See `Client.kept`; one HEAD."""
+        answer = self._ask(self._head(key), key)
+        checksums = checksums_in(answer)
+        return Kept(
+            key,
+            checksums,
+            answer.get("ETag", "").strip('"'),
+            answer.get("VersionId", ""),
+            "" if checksums else "the store keeps none",
+        )
 
     def close(self) -> None:
         """Close the connections."""
@@ -123,6 +154,25 @@ class S3fsClient:
         if len(data) != answer["ContentLength"]:
             raise Transient(f"{len(data):,} of {answer['ContentLength']:,} bytes arrived")
         return data
+
+    async def _head(self, key: str) -> Mapping[str, Any]:
+        client = await self._fs.set_session()
+        members = client.meta.service_model.operation_model("HeadObject").input_shape.members
+        asked = {"ChecksumMode": "ENABLED"} if "ChecksumMode" in members else {}
+        answer: Mapping[str, Any] = await self._call("head_object", Key=key, **asked)
+        return answer
+
+    async def _checksums_sent(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What to ask for so that the store keeps the CRC-32 of an object in parts as a whole.
+
+        Nothing where botocore does not know it, or its settings say to send no checksums.
+        """
+        client = await self._fs.set_session()
+        operation = client.meta.service_model.operation_model("CreateMultipartUpload")
+        when = getattr(client.meta.config, "request_checksum_calculation", None)
+        if when != "when_supported" or "ChecksumType" not in operation.input_shape.members:
+            return {}, {}
+        return {"ChecksumAlgorithm": "CRC32"}, {"ChecksumType": "FULL_OBJECT"}
 
     async def _put(self, key: str, data: bytes, *, create: bool) -> None:
         condition = {"IfNoneMatch": "*"} if create else {}

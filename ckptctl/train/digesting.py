@@ -12,42 +12,59 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from ckptctl.formats.checksums import Checksumming, checksumming
 from ckptctl.formats.digests import Algorithm, Digester, Digests
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """Size in bytes and digests of a file; `beside` is its checksum of another kind, in hex."""
+
+    size: int
+    digests: Digests
+    beside: str | None = None
 
 
 class DigestedFiles:
     """A file system of torch's writer (see its `FileSystemBase`) whose new files are digested.
 
-    `written` are the digests by the file's name, and its size in bytes, of those that were
-    written from front to end.
+    `written` are those that were written from front to end, by name. `beside` names a
+    checksum that is computed beside the digests.
     """
 
-    def __init__(self, files: Any, algorithm: Algorithm) -> None:
+    def __init__(self, files: Any, algorithm: Algorithm, beside: str | None = None) -> None:
         self._files = files
         self._algorithm = algorithm
-        self.written: dict[str, tuple[int, Digests]] = {}
+        self._beside = beside
+        self.written: dict[str, WrittenFile] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.BufferedIOBase]:
         """A file to write, digested on the way."""
         with self._files.create_stream(path, mode) as file:
-            stream = DigestingStream(file, self._algorithm)
+            beside = None if self._beside is None else checksumming(self._beside)
+            stream = DigestingStream(file, self._algorithm, beside)
             yield stream
             stream.close()
         if stream.in_order:
-            self.written[os.path.basename(path)] = (stream.n_bytes, stream.digests())
+            summed = None if beside is None else beside.hexdigest()
+            self.written[os.path.basename(path)] = WrittenFile(
+                stream.n_bytes, stream.digests(), summed
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
 
 
 class DigestingStream(io.BufferedIOBase):
-    """A file that is written in order. Closing it closes `file`."""
+    """A file that is written in order. Closing it closes `file`; `beside` takes all bytes, too."""
 
-    def __init__(self, file: Any, algorithm: Algorithm) -> None:
+    def __init__(self, file: Any, algorithm: Algorithm, beside: Checksumming | None = None) -> None:
         self._file = file
+        self._beside = beside
         self._digester = Digester(algorithm)
         self._moved = False
         self.n_bytes = 0
@@ -59,6 +76,8 @@ class DigestingStream(io.BufferedIOBase):
             self._file.write(view)
             # Behind the write: what it brought into the processor's cache is there still.
             self._digester.update(view)
+            if self._beside is not None:
+                self._beside.update(view)
             self.n_bytes += len(view)
             return len(view)
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptctl import __version__
 from ckptctl.checks.byte_pass import Limits
 from ckptctl.checks.sealed import written_ms
+from ckptctl.checks.stored import as_kept, best_of
 from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
-from ckptctl.findings import Severity, Verdict
-from ckptctl.formats.digests import Algorithm, Digests
+from ckptctl.findings import Finding, Severity, Verdict
+from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.layouts import OWN_FOLDER, name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
@@ -35,7 +36,7 @@ from ckptctl.judge.sealing import digested, identity_of, is_sealed
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
-from ckptctl.train.digesting import DigestedFiles
+from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
 
@@ -47,8 +48,11 @@ ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
 
-Written = Mapping[str, tuple[int, Digests]]
-"""Size in bytes and digests of files of a step, by path, as they were written."""
+Written = Mapping[str, WrittenFile]
+"""Files of a step, by path, as they were written."""
+
+BESIDE = "crc32"
+"""What is computed beside the digests on the way to an object store."""
 
 _GRACE_S = 0.0  # our own save is over when it is looked at
 
@@ -200,7 +204,9 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
 
     alone = saver.group.size == 1
     writer = _writer(saver, saver.name_of(step))
-    files = DigestedFiles(writer.fs, saver.algorithm)
+    # What the store keeps is compared with it; CRC-32 is what botocore sends.
+    beside = None if is_local(saver.store.url) else BESIDE
+    files = DigestedFiles(writer.fs, saver.algorithm, beside)
     if digest:
         writer.fs = cast("Any", files)
     try:
@@ -269,8 +275,9 @@ def seal_step(saver: Saver, step: int, written: Written) -> None:
     )
     own = [file for file in files if _digester(file, saver.group.size) == saver.group.rank]
     shares = saver.group.from_all(lambda: _digests_of(saver, step, own, written))
-    sealed = sorted((file for share in shares for file in share), key=lambda file: file.path)
-    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed)))
+    sealed = sorted((file for files, _ in shares for file in files), key=lambda file: file.path)
+    damaged = [finding for _, findings in shares for finding in findings]
+    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed), damaged))
 
 
 def flush_step(saver: Saver, step: int) -> None:
@@ -286,22 +293,28 @@ def flush_step(saver: Saver, step: int) -> None:
 
 def _digests_of(
     saver: Saver, step: int, files: Sequence[FileInfo], written: Written
-) -> tuple[SealedFile, ...]:
-    sealed, unknown = [], []
-    for file in files:
-        if file.path not in written:
-            unknown.append(file)
-            continue
-        size, digests = written[file.path]
-        if file.size != size:
+) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
+    name = saver.name_of(step)
+    known = [file for file in files if file.path in written]
+    sealed: list[SealedFile] = []
+    damaged: list[Finding] = []
+    answers = saver.store.kept(f"{name}/{file.path}" for file in known)
+    for file, kept in zip(known, answers, strict=True):
+        one = written[file.path]
+        if file.size != one.size:
             raise SaveFailed(
-                f"step {step} was not saved: {file.path} is {file.size:,} bytes, and {size:,} "
-                "were written to it; older steps are as they were",
+                f"step {step} was not saved: {file.path} is {file.size:,} bytes, and "
+                f"{one.size:,} were written to it; older steps are as they were",
                 next_command=f"ckptctl verify {shlex.quote(saver.url_of(step))}",
             )
-        sealed.append(SealedFile(file.path, size, written_ms(file), digests))
-    name = saver.name_of(step)
-    return (*sealed, *digested(saver.store, name, unknown, saver.algorithm, Limits()))
+        checksum = best_of(kept, lambda algorithm: algorithm == BESIDE)
+        known_by_us = checksum is not None and checksum.algorithm == BESIDE
+        stored, wrong = as_kept(file.path, kept, checksum, one.beside if known_by_us else None)
+        sealed.append(SealedFile(file.path, one.size, written_ms(file), one.digests, stored))
+        damaged += wrong
+    unknown = [file for file in files if file.path not in written]
+    more, wrong = digested(saver.store, name, unknown, saver.algorithm, Limits())
+    return (*sealed, *more), (*damaged, *wrong)
 
 
 def _digester(file: FileInfo, n_ranks: int) -> int:
@@ -310,8 +323,15 @@ def _digester(file: FileInfo, n_ranks: int) -> int:
     return 0 if rank is None else rank % n_ranks
 
 
-def _put_seal(saver: Saver, step: int, sealed: tuple[SealedFile, ...]) -> None:
+def _put_seal(
+    saver: Saver, step: int, sealed: tuple[SealedFile, ...], damaged: Sequence[Finding]
+) -> None:
     name = saver.name_of(step)
+    if damaged:
+        raise SaveFailed(
+            f"step {step} was written, and is not sealed: {damaged[0].message}",
+            next_command=f"ckptctl verify {shlex.quote(saver.url_of(step))} --level content",
+        )
     named = step_name(name)
     # No deeper: what is in the shards was digested on its way, and all ranks wait for this.
     looked = look(

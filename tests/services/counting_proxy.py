@@ -25,7 +25,7 @@ class Fault(Enum):
     """What the proxy does with a request that it breaks."""
 
     UNAVAILABLE = "503 with S3's SlowDown"
-    NOT_IMPLEMENTED = "501 where a condition is asked for"
+    NOT_IMPLEMENTED = "501 where a condition or a checksum of the whole is asked for"
     RESET = "the connection is reset in the middle of the body"
     SHORT = "the connection ends in order in the middle of the body"
     LOST = "the server does it, the answer is lost"
@@ -130,7 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.UNAVAILABLE:
             self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
             return
-        if fault is Fault.NOT_IMPLEMENTED and self.headers.get("If-None-Match"):
+        new = self.headers.get("If-None-Match") or self.headers.get("x-amz-checksum-type")
+        if fault is Fault.NOT_IMPLEMENTED and new:
             self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
             return
         if fault is Fault.NOT_THERE:

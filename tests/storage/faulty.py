@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store
+from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store
 
-VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "put")
+VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "kept", "put")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class FaultyStore:
         """See `Store.open_file`."""
         self._count("open_file", path)
         return self._store.open_file(path)
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        """See `Store.kept`."""
+        for kept in self._store.kept(paths):
+            self._count("kept", kept.path)
+            yield kept
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`."""

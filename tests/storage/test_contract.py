@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
-from ckptctl.storage.contract import Kind, ShortRead, Span, Store, TooLarge
+from ckptctl.storage.contract import Checksum, Kind, ShortRead, Span, Store, TooLarge
 from ckptctl.storage.opening import join_url, open_store
 
 LOCAL = ("local",)
@@ -110,6 +111,20 @@ def test_the_identity_changes_when_a_file_is_replaced(store: Store):
     (after,) = (info for info in store.list_dir() if info.path == "latest")
     assert after.size == before.size
     assert after.identity != before.identity
+
+
+def test_what_is_kept_of_files_comes_in_the_order_asked_for(store: Store, where: str):
+    paths = ["latest", "step_1/.metadata"]
+    kept = [*store.kept(paths)]
+    assert [one.path for one in kept] == paths
+    # moto stands for Amazon; Ceph 16 takes a checksum, and does not keep it.
+    assert [len(one.checksums) for one in kept] == [where == "moto-s3fs"] * 2
+    assert all(bool(one.checksums) == (not one.why_none) for one in kept)
+    if where in ("moto-s3fs", "moto-obstore", "ceph-s3fs", "ceph-obstore"):
+        tags = {info.path: info.identity.strip('"') for info in store.list_tree()}
+        assert [one.etag for one in kept] == [tags[path] for path in paths]
+        with pytest.raises(PathNotFound):
+            [*store.kept([*paths, "nothing"])]
 
 
 def test_what_another_writer_adds_is_in_the_next_listing(store: Store, opened: Open):
@@ -333,6 +348,9 @@ def test_a_file_written_in_pieces_is_the_pieces_in_order(opened, where, size):
 
     store.put_pieces("step_1/__0_0.distcp", pieces, size)
     assert store.read("step_1/__0_0.distcp", limit=size) == data
+    if where == "moto-s3fs":
+        (kept,) = store.kept(["step_1/__0_0.distcp"])
+        assert kept.checksums == (Checksum("crc32", f"{zlib.crc32(data):08x}", whole=True),)
     store.put_pieces("step_1/__0_0.distcp", lambda: iter([memoryview(b"anew")]), 4)
     assert store.read("step_1/__0_0.distcp", limit=size + 4) == b"anew"
 

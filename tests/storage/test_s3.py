@@ -134,6 +134,33 @@ def test_a_write_costs_one_request_and_one_look_where_it_must_not_replace(
     assert proxy.counts == {"HEAD": 1, "PUT": 1}
 
 
+def test_what_is_kept_costs_one_look_for_each_file_and_no_read(store: Store, proxy: CountingProxy):
+    assert len([*store.kept(f"step_1/__{n}_0.distcp" for n in range(3))]) == 3
+    assert proxy.counts == {"HEAD": 3}
+
+
+def test_a_look_at_what_is_kept_is_asked_again_and_ends_after_bounded_tries(
+    store: Store, proxy: CountingProxy
+):
+    proxy.break_request("HEAD", Fault.UNAVAILABLE)
+    (kept,) = store.kept(["step_1/.metadata"])
+    assert kept.etag
+    proxy.break_request("HEAD", Fault.UNAVAILABLE, lasts=True)
+    with pytest.raises(StorageUnavailable, match="no answer after 3 tries"):
+        [*store.kept(["step_1/.metadata"])]
+
+
+def test_a_server_that_keeps_no_checksum_of_a_whole_gets_the_parts_without(
+    store: Store, proxy: CountingProxy, client: str
+):
+    data = os.urandom(18 << 20)
+    proxy.break_request("POST", Fault.NOT_IMPLEMENTED, lasts=True)
+    store.put_pieces("big", lambda: iter([memoryview(data)]), len(data))
+    assert store.read("big", limit=len(data)) == data
+    # To begin, in vain where a checksum is asked for, and to complete.
+    assert proxy.counts["POST"] == (3 if client == "s3fs" else 2)
+
+
 # Answers that heal
 
 

@@ -14,7 +14,7 @@ from ckptctl.cli.views.common import (
     state_lines,
 )
 from ckptctl.cli.words import age, count, exact_size, size, utc
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.model import Level
 from ckptctl.storage.opening import parent_url
 
@@ -66,6 +66,15 @@ def next_command(report: Report) -> str:
     return shlex.join(["ckptctl", "pick", parent_url(report.url), "--before", str(report.number)])
 
 
+def _by_store(found: ByStore) -> str:
+    same = f"{found.n_same:,} of {count(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
+    told = f"; {found.n_told:,} of them were sealed on its word" if found.n_told else ""
+    return (
+        f"the store's checksums of {same} are those that were sealed{told}; "
+        "it was asked, their bytes were not read"
+    )
+
+
 def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
     held = f"{count(report.n_tensors, 'tensor')} in {count(report.n_records, 'record')}"
@@ -86,6 +95,8 @@ def _facts(report: Report, now_s: float) -> list[str]:
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")
+    if report.by_store is not None and report.by_store.n_same:
+        facts.append(_by_store(report.by_store))
     if report.written_s is not None:
         when = f"written {age(report.written_s, now_s)} ago, {utc(report.written_s)}"
         facts.insert(1, when)
