@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,17 +64,18 @@ def test_pieces_of_any_kind_come_to_the_digests_of_the_file(tmp_path_factory, da
     kinds = (bytes, bytearray, memoryview)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "BLOCK_BYTES", 16)
-        files = DigestedFiles(filesystem.FileSystem(), Algorithm.XXH3)
+        files = DigestedFiles(filesystem.FileSystem(), Algorithm.XXH3, "crc32")
         with files.create_stream(path, "wb") as stream:
             for number, (start, end) in enumerate(pairwise(edges)):
                 stream.write(kinds[number % 3](data[start:end]))
                 assert stream.tell() == end
-        size, found = files.written[path.name]
+        found = files.written[path.name]
     whole = path.read_bytes()
     blocks = [whole[at : at + 16] for at in range(0, len(whole), 16)]
-    assert (size, found.whole) == (len(whole), xxhash.xxh3_128(whole).hexdigest())
-    expected = [xxhash.xxh3_128(block).hexdigest() for block in blocks] if size > 16 else []
-    assert found.blocks == tuple(expected)
+    assert (found.size, found.digests.whole) == (len(whole), xxhash.xxh3_128(whole).hexdigest())
+    expected = [xxhash.xxh3_128(block).hexdigest() for block in blocks] if len(whole) > 16 else []
+    assert found.digests.blocks == tuple(expected)
+    assert found.beside == f"{zlib.crc32(whole):08x}"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,10 @@ def test_a_run_in_a_bucket_goes_on_to_the_last_bit(s3: S3Server, root: str, unbr
         f"{root}@12", level=ckptctl.Level.CONTENT, require_seal=True, storage_options=s3.options
     )
     assert (report.exit_code, report.seal is not None) == (0, True)
+    shard = f"{root}/step_12.attempt-2/__0_0.distcp".removeprefix(f"s3://{s3.bucket}/")
+    head = s3.client.head_object(Bucket=s3.bucket, Key=shard, ChecksumMode="ENABLED")
+    said = ckptctl.verify(f"{root}@12", remote_checksums=True, storage_options=s3.options)
+    assert said.exit_code == (0 if "ChecksumCRC32" in head else 22)
     ledger = [key for key in keys(s3, root) if key.endswith(".jsonl")]
     assert len(ledger) == 2
 
