@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
     from ckptctl.resharding.comparing import diff
-    from ckptctl.resharding.exporting import convert
+    from ckptctl.resharding.converting import convert
     from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
     from ckptctl.supervise.restarting import Life, Supervised, keep_running
@@ -139,7 +139,7 @@ _HOMES = {
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",
     "ckptctl.resharding.comparing": "diff",
-    "ckptctl.resharding.exporting": "convert",
+    "ckptctl.resharding.converting": "convert",
     "ckptctl.resharding.results": "Converted Diff Difference RankShare Reshard",
     "ckptctl.resharding.steps": "plan_reshard reshard",
 }

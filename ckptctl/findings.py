@@ -141,6 +141,7 @@ CODES: Mapping[str, Code] = {
     "file.unreadable": _fault(Verdict.CORRUPT, "a file beside the shards is damaged"),
     "state.missing": _remark("some train state is not in the step"),
     "state.lost": _remark("some train state is for another world size"),
+    "state.left-out": _remark("something does not go along into another format"),
     "state.mixed": _fault(Verdict.CORRUPT, "shards disagree about the optimizer's step"),
     "world-size.differs": _remark("the step was written by another number of ranks"),
     "world-size.fixed": _remark("the step loads at the world size that wrote it only"),

@@ -55,7 +55,7 @@ def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding
         if file.kind != "file":
             message = "it is a link or no regular file, which is not followed"
             findings.append(Finding("path.escape", file.path, message))
-    for file, header in _read_headers(store, folder, [f for f in files if f.kind == "file"]):
+    for file, header in read_headers(store, folder, [f for f in files if f.kind == "file"]):
         parsed = _parsed(file, header)
         if isinstance(parsed, Finding):
             findings.append(parsed)
@@ -77,10 +77,13 @@ def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding
         yield replace(finding, where=where)
 
 
-def _read_headers(
+def read_headers(
     store: Store, folder: str, files: Sequence[FileInfo]
 ) -> Iterator[tuple[FileInfo, bytes]]:
-    """Each file with its header, the length in front of it included."""
+    """Each file with its header, the length in front of it included.
+
+    A header that the file does not hold whole is given as far as it was read.
+    """
     empty = [file for file in files if file.size == 0]
     others = [file for file in files if file.size > 0]
     yield from ((file, b"") for file in empty)

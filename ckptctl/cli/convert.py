@@ -1,4 +1,4 @@
-"""`ckptctl convert`: a step as safetensors, or a file of `torch.save` as a step."""
+"""`ckptctl convert`: a step in another format, or another format as a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from ckptctl.cli.views.resharding import convert_lines
 EXAMPLES = (
     "ckptctl convert /shared/ckpt/run-1234@latest /models/run-1234 --only model",
     "ckptctl convert s3://bucket/run-1234/step_1200 /models/run-1234 --file-size 2G",
+    "ckptctl convert /shared/ckpt/run-1234@1200 /tmp/run-1234.pt",
     "ckptctl convert old/model.pt /shared/ckpt/run-1234/step_1200 --world-size 8",
+    "ckptctl convert /models/base /shared/ckpt/run-1234/step_0 --under model --accept-unverifiable",
 )
 EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 27, 75, 77)
 
@@ -34,30 +36,51 @@ EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 27, 75, 77)
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="A step, as for verify, or a file of torch.save."),
+        typer.Argument(
+            metavar="SRC",
+            help="A step, as for verify; a file of torch.save; safetensors: a file, an index, or a "
+            "folder.",
+        ),
     ],
     target: Annotated[
-        str, typer.Argument(metavar="DST", help="Folder to be written; it must not be there.")
+        str,
+        typer.Argument(
+            metavar="DST",
+            help="What is to be written; it must not be there. From a step: a name in .pt is a "
+            "file of torch.save, in .safetensors one such file, any other a folder of them.",
+        ),
     ],
     world_size: Annotated[
         int | None,
         option(
             "--world-size",
             metavar="N",
-            help="From a file: how many ranks the step is cut for; 1 if nobody says.",
+            help="Into a step: how many ranks it is cut for; 1 if nobody says.",
         ),
     ] = None,
     only: OnlyOpt = None,
     strip: Annotated[
         str,
-        option("--strip", metavar="TEXT", help="Take this away from the beginning of names."),
+        option(
+            "--strip",
+            metavar="TEXT",
+            help="Into safetensors: take this away from the beginning of names.",
+        ),
+    ] = "",
+    under: Annotated[
+        str,
+        option(
+            "--under",
+            metavar="KEY",
+            help="From safetensors: put the tensors below this key of the state dict, as model.",
+        ),
     ] = "",
     file_size: Annotated[
         str | None,
         option(
             "--file-size",
             metavar="SIZE",
-            help="Begin another file of safetensors before one has more; 5 GB if nobody says.",
+            help="Into safetensors: begin another file before one has more; 5 GB if nobody says.",
         ),
     ] = None,
     memory: MemoryOpt = "256M",
@@ -69,12 +92,12 @@ def convert(
     storage: Storage,
     out: Output,
 ) -> int:
-    """How does a step become safetensors for serving, or a file of torch.save a step?
+    """How does a step become a file of torch.save or safetensors, or one of those a step?
 
-    A step: whole tensors, in files of bounded size with an index. A file: a step of sharded
-    DCP that loads at any world size; nothing in the file runs, and what is neither a tensor
-    nor a plain value is refused by its key. Either way streamed, proven against the source's
-    checksums, and read again before it appears. With --quiet its address is printed.
+    What SRC is, and how DST's name ends, say which way; one of both is a step of sharded DCP.
+    Nothing in a file runs. Streamed within --memory, proven against the source's checksums, and
+    read again before it appears. Safetensors carry none: without a seal they are taken with
+    --accept-unverifiable. With --quiet the address of the result is printed.
     """
     answer = ckptctl.convert(
         source,
@@ -82,6 +105,7 @@ def convert(
         world_size=world_size,
         only_model=only_model(only),
         strip=strip,
+        under=under,
         file_bytes=None if file_size is None else parse_size("file-size", file_size),
         accept_unverifiable=accept_unverifiable,
         memory=parse_size("memory", memory),

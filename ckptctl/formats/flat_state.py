@@ -1,8 +1,8 @@
-"""Into which entries does a nested state come apart, and how is a value of them pickled?
+"""Into which entries does a nested state come apart, and how does it come together again?
 
-Keys are joined with dots, as torch's own checkpoints have them. A value that is
-neither a tensor nor plain is refused by its key: what it was is not known, because
-nothing of a pickle runs.
+Keys are joined with dots, as torch's own checkpoints have them, and entries are put
+back by their key paths. A value that is neither a tensor nor plain is refused by its
+key: what it was is not known, because nothing of a pickle runs.
 
 Source: torch 2.13 `torch/distributed/checkpoint/_traverse.py`, `_nested_dict.py`;
 CPython 3.11 `Lib/pickle.py`.
@@ -10,14 +10,14 @@ CPython 3.11 `Lib/pickle.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import pack
 from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptctl.formats.inert import Ordered
 from ckptctl.formats.torch_names import Dtype
-from ckptctl.formats.values import Opaque, TensorStub
+from ckptctl.formats.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub
 
 Path = tuple[str | int, ...]
 
@@ -75,9 +75,54 @@ def _comes_apart(value: list[object]) -> bool:
     )
 
 
+class Written(NamedTuple):
+    """A plain value, as a pickle at protocol 2 has it, without what begins and ends that."""
+
+    pickled: bytes
+
+
+def nested(leaves: Iterable[Leaf]) -> dict[str, object]:
+    """The state dict that comes apart into these entries, in their order.
+
+    A number in a key path counts items of a list; items that no entry is for become
+    None. Raises `NotPlain` where paths contradict each other, or go too deep.
+    """
+    root: dict[str, object] = {}
+    n_missing = 0
+    for leaf in leaves:
+        if len(leaf.path) > MAX_DEPTH:
+            raise NotPlain(f"the keys of {leaf.fqn} are nested deeper than {MAX_DEPTH} levels")
+        holder: object = root
+        for key, following in zip(leaf.path, (*leaf.path[1:], None), strict=True):
+            if isinstance(holder, list) and isinstance(key, int) and key >= 0:
+                n_missing += max(0, key - len(holder))
+                if n_missing > FREE_NODES:
+                    raise NotPlain(f"{leaf.fqn} is item {key:,} of a list that is not there")
+                holder.extend([None] * (key + 1 - len(holder)))
+                known = holder[key]
+            elif isinstance(holder, dict) and isinstance(key, str):
+                known = holder.get(key)
+            else:
+                raise NotPlain(f"the keys of {leaf.fqn} contradict those of another entry")
+            if following is None:
+                if known is not None:
+                    raise NotPlain(f"{leaf.fqn} is there twice, or has entries below it")
+                known = leaf.value
+            elif known is None:
+                known = [] if isinstance(following, int) else {}
+            holder[key] = known  # type: ignore[index]
+            holder = known
+    return root
+
+
+def written(leaf: Leaf) -> Written:
+    """A plain value; raises `NotPlain` for any other."""
+    return Written(b"".join(_written(leaf.value, leaf.fqn)))
+
+
 def pickled_value(leaf: Leaf) -> bytes:
     """The pickle of a plain value, at protocol 2; raises `NotPlain` for any other."""
-    return b"\x80\x02" + b"".join(_written(leaf.value, leaf.fqn)) + b"."
+    return b"\x80\x02" + written(leaf).pickled + b"."
 
 
 def _written(value: Any, fqn: str) -> Iterator[bytes]:
@@ -101,14 +146,15 @@ def _all(values: Sequence[object], fqn: str) -> Iterator[bytes]:
         yield from _written(value, fqn)
 
 
-def _text(value: str) -> bytes:
+def text(value: str) -> bytes:
+    """A string, as a pickle has it."""
     data = value.encode("utf-8", "surrogatepass")
     return b"X" + pack("<I", len(data)) + data
 
 
 def _bytes(value: bytes) -> bytes:
     # Without this, protocol 2 has no bytes.
-    return b"c_codecs\nencode\n" + _text(value.decode("latin-1")) + _text("latin1") + b"\x86R"
+    return b"c_codecs\nencode\n" + text(value.decode("latin-1")) + text("latin1") + b"\x86R"
 
 
 def _integer(value: int) -> bytes:
@@ -123,7 +169,7 @@ _SIMPLE: Mapping[type, Callable[[Any], bytes]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     int: _integer,
     float: lambda value: b"G" + pack(">d", value),
-    str: _text,
+    str: text,
     bytes: _bytes,
     Dtype: lambda value: f"ctorch\n{value.name}\n".encode(),
 }
@@ -133,5 +179,5 @@ def _called(value: object) -> str:
     if isinstance(value, Opaque):
         return value.name if " " in value.name else f"an object of {value.name}"
     if isinstance(value, TensorStub):
-        return "a tensor inside a tuple"
+        return "a tensor inside a value"
     return f"a {type(value).__name__}"

@@ -51,7 +51,9 @@ _UNFINISHED = (
     r"|\.orbax-checkpoint-tmp.*)"
 )
 _OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
-_FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
+FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
+"""How files of `torch.save` that are whole steps are called."""
+
 _UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
 _UNFINISHED_BESIDE = "-unfinished"
 
@@ -142,7 +144,7 @@ def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) 
 
 
 def _without_flat_suffix(name: str) -> str:
-    for suffix in _FLAT_SUFFIXES:
+    for suffix in FLAT_SUFFIXES:
         if name.endswith(suffix):
             return name[: -len(suffix)]
     return name
@@ -156,7 +158,7 @@ def unfinished_beside(file: FileInfo) -> str | None:
 
 def is_flat_file(file: FileInfo) -> bool:
     """Whether a file directly under the root is a whole step in one `torch.save` file."""
-    return file.kind == "file" and file.path.endswith(_FLAT_SUFFIXES)
+    return file.kind == "file" and file.path.endswith(FLAT_SUFFIXES)
 
 
 _SAYS_CHECKPOINT = (

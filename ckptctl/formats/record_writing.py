@@ -14,17 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from struct import pack
 
-from ckptctl.formats.record_frames import GOLDEN, WORD
 from ckptctl.formats.values import STORAGE_DTYPES
+from ckptctl.formats.zip_writing import SMALL_MEMBERS, VERSION, Placed, end, folded, place
 from ckptctl.model import DTYPE_SIZES
-
-_ALIGNMENT = 64
-_FOLDER = b"archive/"
-_IN_ZIP64 = 0xFFFFFFFF
-_HAS_DESCRIPTOR = 0x0808
-_EMPTY = 0x0800
 
 _ID = b".data/serialization_id"
 _OF_NAMES = b"15728199511854643026"
@@ -50,7 +45,7 @@ class Frame:
     before: bytes
     n_data: int
     n_after: int
-    _placed: tuple[_Placed, ...]
+    _placed: tuple[Placed, ...]
     _crcs: tuple[int, ...]
 
     @property
@@ -67,43 +62,15 @@ class Frame:
 
         data, version, last = self._placed[-3:]
         crcs = [*self._crcs, crc, crc32(version.data)]
-        identity = _OF_NAMES + _folded(crcs)
+        identity = _OF_NAMES + folded(crcs)
         crcs.append(crc32(identity))
         yield data.descriptor(crc)
-        yield version.header + version.data + version.descriptor(crcs[-2])
+        yield version.whole(crcs[-2])
         yield last.header + identity + last.descriptor(crcs[-1])
         at = last.following
         directory = [member.entry(one) for member, one in zip(self._placed, crcs, strict=True)]
         yield from directory
-        yield _end(len(directory), sum(map(len, directory)), at)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """One member: where it begins, and what is written around its bytes."""
-
-    path: bytes
-    data: bytes
-    size: int
-    at: int
-    header: bytes
-
-    @property
-    def following(self) -> int:
-        return self.at + len(self.header) + self.size + len(self.descriptor(0))
-
-    def descriptor(self, crc: int) -> bytes:
-        if not self.size:
-            return b""
-        form = "<4sI2Q" if max(self.size, self.at) >= _IN_ZIP64 else "<4s3I"
-        return pack(form, b"PK\7\x08", crc, self.size, self.size)
-
-    def entry(self, crc: int) -> bytes:
-        wide = _wide(self.size, self.at)
-        size, at = min(self.size, _IN_ZIP64), min(self.at, _IN_ZIP64)
-        flags = _HAS_DESCRIPTOR if self.size else _EMPTY
-        fields = (0, 0, flags, 0, 0, 0, crc, size, size, len(self.path), len(wide), 0, 0, 0, 0, at)
-        return pack("<4s6H3I5H2I", b"PK\1\2", *fields) + self.path + wide
+        yield end(len(directory), sum(map(len, directory)), at)
 
 
 @lru_cache(maxsize=4096)
@@ -114,27 +81,20 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     """
     from zlib_ng.zlib_ng import crc32
 
-    n_elements = 1
-    for dim in shape:
-        n_elements *= dim
+    n_elements = prod(shape)
     n_data = n_elements * DTYPE_SIZES[dtype]
-    small = (
-        (b"data.pkl", _tensor_pickle(dtype, shape, n_elements)),
-        (b".format_version", b"1"),
-        (b".storage_alignment", b"%d" % _ALIGNMENT),
-        (b"byteorder", b"little"),
-    )
-    placed: list[_Placed] = []
+    small = ((b"data.pkl", _tensor_pickle(dtype, shape, n_elements)), *SMALL_MEMBERS)
+    placed: list[Placed] = []
     for name, data in small:
-        placed.append(_place(placed, name, data, len(data)))
-    before = b"".join(p.header + p.data + p.descriptor(crc32(p.data)) for p in placed)
-    placed.append(_place(placed, b"data/0", b"", n_data))
+        placed.append(place(_next(placed), name, data, len(data)))
+    before = b"".join(p.whole(crc32(p.data)) for p in placed)
+    placed.append(place(_next(placed), b"data/0", b"", n_data))
     before += placed[-1].header
-    placed.append(_place(placed, b"version", b"3\n", 2))
-    placed.append(_place(placed, _ID, b"", 2 * len(_OF_NAMES)))
+    placed.append(place(_next(placed), *VERSION, 2))
+    placed.append(place(_next(placed), _ID, b"", 2 * len(_OF_NAMES)))
     crcs = tuple(crc32(p.data) for p in placed[:-3])
     directory = sum(len(p.entry(0)) for p in placed)
-    length = placed[-1].following + directory + len(_end(0, 0, 0))
+    length = placed[-1].following + directory + len(end(0, 0, 0))
     return Frame(before, n_data, length - len(before) - n_data, tuple(placed), crcs)
 
 
@@ -142,58 +102,21 @@ def value_record(pickled: bytes) -> bytes:
     """The record of a value that is no tensor, from its pickle."""
     from zlib_ng.zlib_ng import crc32
 
-    small = [
-        (b"data.pkl", pickled),
-        (b".format_version", b"1"),
-        (b".storage_alignment", b"%d" % _ALIGNMENT),
-        (b"byteorder", b"little"),
-        (b"version", b"3\n"),
-    ]
-    small.append((_ID, _OF_VALUE_NAMES + _folded([crc32(data) for _, data in small])))
-    placed: list[_Placed] = []
+    small = [(b"data.pkl", pickled), *SMALL_MEMBERS, VERSION]
+    small.append((_ID, _OF_VALUE_NAMES + folded([crc32(data) for _, data in small])))
+    placed: list[Placed] = []
     for name, data in small:
-        placed.append(_place(placed, name, data, len(data)))
+        placed.append(place(_next(placed), name, data, len(data)))
     crcs = [crc32(member.data) for member in placed]
     members = zip(placed, crcs, strict=True)
-    written = b"".join(m.header + m.data + m.descriptor(crc) for m, crc in members)
+    written = b"".join(m.whole(crc) for m, crc in members)
     directory = b"".join(m.entry(crc) for m, crc in zip(placed, crcs, strict=True))
-    return written + directory + _end(len(placed), len(directory), len(written))
+    return written + directory + end(len(placed), len(directory), len(written))
 
 
-def _folded(crcs: Sequence[int]) -> bytes:
-    """The second half of `serialization_id`: what the checksums of the members come to."""
-    fold = 0
-    for one in crcs:
-        fold ^= (one + GOLDEN + (fold << 6) + (fold >> 2)) % WORD
-    return b"%020d" % fold
-
-
-def _place(before: Sequence[_Placed], name: bytes, data: bytes, size: int) -> _Placed:
-    at = before[-1].following if before else 0
-    path = _FOLDER + name
-    # miniz gives the size that is stored as 0 here, and rightly in the directory.
-    wide = _wide(size, at, stored=0)
-    start = at + 30 + len(path) + len(wide) + 4
-    n_pad = -start % _ALIGNMENT
-    extra = wide + b"FB" + pack("<H", n_pad) + b"Z" * n_pad
-    flags = _HAS_DESCRIPTOR if size else _EMPTY
-    fields = (0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra))
-    return _Placed(path, data, size, at, pack("<4s5H3I2H", b"PK\3\4", *fields) + path + extra)
-
-
-def _wide(size: int, at: int, stored: int | None = None) -> bytes:
-    """The zip64 field of a member that is long, or lies far behind."""
-    wide = [size, size if stored is None else stored] if size >= _IN_ZIP64 else []
-    wide += [at] if at >= _IN_ZIP64 else []
-    return pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-
-
-def _end(n_members: int, size: int, at: int) -> bytes:
-    return (
-        pack("<4sQ2H2I4Q", b"PK\6\6", 44, 798, 45, 0, 0, n_members, n_members, size, at)
-        + pack("<4sIQI", b"PK\6\7", 0, at + size, 1)
-        + pack("<4s4H2IH", b"PK\5\6", 0, 0, n_members, n_members, size, min(at, _IN_ZIP64), 0)
-    )
+def _next(placed: Sequence[Placed]) -> int:
+    """Where the member behind these begins."""
+    return placed[-1].following if placed else 0
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -204,6 +127,20 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(dim, 1)
     return tuple(reversed(strides))
+
+
+def tensor_value(dtype: str, shape: Sequence[int], key: str) -> bytes:
+    """What a pickle says of a row-major tensor whose storage is called `key`, without memo."""
+    n_elements = prod(shape)
+    storage = _STORAGES.get(dtype)
+    kind = f"torch\n{storage}\n" if storage else "torch.storage\nUntypedStorage\n"
+    n_stored = n_elements if storage else n_elements * DTYPE_SIZES[dtype]
+    name = key.encode()
+    pickled = b"ctorch._utils\n_rebuild_tensor_v%d\n((X\7\0\0\0storagec" % (2 if storage else 3)
+    pickled += kind.encode() + b"X" + pack("<I", len(name)) + name + b"X\3\0\0\0cpu"
+    pickled += _integer(n_stored) + b"tQK\0(" + b"".join(map(_integer, shape)) + b"t("
+    pickled += b"".join(map(_integer, strides_of(shape))) + b"t\x89ccollections\nOrderedDict\n)R"
+    return pickled + (b"" if storage else f"ctorch\n{dtype}\n".encode()) + b"tR"
 
 
 def _tensor_pickle(dtype: str, shape: tuple[int, ...], n_elements: int) -> bytes:

@@ -60,11 +60,12 @@ class FlatFile:
     has_crcs: bool
 
 
-def read_flat(store: Store, file: FileInfo, url: str) -> FlatFile:
+def read_flat(store: Store, file: FileInfo, url: str, *, only_model: bool = False) -> FlatFile:
     """Read all but the elements of a file of `torch.save`.
 
-    Raises `Damage` for one that is not what was saved, `UsageError` for one that holds
-    what a step cannot. Cost: three small reads, and two for each storage.
+    With `only_model` nothing is asked of what else is in it. Raises `Damage` for one
+    that is not what was saved, `UsageError` for one that holds what a step cannot.
+    Cost: three small reads, and two for each storage.
     """
     whole = ByteRange(file.path, 0, file.size)
     files = _FlatFiles(store, file.path, url)
@@ -85,7 +86,8 @@ def read_flat(store: Store, file: FileInfo, url: str) -> FlatFile:
     if read_member(directory, "byteorder", read) == b"big":
         raise UsageError(f"{url} was written on a big-endian machine, which is not supported")
     try:
-        part, held = _part(flattened(state), directory, files)
+        leaves = flattened(state)
+        part, held = _part(_of_model(leaves) if only_model else leaves, directory, files)
     except NotPlain as error:
         raise UsageError(f"{url}: {error}") from error
     return FlatFile(part, held, directory.has_crcs)
@@ -188,6 +190,12 @@ class _FlatFiles(SourceFiles):
         data = _bytes(self.store, self.path, opened.start, opened.n_bytes)
         self.check_held_crc(record, opened, data)
         return opened._replace(start=0, held=aligned(data))
+
+
+def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    stubs = {leaf.fqn: leaf.value for leaf in leaves if isinstance(leaf.value, TensorStub)}
+    kinds = entry_kinds(_metadata(leaves, stubs))
+    return tuple(leaf for leaf in leaves if kinds[leaf.fqn].names[0] == "model")
 
 
 def _part(

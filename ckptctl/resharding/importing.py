@@ -1,32 +1,38 @@
-"""How does a file of `torch.save` become a step of sharded DCP?
+"""How does a file of `torch.save`, or a model in safetensors, become a step of sharded DCP?
 
 It is planned, written, proven, sealed and published as a reshard is; what is in the
-file is the question of `flat_files`. Nothing in the file runs.
+files is the question of `flat_files` and `safetensors_files`. Nothing in them runs.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.checks.byte_pass import OnProgress
+from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.state import NO_STATE
-from ckptctl.checks.words import counted
-from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.checks.words import counted, some_of
+from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.state_keys import kind_of_file
+from ckptctl.judge.looking import Looked
+from ckptctl.judge.part_checks import folder_of
 from ckptctl.judge.verifying import OpenTarget
-from ckptctl.model import FileInfo, Level
+from ckptctl.model import FileInfo, Level, Part, PartFormat
 from ckptctl.resharding.cutting import Mesh
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.planning import Plan, Wanted, plan
-from ckptctl.resharding.reading import Damage
-from ckptctl.resharding.results import Converted
-from ckptctl.resharding.sources import Source
+from ckptctl.resharding.reading import Damage, SourceFiles
+from ckptctl.resharding.results import Converted, not_converted
+from ckptctl.resharding.safetensors_files import files_of_index, read_safetensors
+from ckptctl.resharding.sources import Source, refusal
 from ckptctl.resharding.steps import Opening, with_finding
-from ckptctl.resharding.writing import budget
+from ckptctl.resharding.writing import Budget
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
@@ -42,6 +48,24 @@ class OneFile:
     def url(self) -> str:
         """The address of the file."""
         return join_url(self.store.url, self.file.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """How the step is made: where, for how many ranks, of what, within which bounds.
+
+    `anyway` is the same call with `--accept-unverifiable`, for those who read why
+    it was refused.
+    """
+
+    place: Place
+    world_size: int
+    only_model: bool
+    under: str
+    accept_unverifiable: bool
+    room: Budget
+    on_progress: OnProgress | None
+    anyway: str
 
 
 @contextmanager
@@ -63,54 +87,110 @@ def _found(store: Store, name: str) -> FileInfo | None:
     return next((file for file in listed if file.path == name and file.kind == "file"), None)
 
 
-def import_flat(
-    source: OneFile,
-    place: Place,
-    *,
-    world_size: int,
-    accept_unverifiable: bool,
-    memory: int,
-    jobs: int | None,
-    on_progress: OnProgress | None,
-) -> Converted:
-    """Write the step at `place` from a file; see `exporting.convert`."""
-    report = _report(source)
+def import_flat(source: OneFile, into: Into) -> Converted:
+    """Write a step from a file of `torch.save`; see `converting.convert`."""
+    report = _report(source, "flat")
     try:
-        flat = read_flat(source.store, source.file, source.url)
+        flat = read_flat(source.store, source.file, source.url, only_model=into.only_model)
     except Damage as damage:
-        return _refused(source, place, with_finding(report, damage.finding))
-    if not flat.has_crcs and not accept_unverifiable:
-        finding = _no_checksums(source)
-        return _refused(source, place, with_finding(report, finding))
+        return not_converted(source.url, into.place.url, with_finding(report, damage.finding))
+    if not flat.has_crcs:
+        why = "was saved without checksums: nothing proves its bytes"
+        report = with_finding(report, _unproven(source.file.path, why, into))
     read = Source(source.url, report, (flat.part,), ())
-    planned = plan(read, Wanted(Mesh((("dp", world_size),))))
-    if not planned.parts[0].entries:
-        raise UsageError(f"{source.url} holds an empty dict: there is nothing to make a step of")
-    found = OpenTarget(source.store, source.file.path, ())
-    room = budget(memory, jobs, source.store, place.store)
+    return _import(read, source, {"": flat.files}, (), into)
+
+
+def import_file(source: OneFile, into: Into) -> Converted:
+    """Write a step from one file of safetensors, or from those that an index names."""
+    report = _report(source, "safetensors")
+    files: Sequence[FileInfo] = (source.file,)
+    try:
+        if source.file.path.endswith(INDEX_SUFFIX):
+            files = files_of_index(source.store, source.file, source.url)
+    except RecordUnreadable as error:
+        finding = Finding(error.code, source.file.path, error.message)
+        return not_converted(source.url, into.place.url, with_finding(report, finding))
+    part = Part("", PartFormat.SAFETENSORS, tuple(files))
+    for finding in check_safetensors(source.store, "", part):
+        report = with_finding(report, finding)
+    why = "is of safetensors, which carry no checksums: nothing proves its bytes"
+    report = with_finding(report, _unproven(source.file.path, why, into))
+    if refusal(report, accept_unverifiable=into.accept_unverifiable):
+        return not_converted(source.url, into.place.url, report)
+    read = read_safetensors(source.store, "", source.url, part, under=into.under)
+    return _import(Source(source.url, report, (read.part,), ()), source, {"": read.files}, (), into)
+
+
+def import_folder(found: OpenTarget, looked: Looked, into: Into) -> Converted:
+    """Write a step from the folders of safetensors in a folder that was looked at."""
+    report = looked.report
+    if refusal(report, accept_unverifiable=into.accept_unverifiable):
+        return not_converted(found.url, into.place.url, _with_next(report, into))
+    held = [part for part in looked.step.parts if part.format is PartFormat.SAFETENSORS]
+    # Beside a model of its own, folders below hold its shards once more, or another model.
+    parts = [part for part in held if not part.path] or held
+    below = [part.path for part in held if part not in parts]
+    read = [
+        read_safetensors(
+            found.store, folder_of(looked.step, part), found.url, part, under=into.under
+        )
+        for part in parts
+    ]
+    unnamed = [name for one in read for name in one.unnamed]
+    others = [
+        file.path
+        for file in looked.step.files
+        if kind_of_file(looked.step.layout, file.path) and not file.path.endswith(SUFFIX)
+    ]
+    remarks = [
+        *_left_out(unnamed, "of safetensors that the index does not name"),
+        *_left_out(below, "of safetensors below", "folder"),
+        *_left_out(others, "of train state beside the safetensors"),
+    ]
+    step = Source(found.url, report, tuple(one.part for one in read), ())
+    return _import(step, found, {one.part.path: one.files for one in read}, remarks, into)
+
+
+def _import(
+    read: Source,
+    source: OneFile | OpenTarget,
+    files: Mapping[str, SourceFiles],
+    remarks: Sequence[Finding],
+    into: Into,
+) -> Converted:
+    if refusal(read.report, accept_unverifiable=into.accept_unverifiable):
+        return not_converted(source.url, into.place.url, read.report)
+    mesh = Mesh((("dp", into.world_size),))
+    planned = plan(read, Wanted(mesh, only_model=into.only_model))
+    if not any(part.entries for part in planned.parts):
+        asked = "no model" if into.only_model else "no entries"
+        raise UsageError(f"{source.url} holds {asked}: there is nothing to make a step of")
+    name = source.file.path if isinstance(source, OneFile) else source.name
     try:
         written = write(
             planned,
-            found,
-            place,
-            room,
-            accept_unverifiable=accept_unverifiable,
-            on_progress=on_progress,
-            files={"": flat.files},
+            OpenTarget(source.store, name, ()),
+            into.place,
+            into.room,
+            accept_unverifiable=into.accept_unverifiable,
+            on_progress=into.on_progress,
+            files=files,
         )
     except Damage as damage:
-        return _refused(source, place, with_finding(report, damage.finding))
+        report = with_finding(read.report, damage.finding)
+        return not_converted(source.url, into.place.url, report)
     if isinstance(written, Report):
-        return _refused(source, place, written)
-    return _answer(source, place, planned, written.report)
+        return not_converted(source.url, into.place.url, written)
+    return _answer(source, into, planned, read.report, written.report, remarks)
 
 
-def _report(source: OneFile) -> Report:
+def _report(source: OneFile, layout: str) -> Report:
     """What is known of a file before anything in it was compared."""
     return Report(
         url=source.url,
         number=None,
-        layout="flat",
+        layout=layout,
         verdict=Verdict.COMPLETE,
         exit_code=0,
         level=Level.STRUCTURE,
@@ -128,53 +208,68 @@ def _report(source: OneFile) -> Report:
     )
 
 
-def _no_checksums(source: OneFile) -> Finding:
+def _unproven(path: str, why: str, into: Into) -> Finding:
     return Finding(
         "record.unverifiable",
-        source.file.path,
-        f"{source.file.path} was saved without checksums: nothing proves its bytes",
-        expected="a checksum for each member of the file",
+        path,
+        f"{path} {why}",
+        expected="a checksum for each tensor",
         found="none",
-        next_command="ckptctl explain record.unverifiable",
+        next_command=into.anyway,
     )
 
 
-def _refused(source: OneFile, place: Place, report: Report) -> Converted:
-    return Converted(
-        source=source.url,
-        target=place.url,
-        written=False,
-        n_tensors=0,
-        n_left_out=0,
-        n_files=0,
-        n_bytes=0,
-        report=report,
-        message=f"not converted: {report.url} is {report.verdict.value}; nothing was published",
-        exit_code=report.exit_code,
-        next_command=next(
-            (finding.next_command for finding in report.findings if finding.next_command), None
-        ),
+def _with_next(report: Report, into: Into) -> Report:
+    """The report, in which what is only unproven says how to take it all the same."""
+    if report.verdict is not Verdict.UNVERIFIABLE:
+        return report
+    findings = tuple(
+        replace(finding, next_command=into.anyway)
+        if finding.verdict is Verdict.UNVERIFIABLE
+        else finding
+        for finding in report.findings
     )
+    return replace(report, findings=findings)
 
 
-def _answer(source: OneFile, place: Place, planned: Plan, report: Report) -> Converted:
-    (part,) = planned.parts
-    n_tensors = part.n_cut + part.n_whole
-    n_others = len(part.entries) - n_tensors
-    ranks = counted(planned.wanted.mesh.world_size, "rank")
+def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[Finding]:
+    if names:
+        yield Finding(
+            "state.left-out",
+            "",
+            f"left out: {counted(len(names), noun)} {what}: {some_of(names)}",
+            next_command="ckptctl explain state.left-out",
+        )
+
+
+def _answer(
+    source: OneFile | OpenTarget,
+    into: Into,
+    planned: Plan,
+    before: Report,
+    report: Report,
+    remarks: Sequence[Finding],
+) -> Converted:
+    n_tensors = sum(part.n_cut + part.n_whole for part in planned.parts)
+    n_others = sum(len(part.entries) for part in planned.parts) - n_tensors
+    what = counted(n_tensors, "tensor")
+    if n_others:
+        what += f" and {counted(n_others, 'value')}"
+    taken = "proven at level content, sealed"
+    if before.verdict is Verdict.UNVERIFIABLE:
+        taken = "taken as they are, for nothing proved them; from now on proven by the new step"
     return Converted(
         source=source.url,
-        target=place.url,
+        target=into.place.url,
+        format="dcp",
         written=True,
         n_tensors=n_tensors,
         n_left_out=0,
-        n_files=len(part.files) + 1,
+        n_files=len(planned.shards) + len(planned.parts),
         n_bytes=planned.n_bytes,
+        findings=tuple(remarks),
         report=report,
-        message=(
-            f"{counted(n_tensors, 'tensor')} and {counted(n_others, 'value')} as sharded DCP for "
-            f"{ranks}: proven at level content, sealed"
-        ),
+        message=f"{what} as sharded DCP for {counted(into.world_size, 'rank')}: {taken}",
         exit_code=0,
-        next_command=f"ckptctl verify {shlex.quote(place.url)} --level content --require-seal",
+        next_command=f"ckptctl verify {shlex.quote(into.place.url)} --level content --require-seal",
     )

@@ -40,6 +40,7 @@ def prove(
     `Damage`. Records without a checksum are passed over: whether they may be is asked
     before.
     """
+    files.check_unchanged()
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_record[piece.file, piece.start].append(piece)

@@ -36,7 +36,10 @@ from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 _HEAD = 1024
 _MAX_OPEN = 8
 _WASTE = 4
-_ZSTD = "stream.zstd/1"
+ZSTD = "stream.zstd/1"
+"""The transform that is undone while reading."""
+
+"""The transform that is undone while reading."""
 _FRAME_BYTES = 1 << 20
 
 
@@ -161,6 +164,9 @@ class SourceFiles:
         self.check_held_crc(record, opened, data)
         return opened._replace(start=0, held=aligned(data))
 
+    def check_unchanged(self) -> None:
+        """Raise `Damage` where what no checksum proves is not what was looked at before."""
+
     def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
         """Raise `Damage` where elements that are held do not match their checksum."""
         from zlib_ng.zlib_ng import crc32
@@ -171,10 +177,10 @@ class SourceFiles:
 
     def _unpacked(self, tensor: SourceTensor, chunk: SourceChunk, held_limit: int) -> Opened:
         """A compressed record, which is held as a whole."""
-        if chunk.record.transforms != (_ZSTD,):
+        if chunk.record.transforms != (ZSTD,):
             raise UsageError(
                 f"{tensor.entry.fqn} went through {', '.join(chunk.record.transforms)}, "
-                f"which cannot be undone here; {_ZSTD} can"
+                f"which cannot be undone here; {ZSTD} can"
             )
         require_zstd()
         length = prod(chunk.sizes) * DTYPE_SIZES[tensor.entry.dtype] + _FRAME_BYTES

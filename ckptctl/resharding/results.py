@@ -5,6 +5,7 @@ Frozen answers that the command line only prints.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from ckptctl.findings import Finding, Report
@@ -110,20 +111,45 @@ class Diff:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A step written in another format, or a file as a step: the answer of `convert`.
+    """A step written in another format, or something else as a step: the answer of `convert`.
 
-    `n_left_out` counts entries that are no tensors, for which the format has no place.
-    Where nothing was `written`, `report` says why.
+    `format` is that of the target: `dcp`, `flat` (a file of `torch.save`) or
+    `safetensors`; empty where nothing was `written`: `report` says why. `n_left_out`
+    counts entries for which the format has no place; `findings` name them, and files
+    that do not go along.
     """
 
     source: str
     target: str
+    format: str
     written: bool
     n_tensors: int
     n_left_out: int
     n_files: int
     n_bytes: int
+    findings: tuple[Finding, ...]
     report: Report
     message: str
     exit_code: int
     next_command: str | None
+
+
+def not_converted(source: str, target: str, report: Report) -> Converted:
+    """The answer where the source, or what was made of it, is not whole."""
+    deeper = f"ckptctl verify {shlex.quote(source)} --level content"
+    given = (finding.next_command for finding in report.findings if finding.verdict is not None)
+    return Converted(
+        source=source,
+        target=target,
+        format="",
+        written=False,
+        n_tensors=0,
+        n_left_out=0,
+        n_files=0,
+        n_bytes=0,
+        findings=(),
+        report=report,
+        message=f"not converted: {report.url} is {report.verdict.value}; nothing was published",
+        exit_code=report.exit_code,
+        next_command=next((command for command in given if command), deeper),
+    )

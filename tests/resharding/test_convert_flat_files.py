@@ -141,7 +141,7 @@ def test_what_cannot_be_carried_over_is_refused_by_its_key(tmp_path):
         "a.b is expanded": {"a": {"b": torch.ones(1).expand(4)}},
         "u is expanded": {"u": torch.arange(9.0).unfold(0, 4, 1)},
         "c holds a conjugated or negated tensor": {"c": ones.conj()},
-        "p holds a tensor inside a tuple": {"p": (torch.ones(1),)},
+        "p holds a tensor inside a value": {"p": (torch.ones(1),)},
         "s holds an object of __builtin__.set": {"s": {1, 2}},
         "f holds an object of pathlib": {"f": (Path("x"),)},
         "would be called 'a.b'": {"a.b": 1, "a": {"b": 2}},

@@ -95,10 +95,12 @@ def convert_lines(answer: Converted) -> list[Line]:
         line(f"  {answer.message}", hang=4),
         line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
     ]
-    if answer.n_left_out:
-        said = count(answer.n_left_out, "entry").replace("entrys", "entries")
-        lines.append(line(f"  left out: {said} that safetensors have no place for", hang=4))
-    return lines
+    return [
+        *lines,
+        EMPTY,
+        *section(finding_lines(answer.findings)),
+        *next_line(answer.next_command),
+    ]
 
 
 def diff_lines(answer: Diff) -> list[Line]:

@@ -1,0 +1,364 @@
+"""Which way does a conversion go?
+
+What SRC is, and how DST's name ends, decide, and nothing else:
+
+- a step of sharded DCP becomes one file of `torch.save` where DST ends as such files do
+  (`.pt`, `.pth`, `.bin`, `.ckpt`), one file of safetensors where it ends in
+  `.safetensors`, and otherwise a folder of safetensors;
+- a file of `torch.save`, one of safetensors, an index of them, or a folder that holds
+  them and no DCP, becomes a step of sharded DCP called DST.
+
+One of both is always a step of DCP. Whatever else the names could mean is refused, with
+the command that says it. The work is done in `importing` and `exporting`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ckptctl.checks.byte_pass import Limits, OnProgress
+from ckptctl.checks.words import counted
+from ckptctl.errors import UsageError
+from ckptctl.findings import Report
+from ckptctl.formats.layouts import FLAT_SUFFIXES, step_name
+from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.bytes_look import Asked
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.model import Level, PartFormat
+from ckptctl.resharding.executing import Place
+from ckptctl.resharding.exporting import (
+    Export,
+    source_files,
+    to_flat,
+    to_safetensors,
+    write_export,
+)
+from ckptctl.resharding.importing import (
+    Into,
+    OneFile,
+    import_file,
+    import_flat,
+    import_folder,
+    one_file,
+)
+from ckptctl.resharding.reading import Damage, SourceFiles
+from ckptctl.resharding.results import Converted, not_converted
+from ckptctl.resharding.sources import SHARDED, Source, check_format, refusal, source_of
+from ckptctl.resharding.steps import (
+    DEFAULT_MEMORY,
+    Opening,
+    look_whole,
+    target_place,
+    with_finding,
+)
+from ckptctl.resharding.writing import budget
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import base_name, join_url
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    world_size: int | None = None,
+    only_model: bool = False,
+    strip: str = "",
+    under: str = "",
+    file_bytes: int | None = None,
+    accept_unverifiable: bool = False,
+    memory: int = DEFAULT_MEMORY,
+    jobs: int | None = None,
+    on_progress: OnProgress | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Converted:
+    """Write a step in another format, or what is in another format as a step of sharded DCP.
+
+    Where `source` is a step of sharded DCP, named as for `verify`, the end of `target`
+    says what it becomes: a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`) with the
+    nested state, which `torch.load(weights_only=True)` reads; a file of safetensors
+    (`.safetensors`); else a folder of safetensors, begun anew before a file has more than
+    `file_bytes`, `FILE_BYTES` if nobody says. `strip` is taken away from the beginning of
+    names in safetensors. What has no place in the format is left out, counted, and named
+    in the findings.
+
+    Where `source` is a file of `torch.save`, of safetensors, an index of them, or a folder
+    of safetensors, `target` is the path of the new step, and `world_size` how many ranks
+    it is cut for, 1 if nobody says. Dicts in a file of `torch.save` come apart as
+    torch's own checkpoints have it, and what is neither a tensor nor plain is refused by
+    its key; tensors of safetensors are put below the key `under`. Nothing in a file runs.
+    The step is proven, sealed and published as by `reshard`.
+
+    `only_model` leaves out all but the model. Safetensors have no checksums: without a
+    seal they are taken with `accept_unverifiable` only.
+
+    A source that is not whole is refused, and damage ends it: the answer bears the report,
+    and nothing is published. Raises `UsageError` where `target` is there, where a tensor
+    has a dtype that the format lacks, a value is not plain, or the names could mean
+    something else; `StorageError`.
+
+    Cost: every byte of the source read once, twice where records are cut across rows; of
+    the result, written once and read once.
+    """
+    opening: Opening = {
+        "storage_options": storage_options,
+        "endpoint_url": endpoint_url,
+        "timeout_s": timeout_s,
+    }
+    if world_size is not None and world_size < 1:
+        raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
+    asked = _Asked(
+        source,
+        target,
+        world_size,
+        only_model,
+        strip,
+        under,
+        file_bytes,
+        accept_unverifiable,
+        memory,
+        jobs,
+        on_progress,
+    )
+    with one_file(source, opening) as file:
+        if file is not None:
+            return _from_file(asked, file, opening)
+    checked = conditions((), None, None, grace_s)
+    with open_target(source, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
+        if found.is_file:
+            return _from_file(asked, OneFile(found.store, found.files[0]), opening)
+        looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        formats = {part.format for part in looked.step.parts}
+        if PartFormat.SAFETENSORS in formats and not formats & {*SHARDED}:
+            return _from_folder(asked, found, looked, checked, opening)
+        if formats == {PartFormat.FLAT}:
+            raise _names_no_file(asked, looked)
+        check_format(looked)
+        return _from_step(asked, found, looked, opening)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The call, as it was made."""
+
+    source: str
+    target: str
+    world_size: int | None
+    only_model: bool
+    strip: str
+    under: str
+    file_bytes: int | None
+    accept_unverifiable: bool
+    memory: int
+    jobs: int | None
+    on_progress: OnProgress | None
+
+    @property
+    def name(self) -> str:
+        """The last name of the target."""
+        return base_name(self.target)
+
+    @property
+    def is_flat(self) -> bool:
+        """The target's name is that of a file of `torch.save`."""
+        return self.name.endswith(FLAT_SUFFIXES)
+
+    @property
+    def is_file(self) -> bool:
+        """The target's name is that of one file."""
+        return self.is_flat or self.name.endswith(SUFFIX)
+
+    def command(self, **changed: object) -> str:
+        """The same call, with some of it changed, as it is typed."""
+        asked = replace(self, **changed)  # type: ignore[arg-type]
+        words = ["ckptctl", "convert", asked.source, asked.target]
+        words += [] if asked.world_size is None else ["--world-size", str(asked.world_size)]
+        words += ["--only", "model"] if asked.only_model else []
+        words += ["--strip", asked.strip] if asked.strip else []
+        words += ["--under", asked.under] if asked.under else []
+        words += [] if asked.file_bytes is None else ["--file-size", str(asked.file_bytes)]
+        words += ["--accept-unverifiable"] if asked.accept_unverifiable else []
+        return shlex.join(words)
+
+
+def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
+    """A file becomes a step."""
+    is_safetensors = file.file.path.endswith((SUFFIX, INDEX_SUFFIX))
+    _check_makes_step(asked, "one of safetensors" if is_safetensors else "one of torch.save")
+    if asked.under and not is_safetensors:
+        raise UsageError(
+            f"--under {asked.under}: {asked.source} is a file of torch.save, whose own keys say "
+            "what lies below which",
+            next_command=asked.command(under=""),
+        )
+    with target_place(asked.target, opening) as place:
+        into = _into(asked, file.store, place)
+        return import_file(file, into) if is_safetensors else import_flat(file, into)
+
+
+def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
+    """What is said of a folder that holds files of `torch.save`."""
+    held = [file.path for file in looked.step.files if file.path.endswith(FLAT_SUFFIXES)]
+    files = counted(len(held), "file")
+    return UsageError(
+        f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a step; "
+        "name it",
+        next_command=asked.command(source=join_url(asked.source.rstrip("/"), held[0]))
+        if len(held) == 1
+        else f"ckptctl show {shlex.quote(asked.source)}",
+    )
+
+
+def _from_folder(
+    asked: _Asked, found: OpenTarget, looked: Looked, checked: Conditions, opening: Opening
+) -> Converted:
+    """A folder of safetensors becomes a step."""
+    _check_makes_step(asked, "a folder of safetensors")
+    if not refusal(looked.report, accept_unverifiable=asked.accept_unverifiable):
+        # Nothing but a seal proves them, and that takes a look at every byte.
+        content = Asked(Limits())
+        looked = look(
+            found.store,
+            found.named,
+            checked,
+            level=Level.CONTENT,
+            files=found.files,
+            content=content,
+        )
+    with target_place(asked.target, opening) as place:
+        return import_folder(found, looked, _into(asked, found.store, place))
+
+
+def _check_makes_step(asked: _Asked, what: str) -> None:
+    """Raise `UsageError` where the target is named as no step, or is asked for as another."""
+    said = f"{asked.source} is {what}, which becomes a step of sharded DCP"
+    if asked.is_file:
+        step = asked.target[: -len(_ending(asked.name))]
+        raise UsageError(
+            f"{said}: {asked.name} is no name for one; make the step first, and {asked.name} "
+            "of that",
+            next_command=asked.command(target=step),
+        )
+    if asked.strip or asked.file_bytes is not None:
+        raise UsageError(
+            f"{said}: --strip and --file-size are for a step that becomes safetensors",
+            next_command=asked.command(strip="", file_bytes=None),
+        )
+
+
+def _ending(name: str) -> str:
+    return next(end for end in (*FLAT_SUFFIXES, SUFFIX) if name.endswith(end))
+
+
+def _into(asked: _Asked, source: Store, place: Place) -> Into:
+    return Into(
+        place,
+        asked.world_size or 1,
+        asked.only_model,
+        asked.under,
+        asked.accept_unverifiable,
+        budget(asked.memory, asked.jobs, source, place.store),
+        asked.on_progress,
+        asked.command(accept_unverifiable=True),
+    )
+
+
+def _from_step(asked: _Asked, found: OpenTarget, looked: Looked, opening: Opening) -> Converted:
+    """A step becomes files of another format."""
+    _check_makes_files(asked)
+    with target_place(asked.target, opening) as place:
+        if refusal(looked.report, accept_unverifiable=asked.accept_unverifiable):
+            return not_converted(found.url, place.url, looked.report)
+        source = source_of(looked)
+        files = source_files(source, found)
+        room = budget(asked.memory, asked.jobs, found.store, place.store)
+        try:
+            export = _export(asked, source, files)
+            write_export(source, export, files, place, room, asked.on_progress)
+        except Damage as damage:
+            report = with_finding(looked.report, damage.finding)
+            return not_converted(found.url, place.url, report)
+        return _written(asked, found.url, place.url, export, looked.report)
+
+
+def _check_makes_files(asked: _Asked) -> None:
+    """Raise `UsageError` where the target is named as a step, or is asked for as another."""
+    said = f"{asked.source} is a step of sharded DCP"
+    named = step_name(asked.name)
+    if not asked.is_file and named is not None and not named.bare:
+        raise UsageError(
+            f"{said}, and {asked.name} is a name for one: a folder of safetensors under that name "
+            "would be taken for the step; name it otherwise, or cut the step anew by reshard",
+            next_command=asked.command(
+                target=f"{asked.target.rstrip('/')}-safetensors", world_size=None
+            ),
+        )
+    if asked.world_size is not None:
+        anew = ["ckptctl", "reshard", asked.source, asked.target]
+        raise UsageError(
+            f"{said}, which becomes whole tensors, cut for no world size; reshard cuts it anew",
+            next_command=asked.command(world_size=None)
+            if asked.is_file
+            else shlex.join([*anew, "--world-size", str(asked.world_size)]),
+        )
+    if asked.under:
+        raise UsageError(
+            f"{said}, whose own keys say what lies below which: --under is for safetensors that "
+            "become a step",
+            next_command=asked.command(under=""),
+        )
+    if asked.is_flat and (asked.strip or asked.file_bytes is not None):
+        raise UsageError(
+            f"{asked.name} is named as a file of torch.save: --strip and --file-size are for "
+            "safetensors",
+            next_command=asked.command(strip="", file_bytes=None),
+        )
+    if asked.is_file and asked.file_bytes is not None:
+        raise UsageError(
+            f"{asked.name} is named as one file: --file-size is for a folder of them",
+            next_command=asked.command(file_bytes=None),
+        )
+
+
+def _export(asked: _Asked, source: Source, files: dict[str, SourceFiles]) -> Export:
+    if asked.is_flat:
+        return to_flat(source, files, only_model=asked.only_model)
+    return to_safetensors(
+        source,
+        only_model=asked.only_model,
+        strip=asked.strip,
+        file_bytes=asked.file_bytes,
+        alone=asked.is_file,
+    )
+
+
+def _written(asked: _Asked, source: str, target: str, export: Export, report: Report) -> Converted:
+    what = counted(export.n_tensors, "tensor")
+    n_values = export.n_values
+    message = f"{what} written as safetensors, every byte read again"
+    if asked.is_flat:
+        what += f" and {counted(n_values, 'value')}" if n_values else ""
+        message = f"{what} as one file of torch.save, every byte read again"
+    return Converted(
+        source=source,
+        target=target,
+        format="flat" if asked.is_flat else "safetensors",
+        written=True,
+        n_tensors=export.n_tensors,
+        n_left_out=export.n_left_out,
+        n_files=len(export.files),
+        n_bytes=export.n_bytes,
+        findings=export.findings,
+        report=report,
+        message=message,
+        exit_code=0,
+        next_command=None,
+    )

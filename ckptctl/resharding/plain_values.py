@@ -1,0 +1,78 @@
+"""What value does an entry that is no tensor hold, as far as it is plain?
+
+Its record is read whole, proven against its checksums, and its pickle read inertly:
+nothing in it runs. Numbers, texts, bytes, dtypes and containers of them can be written
+again; of anything else only the name is known.
+"""
+
+from __future__ import annotations
+
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
+from ckptctl.formats.flat_state import Leaf, NotPlain, Path, Written, written
+from ckptctl.formats.records import (
+    View,
+    check_headers,
+    check_texts,
+    parse_directory,
+    read_member,
+    wrong_crcs,
+)
+from ckptctl.formats.values import decode_state
+from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.resharding.reading import ZSTD, Damage, SourceFiles
+from ckptctl.resharding.sources import SourceBytes
+from ckptctl.storage.contract import Span
+
+MAX_VALUE_BYTES = 64 << 20
+"""The longest record of a value that is read; it is held in memory."""
+
+
+def read_value(files: SourceFiles, entry: SourceBytes, path: Path) -> Written:
+    """The value of an entry, to be written again.
+
+    Raises `NotPlain` for one that cannot be, `Damage`. Cost: one read.
+    """
+    record = entry.record
+    if record.length > MAX_VALUE_BYTES:
+        raise NotPlain(
+            f"{entry.fqn} takes {record.length:,} bytes, of which {MAX_VALUE_BYTES:,} are read"
+        )
+    try:
+        pickle = _pickle(files, entry)
+        return written(Leaf(path, decode_state(pickle)))
+    except RecordUnreadable as error:
+        raise Damage(files.finding("record.framing", record, error.message)) from error
+    except MetadataUnsafe as error:
+        raise Damage(files.finding("record.unsafe", record, error.message)) from error
+    except MetadataUnreadable as error:
+        raise NotPlain(f"{entry.fqn}: {error.message}") from error
+
+
+def _pickle(files: SourceFiles, entry: SourceBytes) -> bytes:
+    record = entry.record
+    span = Span(files.in_store(record.file), record.offset, record.length)
+    ((_, data),) = files.store.read_spans([span])
+    if record.transforms:
+        data = _unpacked(entry, data)
+    if not data.startswith(b"PK"):
+        # A plain pickle, which has neither frame nor checksums: the look at the step says so.
+        return data
+    directory = parse_directory(data, len(data))
+    view = View(len(data), data, data)
+    check_headers(directory, view)
+    check_texts(directory, view)
+    if wrong := wrong_crcs(directory, view):
+        message = f"{', '.join(wrong)} does not match the checksum saved with it"
+        raise Damage(files.finding("record.crc", record, message))
+    pickle = read_member(directory, "data.pkl", view)
+    if pickle is None:
+        raise RecordUnreadable("it holds no pickle")
+    return pickle
+
+
+def _unpacked(entry: SourceBytes, data: bytes) -> bytes:
+    if entry.record.transforms != (ZSTD,):
+        named = ", ".join(entry.record.transforms)
+        raise UsageError(f"{entry.fqn} went through {named}, which cannot be undone here")
+    require_zstd()
+    return b"".join(Unpacker(MAX_VALUE_BYTES).feed(memoryview(data)))

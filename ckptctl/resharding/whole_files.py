@@ -1,0 +1,244 @@
+"""How do files come to be that hold whole tensors, proven, or not at all?
+
+Each file is written once, in order, streamed as a reshard is: elements are read by
+ranges, and every record that went into a file is proven before the file is finished.
+Then it is read again, and on a file system a rename makes the result appear. What
+stands around the elements is the question of the formats: see `exporting`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from ckptctl.checks.byte_pass import Limits, OnProgress, Piece, read_runs
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.judge.looking import list_step
+from ckptctl.model import DTYPE_SIZES
+from ckptctl.resharding.copying import Crc, FileCopy
+from ckptctl.resharding.cutting import whole
+from ckptctl.resharding.executing import Place, check_space
+from ckptctl.resharding.journal import work_folder
+from ckptctl.resharding.planning import TargetFile
+from ckptctl.resharding.proving import prove
+from ckptctl.resharding.reading import Piece as Run
+from ckptctl.resharding.reading import Reader, SourceFiles
+from ckptctl.resharding.sources import SourcePart, SourceTensor
+from ckptctl.resharding.writing import Budget, Told, in_threads
+from ckptctl.storage.local import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor of the result: its name there, and where it comes from."""
+
+    name: str
+    part: SourcePart
+    tensor: SourceTensor
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.tensor.entry.shape) * DTYPE_SIZES[self.tensor.entry.dtype]
+
+
+class WholeFile(Protocol):
+    """A file of the result. `name` is below the target; empty where that is the file itself."""
+
+    @property
+    def name(self) -> str:
+        """Its path below the target."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[WholeTensor]:
+        """What it holds, in order."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size."""
+        ...
+
+    def between(self, crcs: Sequence[int]) -> bytes:
+        """What stands behind the first tensors, whose checksums are `crcs`, up to the next."""
+        ...
+
+
+def write_whole(
+    planned: Sequence[WholeFile],
+    beside: Mapping[str, bytes],
+    files: Mapping[str, SourceFiles],
+    place: Place,
+    room: Budget,
+    *,
+    identity: str,
+    on_progress: OnProgress | None,
+) -> None:
+    """Write, prove, read again, publish.
+
+    `beside` are small files that are put last, `files` the records of each part by its
+    path. Raises `Damage` where the source is not what was saved, `UsageError` where
+    something is at the place already, `StorageError`.
+    """
+    store = place.store
+    with suppress(PathNotFound):
+        list_step(store, place.name)
+        raise UsageError(f"{place.url} is there already, and nothing is replaced")
+    n_bytes = sum(file.n_bytes for file in planned)
+    if isinstance(store, LocalStore):
+        check_space(store, place.name, n_bytes)
+    work = _Work(planned, beside, place, identity)
+    told, proving = Told(), threading.Lock()
+    copies = [_Copy(file, files, room, told, proving) for file in planned]
+    in_threads([work.task(copy) for copy in copies], room.jobs, told, n_bytes, on_progress)
+    work.read_again(copies, Limits(room.jobs))
+    for name, data in beside.items():
+        store.put(work.path(name), data, replace=True)
+    work.publish()
+
+
+class _Work:
+    """Where the files are while they are written, and where they go."""
+
+    def __init__(
+        self,
+        planned: Sequence[WholeFile],
+        beside: Mapping[str, bytes],
+        place: Place,
+        identity: str,
+    ) -> None:
+        self._names = {file.name for file in planned} | {*beside}
+        self._place = place
+        self._aside = work_folder(identity)
+        self._target = f"{self._aside}/{place.name}" if place.is_moved else place.name
+
+    def path(self, name: str) -> str:
+        """Where a file is written."""
+        return f"{self._target}/{name}" if name else self._target
+
+    def task(self, copy: _Copy) -> Callable[[], None]:
+        """What writes a file."""
+        path = self.path(copy.file.name)
+        return lambda: self._place.store.put_pieces(path, copy.pieces, copy.file.n_bytes)
+
+    def read_again(self, copies: Sequence[_Copy], limits: Limits) -> None:
+        """Raise `StorageUnavailable` where a file does not read as it was written."""
+        runs = [_Again(self.path(copy.file.name), copy) for copy in copies]
+        read_runs(self._place.store, runs, limits)
+        for run in runs:
+            if run.crc != run.copy.crc:
+                end = "nothing was published" if self._place.is_moved else "remove what is there"
+                named = run.copy.file.name or self._place.name
+                raise StorageUnavailable(
+                    f"{self._place.url}: {named} reads other bytes than were written; {end}"
+                )
+
+    def publish(self) -> None:
+        """Make the result be there in one instant, where the storage can do that."""
+        store = self._place.store
+        if not isinstance(store, LocalStore):
+            return
+        if "" not in self._names:
+            self._clear(store)
+        store.move(self._target, self._place.name)
+        with suppress(StorageError):
+            folder = self._aside
+            for _ in range(3):
+                store.remove(folder)
+                folder = folder.rpartition("/")[0]
+
+    def _clear(self, store: LocalStore) -> None:
+        """Remove what a call that was killed left half written."""
+        for file in list_step(store, self._target):
+            if file.path not in self._names:
+                store.remove(f"{self._target}/{file.path}")
+
+
+class _Copy:
+    """Makes one file; `crc` is the checksum of all that was written."""
+
+    def __init__(
+        self,
+        file: WholeFile,
+        files: Mapping[str, SourceFiles],
+        room: Budget,
+        told: Told,
+        proving: threading.Lock,
+    ) -> None:
+        self.file = file
+        self.crc = 0
+        self._proving = proving
+        self._files = files
+        self._room = room
+        self._told = told
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the file in order; each piece is overwritten by the next.
+
+        Raises `Damage` before the last of them where the source is not what was saved.
+        """
+        from zlib_ng.zlib_ng import crc32, crc32_combine
+
+        crcs: list[int] = []
+        proof: dict[str, list[Run]] = {}
+        block = memoryview(bytearray(self._room.buffers.block))
+        before = self.file.between(crcs)
+        self.crc = crc32(before)
+        yield memoryview(before)
+        for one in self.file.tensors:
+            files = self._files[one.part.path]
+            copy = FileCopy(
+                TargetFile(self.file.name, 0), files, self._room.buffers, self._told.add
+            )
+            (box,) = whole(one.tensor.entry.shape, 1)
+            crc = Crc()
+            with Reader(files, self._room.buffers) as reader:
+                yield from copy.elements(one.tensor, box, reader, block, crc)
+            proof.setdefault(one.part.path, []).extend(copy.proof)
+            crcs.append(crc.value)
+            if len(crcs) == len(self.file.tensors):
+                self._prove(proof)
+            self.crc = crc32_combine(self.crc, crc.value, one.n_bytes)
+            if behind := self.file.between(crcs):
+                self.crc = crc32(behind, self.crc)
+                yield memoryview(behind)
+
+    def _prove(self, proof: Mapping[str, Sequence[Run]]) -> None:
+        """Hold every record that went into the file against its checksum."""
+        for part in {one.part.path: one.part for one in self.file.tensors}.values():
+            # One file at a time: what is read again takes memory too.
+            with self._proving:
+                prove(
+                    part,
+                    self._files[part.path],
+                    proof[part.path],
+                    self._room.buffers.held,
+                    Limits(self._room.jobs),
+                    only=[t.tensor.entry.fqn for t in self.file.tensors if t.part is part],
+                )
+
+
+class _Again:
+    """Reads a file that was written; see `byte_pass.Run`."""
+
+    def __init__(self, path: str, copy: _Copy) -> None:
+        self.path = path
+        self.copy = copy
+        self.n_bytes = copy.file.n_bytes
+        self.crc = 0
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """See `byte_pass.Run`."""
+        for at in range(0, self.n_bytes, limit):
+            yield Piece(at, min(limit, self.n_bytes - at))
+
+    def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
+        """See `byte_pass.Run`."""
+        from zlib_ng.zlib_ng import crc32
+
+        self.crc = crc32(data, self.crc)

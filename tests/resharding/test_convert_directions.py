@@ -1,0 +1,332 @@
+"""Does what goes from DCP to one file, and from safetensors to DCP, stay what it was?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+from made_steps import grid, octets, write_step
+
+import ckptctl
+from ckptctl.formats.flat_writing import FlatArchive
+from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.records import parse_directory, tail_needed
+from ckptctl.formats.safetensors import NAMES
+from ckptctl.model import FileInfo, Part, PartFormat
+from ckptctl.resharding.reading import Damage
+from ckptctl.resharding.safetensors_files import read_safetensors
+from ckptctl.storage.local import LocalStore
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+]
+
+
+def check_same(ours: object, theirs: object) -> None:
+    import torch
+
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(octets(ours), octets(theirs.contiguous()))
+    elif isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            check_same(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        assert isinstance(ours, list | tuple)
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            check_same(one, other)
+    else:
+        assert ours == theirs
+
+
+def every_dtype(names: object) -> dict:
+    import torch
+
+    raw = torch.arange(4 * 6 * 16, dtype=torch.int64).to(torch.uint8)
+    made = {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4)}
+    for dtype in sorted(names):  # type: ignore[call-overload]
+        data = raw % 2 if dtype == "bool" else raw
+        made[dtype] = data.clone().view(getattr(torch, dtype)).reshape(4, -1)
+    return made
+
+
+def saved(folder: Path, tensors: dict, name: str = "model.safetensors") -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True, parents=True)
+    save_file(tensors, folder / name, {"format": "pt"})
+    return folder / name
+
+
+@pytest.mark.parametrize("variant", ["run_fsdp4", "tp_fsdp_2x2", "uneven_8"])
+def test_torch_reads_from_the_file_what_its_own_converter_gives(checkpoints, tmp_path, variant):
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    step = sorted((checkpoints / variant).glob("step_*"))[-1]
+    answer = ckptctl.convert(str(step), str(tmp_path / "ours.pt"))
+    assert (answer.written, answer.format, answer.n_left_out) == (True, "flat", 0)
+    dcp_to_torch_save(step, tmp_path / "theirs.pt")
+    ours = torch.load(tmp_path / "ours.pt", weights_only=True)
+    check_same(ours, torch.load(tmp_path / "theirs.pt", weights_only=False))
+    assert sorted(os.listdir(tmp_path)) == ["ours.pt", "theirs.pt"]
+
+
+def test_every_dtype_and_cut_goes_there_and_back_with_the_same_bytes(tmp_path):
+    import torch
+
+    made = every_dtype(WRITABLE)
+    tensors = {
+        f"model.{name}": (tensor, grid(tensor.shape, [[1, 3], [2]][: tensor.dim()]))
+        for name, tensor in made.items()
+    }
+    step = tmp_path / "a" / "step_1"
+    write_step(step, tensors, {"step": 1200}, transposed=True)
+    answer = ckptctl.convert(str(step), str(tmp_path / "flat.pt"))
+    assert answer.written, answer.report.findings
+    found = torch.load(tmp_path / "flat.pt", weights_only=True)
+    check_same(found, {"step": 1200, "model": made})
+    back = tmp_path / "b" / "step_1"
+    assert ckptctl.convert(str(tmp_path / "flat.pt"), str(back), world_size=3).written
+    assert ckptctl.diff(str(step), str(back), values=True).same
+
+
+class _Hostile:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.canary,))
+
+
+def test_values_that_are_plain_go_along_and_others_are_left_out_by_name(tmp_path):
+    import torch
+
+    plain = {
+        "step": 1 << 70,
+        "lr": 2.5,
+        "name": "ünï\ud800",
+        "raw": b"\xff\0",
+        "dtype": torch.bfloat16,
+        "list": [1, None, True, (1, "a")],
+        "dict": {"a": {1: -3.0}},
+    }
+    canary = tmp_path / "canary"
+    others = plain | {"set": {1}, "hostile": _Hostile(canary), "deep": [torch.ones(2)]}
+    weight = torch.arange(6.0).reshape(2, 3)
+    write_step(tmp_path / "step_1", {"model.w": (weight, grid((2, 3), [[1], []]))}, others)
+    done = run_ckptctl("convert", tmp_path / "step_1", tmp_path / "flat.pt", "--json")
+    document = validated(done.stdout)
+    assert (done.returncode, document["n_left_out"]) == (0, 3)
+    (finding,) = document["findings"]
+    assert finding["code"] == "state.left-out"
+    assert "hostile holds an object of __builtin__.getattr" in finding["message"]
+    found = torch.load(tmp_path / "flat.pt", weights_only=True)
+    check_same(found, plain | {"model": {"w": weight}})
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("target", ["flat.pt", "one.safetensors"])
+def test_damage_ends_it_before_the_file_appears(tmp_path, target):
+    import torch
+
+    weight = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)
+    write_step(tmp_path / "step_1", {"model.w": (weight, grid((64, 256), [[32], [100]]))})
+    shard = tmp_path / "step_1" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[9000] ^= 0xFF
+    shard.write_bytes(data)
+    answer = ckptctl.convert(str(tmp_path / "step_1"), str(tmp_path / target))
+    assert answer.exit_code == 21
+    assert "record.crc" in [finding.code for finding in answer.report.findings]
+    assert not (tmp_path / target).exists()
+
+
+def test_a_file_that_is_there_is_kept(checkpoints, tmp_path):
+    (tmp_path / "flat.pt").write_text("mine")
+    with pytest.raises(ckptctl.UsageError, match="is there already"):
+        ckptctl.convert(str(checkpoints / "fsdp_2" / "step_100"), str(tmp_path / "flat.pt"))
+    assert (tmp_path / "flat.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "paths", [[("a",), ("a", "b")], [("a", 0), ("a", "b")], [("a", 1 << 40)], [("a",) * 200]]
+)
+def test_key_paths_that_are_no_state_dict_are_refused(paths):
+    from ckptctl.formats.flat_state import Leaf, NotPlain, nested
+
+    with pytest.raises(NotPlain):
+        nested([Leaf(path, 1) for path in paths])
+
+
+@pytest.mark.parametrize("sizes", [[5 << 30, 3, 0, 7], [1] * 70_000])
+def test_an_archive_of_any_length_says_where_each_storage_lies(sizes):
+    archive = FlatArchive(b"\x80\x02}.", sizes)
+    tail = archive.between([7] * len(sizes))
+    assert tail_needed(tail, archive.n_bytes) <= len(tail)
+    members = parse_directory(tail, archive.n_bytes).members
+    assert [m.size for m in members if m.name.startswith("data/")] == sizes
+    assert all(m.start % 64 == 0 for m in members)
+
+
+def test_stock_load_gives_every_tensor_of_a_model_in_safetensors(tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    model = every_dtype(NAMES)
+    source, step = saved(tmp_path / "model", model), tmp_path / "run" / "step_0"
+    answer = ckptctl.convert(
+        str(source), str(step), world_size=3, under="model", accept_unverifiable=True
+    )
+    assert (answer.written, answer.format, answer.n_tensors) == (True, "dcp", len(model))
+    found = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.items()}}
+    dcp.load(found, checkpoint_id=str(step))
+    check_same(found, {"model": model})
+    sealed = ckptctl.verify(str(step), level=ckptctl.Level.CONTENT, require_seal=True)
+    assert sealed.exit_code == 0
+    again = tmp_path / "again.safetensors"
+    assert ckptctl.convert(str(step), str(again), strip="model.").written
+    from safetensors.torch import load_file
+
+    check_same(load_file(again), model)
+
+
+def sharded(folder: Path) -> dict:
+    """A model in two files with an index, and one file more that the index does not name."""
+    import torch
+
+    model = {f"layer.{n}": torch.arange(900.0).reshape(30, 30) + n for n in range(4)}
+    files = {}
+    for number, names in ((1, ["layer.0", "layer.1"]), (2, ["layer.2", "layer.3"])):
+        name = f"model-0000{number}-of-00002.safetensors"
+        saved(folder, {one: model[one] for one in names}, name)
+        files |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": 14400}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    saved(folder, {"other": torch.ones(3)}, "consolidated.safetensors")
+    (folder / "config.json").write_text("{}")
+    return model
+
+
+@pytest.mark.parametrize("named", ["", "model.safetensors.index.json"])
+def test_a_sharded_model_is_what_its_index_names(tmp_path, named):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    model = sharded(tmp_path / "model")
+    step = tmp_path / "run" / "step_0"
+    source = tmp_path / "model" / named
+    answer = ckptctl.convert(str(source), str(step), world_size=2, accept_unverifiable=True)
+    assert (answer.written, answer.n_tensors) == (True, 4), answer.report.findings
+    if not named:
+        assert ["consolidated.safetensors" in one.message for one in answer.findings] == [True]
+    found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    dcp.load(found, checkpoint_id=str(step))
+    check_same(found, model)
+
+
+def test_without_a_seal_nothing_proves_safetensors_and_with_one_every_byte(tmp_path):
+    sharded(tmp_path / "model")
+    words = ("convert", tmp_path / "model", tmp_path / "run" / "step_0", "--json")
+    done = run_ckptctl(*words)
+    document = validated(done.stdout)
+    assert (done.returncode, document["report"]["verdict"]) == (22, "unverifiable")
+    assert document["next_command"].endswith(" --accept-unverifiable")
+    assert not (tmp_path / "run").exists()
+    ckptctl.seal(str(tmp_path / "model"), accept_unverifiable=True)
+    assert ckptctl.convert(str(words[1]), str(words[2])).written
+    path = tmp_path / "model" / "model-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0xFF
+    path.write_bytes(data)
+    again = ckptctl.convert(str(words[1]), str(tmp_path / "run" / "step_1"))
+    assert again.exit_code == 21
+    assert "seal.digest" in [finding.code for finding in again.report.findings]
+
+
+def test_boxes_that_ranks_wrote_in_safetensors_are_put_together(checkpoints, tmp_path):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    step = tmp_path / "run" / "step_0"
+    source = checkpoints / "hf_2" / "step_100"
+    assert ckptctl.convert(str(source), str(step), accept_unverifiable=True).written
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    reader = HuggingFaceStorageReader(str(source))
+    shapes = {fqn: e.size for fqn, e in reader.read_metadata().state_dict_metadata.items()}
+    ours, theirs = ({fqn: torch.zeros(size) for fqn, size in shapes.items()} for _ in range(2))
+    dcp.load(ours, checkpoint_id=str(step))
+    dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(source)))
+    assert ours
+    check_same(ours, theirs)
+
+
+@pytest.mark.parametrize("broken", ["short", "header"])
+def test_safetensors_that_are_not_whole_are_refused(tmp_path, broken):
+    path = saved(tmp_path, every_dtype({"float32"}))
+    data = path.read_bytes()
+    path.write_bytes(data[:-3] if broken == "short" else data[:9] + b"\xff" + data[10:])
+    answer = ckptctl.convert(str(path), str(tmp_path / "step_0"), accept_unverifiable=True)
+    assert answer.exit_code == (20 if broken == "short" else 21), answer.report.findings
+    assert not (tmp_path / "step_0").exists()
+
+
+def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
+    path = saved(tmp_path, every_dtype({"float32"}))
+    stat = path.stat()
+    store = LocalStore(str(tmp_path))
+    (file,) = [one for one in store.list_dir() if one.path == path.name]
+    assert isinstance(file, FileInfo)
+    part = Part("", PartFormat.SAFETENSORS, (file,))
+    read = read_safetensors(store, "", str(tmp_path), part, under="")
+    read.files.check_unchanged()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
+    with pytest.raises(Damage) as damage:
+        read.files.check_unchanged()
+    assert damage.value.finding.code == "step.changed"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("STEP", "out/step_7"), "is a name for one"),
+        (("STEP", "a.pt", "--world-size", "2"), "cut for no world size"),
+        (("STEP", "a.pt", "--strip", "model."), "is named as a file of torch.save"),
+        (("STEP", "a.safetensors", "--file-size", "2G"), "is named as one file"),
+        (("STEP", "out", "--under", "model"), "--under is for safetensors"),
+        (("model.safetensors", "a.pt", "--accept-unverifiable"), "make the step first"),
+        (
+            ("model.safetensors", "run/step_1", "--strip", "x", "--accept-unverifiable"),
+            "--strip and --file-size are for a step",
+        ),
+        (("model.pt", "b.safetensors"), "make the step first"),
+        (("model.pt", "run/step_1", "--under", "model"), "is a file of torch.save"),
+    ],
+)
+def test_what_the_names_do_not_say_is_refused_with_the_command_that_does_it(
+    checkpoints, tmp_path, monkeypatch, words, said
+):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path, every_dtype({"float32"}))
+    torch.save({"a": torch.ones(3)}, "model.pt")
+    step = str(checkpoints / "fsdp_2" / "step_100")
+    done = run_ckptctl("convert", *(step if word == "STEP" else word for word in words))
+    assert done.returncode == 2
+    assert said in done.stderr
+    following = shlex.split(done.stderr.split("next:")[1])
+    assert following[:2] == ["ckptctl", "convert"]
+    assert run_ckptctl(*following[1:]).returncode == 0
