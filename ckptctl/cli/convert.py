@@ -25,8 +25,6 @@ from ckptctl.cli.views.resharding import convert_lines
 
 EXAMPLES = (
     "ckptctl convert /shared/ckpt/run-1234@latest /models/run-1234 --only model",
-    "ckptctl convert s3://bucket/run-1234/step_1200 /models/run-1234 --file-size 2G",
-    "ckptctl convert /shared/ckpt/run-1234@1200 /tmp/run-1234.pt",
     "ckptctl convert old/model.pt /shared/ckpt/run-1234/step_1200 --world-size 8",
     "ckptctl convert /models/base /shared/ckpt/run-1234/step_0 --under model --accept-unverifiable",
 )
