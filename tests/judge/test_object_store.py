@@ -74,27 +74,32 @@ def test_pick_looks_at_the_listing_and_says_what_more_would_cost(
     assert "requests" in chosen.level_reason
 
 
-def test_a_root_of_200_steps_of_64_shards_takes_few_requests(
-    s3_moto: S3Server, checkpoints: Path, counting_proxy: Callable[[str], CountingProxy]
+@pytest.mark.parametrize("n_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_root_of_many_steps_of_64_shards_takes_few_requests(
+    n_steps: int,
+    s3_moto: S3Server,
+    checkpoints: Path,
+    counting_proxy: Callable[[str], CountingProxy],
 ) -> None:
     prefix = uuid.uuid4().hex
-    root = upload(s3_moto, checkpoints / "run_fsdp4" / "step_500", f"{prefix}/step_200")
-    root = root.removesuffix("/step_200")
-    keys = [f"{prefix}/step_{n}/__{rank}_0.distcp" for n in range(1, 200) for rank in range(64)]
-    keys += [f"{prefix}/step_200/__{rank}_0.distcp" for rank in range(4, 64)]
+    newest = f"{prefix}/step_{n_steps}"
+    root = upload(s3_moto, checkpoints / "run_fsdp4" / "step_500", newest)
+    root = root.removesuffix(f"/step_{n_steps}")
+    keys = [f"{prefix}/step_{n}/__{rank}_0.distcp" for n in range(1, n_steps) for rank in range(64)]
+    keys += [f"{newest}/__{rank}_0.distcp" for rank in range(4, 64)]
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda k: s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=k), keys):
             pass
 
     proxy = counting_proxy(s3_moto.endpoint)
-    assert ckptctl.pick(root, storage_options=through(proxy, s3_moto)).step == 200
+    assert ckptctl.pick(root, storage_options=through(proxy, s3_moto)).step == n_steps
     assert proxy.counts["LIST"] <= 3
     assert proxy.counts["GET"] <= 3
     assert proxy.counts["HEAD"] == 0
 
     proxy.reset()
     scanned = ckptctl.scan(root, storage_options=through(proxy, s3_moto))
-    assert len(scanned.reports) == 200
+    assert len(scanned.reports) == n_steps
     n_objects = len(keys) + 5
     assert proxy.counts["LIST"] == -(-n_objects // 1000)
     assert proxy.counts["GET"] == 1  # the one metadata that there is
