@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test lint fmt kills bench loss-bench fuzz campaign clean
+.PHONY: help demo drill test test-long lint fmt kills bench loss-bench fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ drill: $(READY) ## Kill and damage a real job in nine ways, and see where the ru
 test: lint ## Everything that CI runs: lint, types, tests
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-long: $(READY) ## The tests that `make test` leaves out because they take long
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m long
 
 lint: $(READY) ## Style and types
 	@echo "== ruff"

@@ -74,7 +74,7 @@ def test_pick_looks_at_the_listing_and_says_what_more_would_cost(
     assert "requests" in chosen.level_reason
 
 
-@pytest.mark.parametrize("n_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_steps", [40, pytest.param(200, marks=pytest.mark.long)])
 def test_a_root_of_many_steps_of_64_shards_takes_few_requests(
     n_steps: int,
     s3_moto: S3Server,
