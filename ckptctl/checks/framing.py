@@ -29,6 +29,9 @@ MAX_PICKLE_BYTES = 64 << 10
 
 _MAX_HEAD = 1 << 20
 
+_BEFORE_ARCHIVES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The magic number, pickled, that began every file of `torch.save` before torch 1.6."""
+
 
 @dataclass(frozen=True, slots=True)
 class Framed:
@@ -51,6 +54,11 @@ def framed(
     None, whose pickle is looked at too where it is `wanted`. The checksum of every member
     that was read whole is right. Raises `RecordUnreadable` and `Unfit` where it is not so.
     """
+    if is_before_archives(view.head):
+        raise Unfit(
+            "format.unsupported",
+            "it is in the form that torch.save wrote before torch 1.6, with no checksum in it",
+        )
     needed = tail_needed(view.tail, view.length)
     if needed > len(view.tail):
         return Need(len(view.head), needed)
@@ -69,6 +77,11 @@ def framed(
         stub = tensor_in(directory, view)
         check_tensor(stub, directory, tensor, chunk)
     return Framed(directory, stub, None if said is None else said.decode())
+
+
+def is_before_archives(head: bytes) -> bool:
+    """Whether a record is in the form of torch before 1.6, by its first 16 bytes."""
+    return head.startswith(_BEFORE_ARCHIVES, 2)
 
 
 def is_plain_pickle(view: View) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptctl.checks.byte_pass import Piece
+from ckptctl.checks.framing import is_before_archives
 from ckptctl.checks.not_finite import Form
 from ckptctl.checks.ranges import Owner, Ranges
 from ckptctl.checks.record_bytes import Checked, Part, Passing, check_parts, check_whole
@@ -24,6 +25,7 @@ from ckptctl.model import DTYPE_SIZES, BytesEntry, TensorEntry
 
 _MANY_BYTES = 1 << 30  # what a compressed entry that is no tensor may come to
 _FRAME_BYTES = 1 << 20
+_MAGIC_BYTES = 32
 
 
 class Desk(Protocol):
@@ -185,7 +187,7 @@ class RecordRun:
             unpacking.look_ahead(data, last=True)
             unpacking.take(data)
             unpacking.finish()
-        elif isinstance(owner.entry, BytesEntry) and _is_plain(data[:2], data[-1:]):
+        elif _is_unframed(owner, bytes(data[:_MAGIC_BYTES]), bytes(data[-1:])):
             self._desk.report_plain(number)
         else:
             self._desk.report(number, check_whole(data, self._desk.form_of(number)))
@@ -198,9 +200,10 @@ def _in_turn(
         yield _Piece(at, min(limit, stop - at), ahead, first=place)
 
 
-def _is_plain(head: memoryview, tail: memoryview) -> bool:
-    """A planner of its own may hand over bytes, which are then not framed by torch."""
-    return bytes(head[:1]) == b"\x80" and bytes(head[1:]) <= b"\x05" and bytes(tail) == b"."
+def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
+    """Bytes that a planner of its own handed over, or what torch wrote before archives."""
+    plain = head[:1] == b"\x80" and head[1:2] <= b"\x05" and last == b"."
+    return (plain and isinstance(owner.entry, BytesEntry)) or is_before_archives(head)
 
 
 class _Passing:
@@ -226,7 +229,7 @@ class _Passing:
 
     def take(self, data: memoryview) -> None:
         """Take the next bytes."""
-        self._head = self._head or bytes(data[:2])
+        self._head = self._head or bytes(data[:_MAGIC_BYTES])
         if self._passing is not None:
             self._passing.take(data)
 
@@ -237,8 +240,7 @@ class _Passing:
             self._desk.join(self.number, directory, part, self._tail)
         elif self._start == 0:  # said once, by the run that holds its beginning
             owner = self._desk.ranges.owner(self.number)
-            plain = _is_plain(memoryview(self._head), memoryview(self._tail)[-1:])
-            if isinstance(owner.entry, BytesEntry) and plain:
+            if _is_unframed(owner, self._head, self._tail[-1:]):
                 self._desk.report_plain(self.number)
             else:
                 self._desk.report(self.number, Checked(has_crcs=True, unreadable=self._error))

@@ -31,7 +31,8 @@ class TensorStub:
 
     `shape`, `strides` and `storage_offset` are in elements, `strides` and `shape`
     one entry per dimension. `storage_key` names the archive's member
-    (`data/{storage_key}`), which holds `n_elements_in_storage`.
+    (`data/{storage_key}`), which holds `n_elements_in_storage`. `signs` are what is still
+    to be done to the elements after they are read: `conj`, `neg`.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class TensorStub:
     storage_offset: int
     storage_key: str
     n_elements_in_storage: int
+    signs: tuple[str, ...] = ()
 
 
 class Opaque(Inert, Callee):
@@ -153,31 +155,44 @@ def _storage_or_opaque(persistent_id: object) -> object:
 
 def _rebuild_v2(args: tuple[object, ...]) -> object:
     match args:
-        case (_Storage(str(dtype)) as storage, offset, shape, strides, bool(), *_):
-            return _stub(dtype, storage.key, storage.size, offset, shape, strides)
+        case (_Storage(str(dtype)) as storage, offset, shape, strides, bool(), *more):
+            signs = _signs(more[1:])
+            return _stub(dtype, storage.key, storage.size, offset, shape, strides, signs)
     raise Malformed("a tensor is not rebuilt from a storage, an offset, a shape and strides")
 
 
 def _rebuild_v3(args: tuple[object, ...]) -> object:
     match args:
-        case (_Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *_):
+        case (_Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *more):
             n_bytes = storage.size * DTYPE_SIZES.get(storage.dtype or "", 1)
             n_elements, rest = divmod(n_bytes, DTYPE_SIZES.get(dtype, 1))
             if rest:
                 raise Malformed(f"{n_bytes:,} bytes are no whole number of {dtype} elements")
-            return _stub(dtype, storage.key, n_elements, offset, shape, strides)
+            return _stub(dtype, storage.key, n_elements, offset, shape, strides, _signs(more))
     raise Malformed("a tensor is not rebuilt from a storage, a shape, strides and a dtype")
 
 
+def _signs(more: list[object]) -> tuple[str, ...]:
+    # A conjugated view is saved as the elements beneath it, and a word that it is one.
+    said = more[0] if more else None
+    return tuple(sign for sign in ("conj", "neg") if isinstance(said, dict) and said.get(sign))
+
+
 def _stub(
-    dtype: str, key: str, n_elements: int, offset: object, shape: object, strides: object
+    dtype: str,
+    key: str,
+    n_elements: int,
+    offset: object,
+    shape: object,
+    strides: object,
+    signs: tuple[str, ...],
 ) -> TensorStub:
     dims = checked_dims(shape, "the shape of a tensor")
     steps = checked_dims(strides, "the strides of a tensor")
     (start,) = checked_dims((offset,), "the offset of a tensor")
     if len(dims) != len(steps):
         raise Malformed(f"a tensor of {len(dims)} dimensions has {len(steps)} strides")
-    return TensorStub(dtype, dims, steps, start, key, n_elements)
+    return TensorStub(dtype, dims, steps, start, key, n_elements, signs)
 
 
 def _rebuild_parameter(args: tuple[object, ...]) -> object:

@@ -225,6 +225,8 @@ def _described(
         raise Unfit("record.mismatch", "its elements are not all there")
     if read_member(directory, "byteorder", view) == b"big":
         raise Unfit("format.unsupported", "it was written on a big-endian machine")
+    if stub.signs:
+        raise Unfit("format.unsupported", "its elements are conjugated or negated when it is read")
     wrong = wrong_crcs(directory, view)
     if wrong:
         raise _WrongCrc(f"{', '.join(wrong)} does not match the checksum saved with it")

@@ -76,11 +76,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """An item whose elements are still to be read; `aside` is put into `target` afterwards."""
+    """An item whose elements are still to be read; `aside` is put into `target` afterwards.
+
+    `signs` are those of the record.
+    """
 
     item: ReadItem
     target: torch.Tensor
     aside: torch.Tensor | None
+    signs: tuple[str, ...]
 
 
 class _Tensor(NamedTuple):
@@ -261,7 +265,7 @@ class RecordLoads:
             self.loaded.n_proven += len(data)
         if not target.numel():
             return
-        as_saved = tuple(item.lengths) == stub.shape and target.dtype == dtype
+        as_saved = tuple(item.lengths) == stub.shape and target.dtype == dtype and not stub.signs
         if as_saved and order_of(stub) == tuple(range(len(stub.shape))):
             memory = memory_of(target)
             if memory is not None:
@@ -273,13 +277,15 @@ class RecordLoads:
         )
         source = elements(memoryview(data), dtype)
         source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
-        target.copy_(source[there])
+        target.copy_(_signed(source[there], stub.signs))
 
     def _wait(self, tensor: _Tensor, item: ReadItem, target: torch.Tensor, *, first: bool) -> None:
         """Have the elements read with those of other records."""
         dtype, member, ranges = tensor.dtype, tensor.member, self._ranges
-        aside = None if is_plain(target) else torch.empty(item.lengths, dtype=dtype)
-        self._waiting.append(_Waiting(item, target, aside))
+        signs = tensor.stub.signs
+        straight = is_plain(target) and not signs
+        aside = None if straight else torch.empty(item.lengths, dtype=dtype)
+        self._waiting.append(_Waiting(item, target, aside, signs))
         self._n_waiting += prod(item.lengths) * dtype.itemsize
         order = order_of(tensor.stub)
         if order is None or not target.numel():  # without order it was read as a whole
@@ -305,9 +311,16 @@ class RecordLoads:
         self.loaded.n_read += read_runs(self._store, self._runs, limits, to_the_last=True)
         for one in self._waiting:
             if one.aside is not None:
-                one.target.copy_(one.aside)
+                one.target.copy_(_signed(one.aside, one.signs))
             self._planner.commit_tensor(one.item, one.target)
         self._runs, self._waiting, self._n_waiting = [], [], 0
+
+
+def _signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
+    """The values that elements stand for."""
+    if "conj" in signs:
+        elements = elements.conj()
+    return -elements if "neg" in signs else elements
 
 
 def order_of(stub: TensorStub) -> tuple[int, ...] | None:

@@ -7,10 +7,14 @@ handed with full trust: so it is handed a pickle of our own, of the value that w
 
 from __future__ import annotations
 
+import codecs
 import datetime
+import decimal
+import fractions
 import io
 import pathlib
 import re
+import uuid
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -32,13 +36,25 @@ SAFE_TYPES: tuple[type, ...] = (
     pathlib.PosixPath,
     pathlib.PureWindowsPath,
     pathlib.WindowsPath,
+    decimal.Decimal,
+    fractions.Fraction,
+    uuid.UUID,
+    bytes,
+    bytearray,
+    complex,
+    set,
 )
 """Beside what torch allows (tensors, numbers, strings, bytes, dict, list, tuple, set,
 `OrderedDict`, `Counter`, `torch.Size`, dtypes, devices): plain values, none of which calls
-anything when it is made. NumPy's arrays and numbers too, where NumPy is installed."""
+anything when it is made. NumPy's arrays and numbers too, where NumPy is installed.
+The last four are torch's own from 2.5 on, but for bytes of length 0, which no torch takes."""
 
-_REFUSED = re.compile(r"GLOBAL ([\w.<>]+)")
-_NUMBERS = "?bhilqBHILQefdgFDG"
+_MAKES_BYTES = codecs.encode
+"""How protocol 2 makes bytes, and with them dates and arrays; torch's own from 2.5 on."""
+
+_REFUSED = re.compile(r"GLOBAL ([\w.<>]+)|add_safe_globals`,? but got <class '([\w.<>]+)'>")
+_NUMBERS = "?bhilqBHILQefdgFDGSUVMm"
+"""Codes of NumPy's dtypes: numbers, texts, records and times, and no objects."""
 
 
 def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.BytesIO:
@@ -47,7 +63,7 @@ def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.Byt
     Raises `RecordUnsafe` for a value that takes a type which is neither known to be safe
     nor among `safe_types`.
     """
-    value = _value(record, fqn, [*_known(), *safe_types])
+    value = _value(record, fqn, [_MAKES_BYTES, *_known(), *safe_types])
     copy = io.BytesIO()
     torch.save(value, copy)
     copy.seek(0)
@@ -69,7 +85,7 @@ def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
                 f"entry {fqn} cannot be loaded safely ({type(error).__name__}: {first[:200]}); "
                 "nothing of it has run"
             ) from error
-        name = refused[1]
+        name = refused[1] or refused[2]
         raise RecordUnsafe(
             f"entry {fqn} asks for {name}, which may run code and is not loaded; nothing of it "
             "has run. A type of your own, in a step of your own, can be allowed: "

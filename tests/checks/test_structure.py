@@ -396,6 +396,18 @@ def test_bytes_that_a_planner_pickled_itself_are_a_remark(tmp_path: Path):
     assert [f.code for f in found(tmp_path, part)] == ["record.framing"]
 
 
+def test_what_torch_wrote_before_it_wrote_archives_is_not_supported_and_not_damaged(
+    tmp_path: Path,
+):
+    magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+    record = magic + b"\x80\x02M\xe9\x03." + bytes(600)
+    at, _ = put(tmp_path, record, tensor_record((3,)))
+    part = metadata(tensor("w", (3,), ((0,), (3,)), ranges=[at]))
+    (finding,) = found(tmp_path, part)
+    assert finding.code == "format.unsupported"
+    assert "before torch 1.6" in finding.message
+
+
 def test_a_bytes_entry_of_garbage_is_a_framing_finding(tmp_path: Path):
     for data in (b"", b"garbage", bytes(3_000), b"\x80\x04 cut short"):
         (at,) = put(tmp_path, data + b"!")

@@ -226,6 +226,20 @@ def test_tensors_that_are_not_plain_are_loaded_too(tmp_path: Path):
     assert state["whole"].is_conj()
 
 
+def test_a_view_that_was_saved_conjugated_or_negated_has_the_values_that_it_had(tmp_path: Path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from ckptctl.train import Reader
+
+    values = torch.arange(200_000, dtype=torch.float32).to(torch.complex64) * (1 + 2j)
+    saved = {"whole": values.conj(), "few": values[:10].conj(), "negated": values[:10].conj().imag}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    state = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in saved.items()}
+    load(state, Reader(tmp_path))
+    assert all(torch.equal(state[name], like) for name, like in saved.items())
+
+
 def test_without_torch_the_reader_says_what_to_install():
     code = (
         "import sys; sys.modules['torch'] = None\n"

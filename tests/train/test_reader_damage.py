@@ -9,8 +9,11 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -386,6 +389,8 @@ PLAIN_VALUES = {
     "generator": random.Random(3).getstate(),
     "dtype": torch.bfloat16,
     "size": torch.Size([2, 3]),
+    "exact": [Decimal("0.1"), Fraction(1, 3), UUID(int=7)],
+    "nothing": [b"", "", bytearray(), frozenset(), set()],
 }
 
 
@@ -407,6 +412,10 @@ def test_arrays_and_numbers_of_numpy_are_loaded_as_they_were(tmp_path: Path):
         "number": numpy.float64(0.1),
         "flags": numpy.array([True, False]),
         "halves": numpy.ones((2, 3), dtype=numpy.float16).T,
+        "nothing": numpy.zeros((0, 3)),
+        "texts": numpy.array(["a", "größer"]),
+        "rows": numpy.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+        "day": numpy.datetime64("2026-01-01"),
     }
     dcp.save({"numpy": (saved,)}, checkpoint_id=tmp_path / "step_1", no_dist=True)
     wanted: dict[str, Any] = {"numpy": None}
@@ -421,7 +430,9 @@ def test_an_array_of_objects_is_not_loaded(tmp_path: Path):
     numpy = pytest.importorskip("numpy")
     saved = numpy.array([1, "a"], dtype=object)
     dcp.save({"array": saved}, checkpoint_id=tmp_path / "step_1", no_dist=True)
-    assert isinstance(refused(tmp_path / "step_1", {"array": None}), RecordUnsafe)
+    error = refused(tmp_path / "step_1", {"array": None})
+    assert isinstance(error, RecordUnsafe)
+    assert "asks for numpy.dtype" in error.message
 
 
 def test_errors_survive_the_way_to_other_ranks(step: Path):
