@@ -110,6 +110,7 @@ CODES: Mapping[str, Code] = {
     "shard.short": _fault(Verdict.INCOMPLETE, "a shard file is shorter than its metadata needs"),
     "shard.empty": _remark("a shard file of zero bytes that nothing refers to"),
     "shard.newer": _warning("a shard file is much younger than the metadata that names it"),
+    "shard.stale": _warning("a shard file is as it was in the step before, and others are not"),
     "shard.orphan": _remark("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file goes on after its last record"),
     "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),

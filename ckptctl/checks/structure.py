@@ -8,6 +8,7 @@ that were saved is not asked here.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ from ckptctl.storage.contract import Store
 
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""
+
+NO_CRC = -1
+"""Instead of a checksum: of a bytes entry, and of a record that has none or was not read."""
 
 _ZSTD = "stream.zstd/1"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -54,11 +58,13 @@ class Structure:
 
     `n_records` were looked at. `values` are those of the entries that were wanted,
     as far as they are small; of the several ranks of a step saved without
-    collectives each has its own.
+    collectives each has its own. `crcs` are what the records say of their elements, by the
+    number of their range, `NO_CRC` where one says nothing.
     """
 
     findings: tuple[Finding, ...]
     values: tuple[RecordValue, ...]
+    crcs: array[int]
     n_records: int
     n_reads: int
     n_bytes: int
@@ -102,6 +108,7 @@ def check_structure(
     return Structure(
         tuple(look.findings()),
         tuple(look.values),
+        look.crcs,
         look.n_records,
         reading.n_reads,
         reading.n_bytes,
@@ -162,8 +169,12 @@ class _Look:
     n_transformed: int = 0
     n_plain: int = 0
     values: list[RecordValue] = field(default_factory=list)
+    crcs: array[int] = field(init=False)
     alike: dict[tuple[int, str], _Alike] = field(default_factory=dict)
     by_order: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.crcs = array("q", [NO_CRC]) * len(self.ranges)
 
     def at(self, number: int, view: View) -> Need | None:
         """Look at one record; what more of it must be read first, if anything."""
@@ -199,6 +210,9 @@ class _Look:
         self.n_without_crcs += not found.directory.has_crcs
         if found.byte_order is not None:
             self.by_order.setdefault(found.byte_order, []).append(number)
+        if found.stub is not None and found.directory.has_crcs:
+            elements = found.directory.find(f"data/{found.stub.storage_key}")
+            self.crcs[number] = NO_CRC if elements is None else elements.crc
         if wanted:
             self._hand_out(number, found, view)
         return None

@@ -252,6 +252,12 @@ def is_optimizer_step(path: Path) -> bool:
     return words[-1] == "step" and "state" in words[:-1] and _is_optimizer(words)
 
 
+def is_moment(path: Path) -> bool:
+    """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
+    words = _unwrapped(_words(path))
+    return _is_optimizer(words) and not _OPTIMIZER_MOMENTS.isdisjoint(words)
+
+
 def optimizer_of(path: Path) -> str:
     """Which optimizer an optimizer's entry belongs to: its key path up to `state`."""
     words = [str(part) for part in path]

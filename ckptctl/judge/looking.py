@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptctl.formats.seals import Seal
     from ckptctl.judge.bytes_look import Asked
     from ckptctl.judge.notes import Notes
+    from ckptctl.judge.step_before import Older
 
 MAX_QUICK_READS = 10_000
 """Up to so many reads on a file system, `structure` is the default level."""
@@ -83,26 +84,29 @@ def look(
     at_least: Level = Level.LISTING,
     files: Sequence[FileInfo] | None = None,
     content: Asked | None = None,
+    older: Older | None = None,
 ) -> Looked:
     """Look at one step under a root.
 
     `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
     `files` is the listing of the step where the caller has it, `content` what of it is
-    to be read at that level, and within which limits. A storage that fails, or a lack of
-    memory, gives a report with the verdict `unknown`, never an exception.
+    to be read at that level, and within which limits. From `structure` on its records are
+    compared with those of the first of the `older` steps, where the caller gives these. A
+    storage that fails, or a lack of memory, gives a report with the verdict `unknown`,
+    never an exception.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
-    there are any; at `structure` the reads that `n_reads` counts, and a second listing;
-    at `content` every byte besides. Where the conditions ask for the store's own
-    checksums, one HEAD for each sealed file.
+    there are any; at `structure` the reads that `n_reads` counts, a second listing, and
+    what `check_step_before` takes of the older step; at `content` every byte besides.
+    Where the conditions ask for the store's own checksums, one HEAD for each sealed file.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
     step = Step(join_url(store.url, name), name, number, "dcp", (), ())
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
-        return _look_at(store, step, named, conditions, level, at_least, content)
+        return _look_at(store, step, named, conditions, level, at_least, content, older)
     except (StorageError, MemoryError) as error:
         finding = _could_not_look(error, step)
         report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
@@ -122,6 +126,7 @@ def _look_at(
     level: Level | None,
     at_least: Level,
     content: Asked | None,
+    older: Older | None,
 ) -> Looked:
     parts = [look_at_part(store, step, part) for part in step.parts]
     reached, reason = _level(store.kind, parts, level, at_least)
@@ -130,9 +135,11 @@ def _look_at(
     deep = reached.depth >= Level.STRUCTURE.depth
     if deep:
         parts = [look_deeper(store, step, part) for part in parts]
+    before = _step_before(store, step, parts, older) if deep and older is not None else ()
     findings = [
         *check_shape(step, unfinished=_unfinished(named)),
         *(f for part in parts for f in part.findings),
+        *before,
     ]
     contents: dict[str, object] = {}
     if deep or store.kind is not Kind.OBJECT:
@@ -175,6 +182,15 @@ def _look_at(
         by_store=by_store,
     )
     return Looked(report, step, tuple(parts), reason, notes)
+
+
+def _step_before(
+    store: Store, step: Step, parts: Sequence[PartLook], older: Older
+) -> Iterator[Finding]:
+    from ckptctl.judge.step_before import check_step_before
+
+    for part in parts:
+        yield from check_step_before(store, step, part, older)
 
 
 def _help(

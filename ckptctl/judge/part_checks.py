@@ -7,6 +7,7 @@ floor below.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,8 @@ class PartLook:
 
     `metadata` is one, or one for each rank, or none that could be decoded.
     `numbers` are the values of the `step` and `tokens` entries that were read, by
-    FQN. `ranges` are the byte ranges of all metadata.
+    FQN. `ranges` are the byte ranges of all metadata, `crcs` what their records say of
+    their elements, once their structure was looked at.
     """
 
     part: Part
@@ -43,6 +45,7 @@ class PartLook:
     ranges: Ranges = field(default_factory=lambda: Ranges(()))
     findings: tuple[Finding, ...] = ()
     numbers: Mapping[str, int] = field(default_factory=dict)
+    crcs: Sequence[int] = field(default_factory=lambda: array("q"))
     bytes_read: int = 0
 
     @property
@@ -129,7 +132,8 @@ def look_deeper(store: Store, step: Step, look: PartLook) -> PartLook:
     )
     steps = _steps_by_optimizer(paths, found.values, look.part)
     findings = (*look.findings, *found.findings, *check_optimizer_steps(steps, step.url))
-    deeper = replace(look, findings=findings, bytes_read=look.bytes_read + found.n_bytes)
+    n_bytes = look.bytes_read + found.n_bytes
+    deeper = replace(look, findings=findings, crcs=found.crcs, bytes_read=n_bytes)
     return _with_numbers(store, folder, deeper) if not look.numbers else deeper
 
 

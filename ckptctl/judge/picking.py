@@ -12,10 +12,11 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
-from ckptctl.formats.layouts import compile_pattern
+from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
 from ckptctl.judge.empty_roots import check_empty, check_restart
@@ -27,6 +28,7 @@ from ckptctl.judge.roots import (
     check_pointers,
     duplicates,
     list_root,
+    older_steps,
 )
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
@@ -111,11 +113,13 @@ class Looker:
         stores: Sequence[Store],
         asked: Conditions,
         level: Level | None,
+        listings: Sequence[RootListing],
         trees: Mapping[str, Sequence[FileInfo]] | None = None,
     ) -> None:
         self._stores = stores
         self._asked = asked
         self._trees = trees or {}
+        self._listings = listings
         self.level = level
         self.looked: dict[Candidate, Looked] = {}
 
@@ -131,9 +135,14 @@ class Looker:
                 level=self.level,
                 at_least=at_least,
                 files=self._trees.get(candidate.named.name),
+                older=partial(self._older, candidate),
             )
             self.looked[candidate] = known
         return known.report
+
+    def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
+        steps = self._listings[candidate.tier].steps
+        return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
         """Why the look that gave a report was not deeper."""
@@ -153,7 +162,7 @@ def _pick(
 ) -> Pick:
     listings = [list_root(store, pattern) for store in stores]
     candidates = candidates_of(listings)
-    looker = Looker(stores, asked, level)
+    looker = Looker(stores, asked, level, listings)
     choice = choose(in_order(candidates, policy), looker, policy)
     findings = [*suspect_storage(choice)]
     number = choice.chosen.number if choice.chosen else None

@@ -122,6 +122,11 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
     )
 
 
+def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
+    """Those of `steps`, newest first, that are older than step `number` and were finished."""
+    return tuple(step for step in steps if step.number < number and not step.unfinished)
+
+
 def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
     """Yield a `step.duplicate` for every number that two whole folders of a root stand for.
 

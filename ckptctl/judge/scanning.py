@@ -82,7 +82,7 @@ def scan(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
         listing, trees = _list_all(store, compiled, flat=last is None)
-        looker = Looker([store], asked, level, trees)
+        looker = Looker([store], asked, level, [listing], trees)
         policy = Policy(weights_ok=weights_ok)
         candidates = in_order(candidates_of([listing]), policy)
         choice = choose(candidates, looker, policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -17,6 +18,7 @@ from ckptctl.judge.lone_files import check_no_lone_file
 from ckptctl.judge.looking import Looked, list_step, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.roots import list_root, older_steps
 from ckptctl.judge.targets import check_is_step, named_step, parse_target
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
@@ -169,7 +171,13 @@ def look_at_target(
         timeout_s=timeout_s,
     ) as found:
         return look(
-            found.store, found.named, asked, level=level, files=found.files, content=content
+            found.store,
+            found.named,
+            asked,
+            level=level,
+            files=found.files,
+            content=content,
+            older=found.older,
         )
 
 
@@ -180,6 +188,7 @@ class OpenTarget:
     store: Store
     named: StepName | str
     files: tuple[FileInfo, ...]
+    pattern: re.Pattern[str] | None = None
 
     @property
     def name(self) -> str:
@@ -195,6 +204,15 @@ class OpenTarget:
     def url(self) -> str:
         """The step's address."""
         return join_url(self.store.url, self.name)
+
+    def older(self) -> tuple[StepName, ...]:
+        """The steps under the root that are older by their number, newest first.
+
+        None for a folder that has no number. Cost: one listing.
+        """
+        if isinstance(self.named, str):
+            return ()
+        return older_steps(list_root(self.store, self.pattern).steps, self.named.number)
 
 
 @contextmanager
@@ -232,7 +250,7 @@ def open_target(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as store:
-        found = OpenTarget(store, named_step(store, target, compiled), ())
+        found = OpenTarget(store, named_step(store, target, compiled), (), compiled)
         try:
             files = list_step(store, found.name)
         except PathNotFound as error:
