@@ -149,7 +149,7 @@ def wrong_but_sound(number: int, chance: Random, subject: Sound) -> Case:
     """Every file is one that torch wrote, or might have: of another step, or swapped."""
     kinds = ("stale", "swapped", "moved", "dropped", "hole", "no chunks", "dtype", "shape")
     kind = kinds[number % len(kinds)]
-    sealed = number % 2 == 0
+    sealed = number // len(kinds) % 2 == 0
     if kind == "stale":
         names = [n for n in subject.shards if subject.older_bytes(n) is not None]
         if names:

@@ -200,7 +200,7 @@ def _sound_steps(library: Library) -> tuple[Path, ...]:
 
 
 def sound_copies(number: int, chance: Random, library: Library, root: Path) -> Case:
-    """A sound step, as it is or as people copy it."""
+    """A sound step, as it is or as people copy it, beside the older ones of its run."""
     steps = _sound_steps(library)
     source = steps[number % len(steps)]
     how = ("as it is", "without times", "in reverse", "slowly", "linked")[number // len(steps) % 5]
@@ -212,4 +212,7 @@ def sound_copies(number: int, chance: Random, library: Library, root: Path) -> C
         at_s = {"without times": 1.7e9, "in reverse": 1.7e9 + place, "slowly": 1.7e9 + 90 * place}
         if how in at_s:
             os.utime(path, (at_s[how], at_s[how]))
+    for older in source.parent.glob("step_*"):
+        if older.is_dir() and int(older.name[5:]) < int(source.name[5:]):
+            shutil.copytree(older, root / older.name, copy_function=os.link)
     return Case(f"{source.parent.name}/{source.name} {how}", lambda _: None, Harm.NONE)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from oracle import Case, Claim
+from oracle import SUSPICIONS, Case, Claim
 from recorded_saves import __file__ as recorder
 from recorded_saves import record
 from sound_steps import OLD_S, Harm, Sound, put, sound
@@ -149,7 +149,8 @@ def interrupted(number: int, chance: Random, all_: list[Save]) -> tuple[Case, Sa
             put(step / ".ckptctl" / "seal.json", save.seal)
 
     about = f"{save.name}: {at} of {len(save.operations)} operations, {how}"
-    case = Case(about, spoil, sealed=sealed)
+    # The step before stands in for one of the run: it holds what the new save holds.
+    case = Case(about, spoil, sealed=sealed, suspicions=SUSPICIONS - {"shard.stale"})
     case.harm, case.claim = _truth(save, folder.files)
     # The old step is whole and its metadata stands: a new file beside it tells of a save.
     case.may_refuse = case.harm is Harm.NONE and ".metadata.tmp" in folder.files

@@ -24,6 +24,9 @@ from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
 
+SUSPICIONS = frozenset({"shard.stale", "shard.newer", "metadata.foreign"})
+"""Warnings that a step may not be what it seems; they change no verdict."""
+
 SEEN = {Verdict.UNSAFE, Verdict.CHANGED, Verdict.CORRUPT, Verdict.INCOMPLETE}
 SEEN |= {Verdict.IN_PROGRESS, Verdict.UNVERIFIABLE}
 
@@ -41,7 +44,7 @@ class Case:
 
     `harm` None is found out from the tree, for a step whose metadata was left alone.
     `may_refuse` is a step that is whole and may be refused all the same: beside it lies
-    what makes it unsafe or ambiguous. `check` looks at more than the verdict.
+    what makes it unsafe or ambiguous. `suspicions` are the warnings that count here.
     """
 
     about: str
@@ -50,6 +53,7 @@ class Case:
     claim: Claim = Claim.CONTENT
     sealed: bool = False
     may_refuse: bool = False
+    suspicions: frozenset[str] = SUSPICIONS
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Outcome:
     caught: str | None = None
     verdict: str = ""
     codes: list[str] = field(default_factory=list)
+    suspected: list[str] = field(default_factory=list)
     said: str = ""
     problem: str | None = None
     metadata_exists: bool = True
@@ -147,6 +152,8 @@ def _look(case: Case, outcome: Outcome, step: Path) -> None:
         report = ckptctl.verify(str(step), level=level)
         outcome.verdict = report.verdict.value
         outcome.codes = sorted({f.code for f in report.findings if f.verdict is not None})
+        told = {f.code for f in report.findings} & case.suspicions
+        outcome.suspected = sorted({*outcome.suspected, *told})
         outcome.said = next((f.message[:300] for f in report.findings if f.verdict), "")
         if report.exit_code not in EXIT_CODES:
             outcome.problem = f"exit code {report.exit_code} is not documented"
@@ -177,4 +184,6 @@ def _wrong(case: Case, outcome: Outcome, harm: Harm) -> str | None:
         return "missed" if claimed else None
     if harm is Harm.NONE and outcome.caught is not None and not case.may_refuse:
         return "false alarm"
+    if harm is Harm.NONE and "shard.stale" in outcome.suspected:
+        return "suspected for nothing"
     return None

@@ -25,7 +25,7 @@ ABOUT = {
 }
 HEAD = (
     "| category | cases | harmed | listing | structure | content | a seal alone | "
-    "missed | not promised | refused for nothing | at most missed |"
+    "missed | suspected | not promised | refused for nothing | at most missed |"
 )
 
 
@@ -57,10 +57,12 @@ def _row(name: str, some: Sequence[Found]) -> str:
         for level in ("listing", "structure", "content", "seal")
     }
     missed = sum(one["problem"] == "missed" for one in some)
-    alarms = sum(one["problem"] == "false alarm" for one in some)
-    silent = sum(one["caught"] is None and one["problem"] is None for one in harmed)
-    promised = len(harmed) - silent
-    cells = [len(some), len(harmed), *caught.values(), missed, silent, alarms]
+    alarms = sum(one["problem"] in ("false alarm", "suspected for nothing") for one in some)
+    silent = [one for one in harmed if one["caught"] is None and one["problem"] is None]
+    promised = len(harmed) - len(silent)
+    suspected = sum(bool(one.get("suspected")) for one in silent)
+    cells = [len(some), len(harmed), *caught.values(), missed]
+    cells += [suspected, len(silent) - suspected, alarms]
     numbers = " | ".join(f"{cell:,}" for cell in cells)
     return f"| {name} | {numbers} | {bound(promised, missed)} |"
 

@@ -108,4 +108,4 @@ def test_zero_misses_bound_the_rate_of_misses() -> None:
 def test_the_table_counts_each_case_once() -> None:
     one = {"category": "A", "harm": "values", "problem": None, "caught": "content"}
     table = rows([one, {**one, "caught": None, "problem": "missed"}])
-    assert table[-1] == "| all | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 0 | 0 | 50.00% seen |"
+    assert table[-1] == "| all | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 0 | 0 | 0 | 50.00% seen |"
