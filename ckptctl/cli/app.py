@@ -164,7 +164,13 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return _Ended(error.exit_code)
     if isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().split())
-        return UsageError(message[:1].lower() + message[1:], next_command=_help_command(argv))
+        message = message[:1].lower() + message[1:]
+        command = _command(argv)
+        if command is not None and argv[0] != command:
+            at = argv.index(command)
+            behind = shlex.join(["ckptctl", *without_secrets([*argv[at:], *argv[:at]])])
+            return UsageError("options stand behind the command", next_command=behind)
+        return UsageError(message, next_command=_help_command(argv))
     if isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(

@@ -28,7 +28,7 @@ EXAMPLES = (
     "ckptctl convert old/model.pt /shared/ckpt/run-1234/step_1200 --world-size 8",
     "ckptctl convert /models/base /shared/ckpt/run-1234/step_0 --under model --accept-unverifiable",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 27, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 
 
 def convert(

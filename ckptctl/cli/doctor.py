@@ -68,7 +68,7 @@ def doctor(
 
 
 def _own_variables() -> frozenset[str]:
-    """The variables of all options, the key of seals, and the interpreter of runbooks."""
+    """The variables of all options, the key of seals, and what runbooks hand to their commands."""
     from ckptctl.cli.app import COMMANDS
 
     options = (
@@ -82,4 +82,5 @@ def _own_variables() -> frozenset[str]:
     return frozenset(str(getattr(about, "envvar", None)) for about in options) | {
         SEAL_KEY,
         "CKPTCTL_PYTHON",
+        "CKPTCTL_COLUMNS",
     }

@@ -7,6 +7,7 @@ has are added by `with_common`, so that no command can lack one.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shlex
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import typer
 
 from ckptctl.cli.output import Color, Output
 from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options, without_secrets
+from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
 from ckptctl.storage.watchdog import Watchdog
 
@@ -322,6 +324,8 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
     def run(**given: Any) -> int:
         common = {name: given.pop(name) for name in added}
         timeout_s = common.get("timeout") or given.get("timeout") or _TIMEOUT_S
+        if not math.isfinite(timeout_s):
+            raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
         repeated = ""
         if takes_storage:
             repeated = _repeated(common, given.get("pattern"))

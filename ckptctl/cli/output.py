@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 from ckptctl.cli.lines import Line, Style, line, made_safe, wrapped
 from ckptctl.cli.progress import Progress
 from ckptctl.cli.views.common import error_lines
+from ckptctl.cli.words import in_shell
 from ckptctl.errors import CkptctlError, UsageError
 
 if TYPE_CHECKING:
@@ -50,10 +51,12 @@ _STYLES: Mapping[Style, str] = {
 class Channel(NamedTuple):
     """One of the standard streams, and what can be shown on it.
 
-    `width` is None off a terminal. `stream` is None where the caller closed it.
+    `width` is None off a terminal, but where a runbook says how wide the one is that it
+    shows our output on. `stream` is None where the caller closed it.
     """
 
     stream: TextIO | None
+    terminal: bool
     width: int | None
     unicode: bool
     color: bool
@@ -62,11 +65,12 @@ class Channel(NamedTuple):
     def on(cls, stream: TextIO | None, color: Color) -> Channel:
         """Find out what a stream can show."""
         if stream is None:
-            return cls(None, None, unicode=False, color=False)
+            return cls(None, terminal=False, width=None, unicode=False, color=False)
         terminal = stream.isatty()
         return cls(
             stream,
-            _terminal_width(stream) if terminal else None,
+            terminal=terminal,
+            width=_terminal_width(stream) if terminal else _columns("CKPTCTL_COLUMNS"),
             unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑"),
             color=_wants_color(color, terminal=terminal),
         )
@@ -75,6 +79,10 @@ class Channel(NamedTuple):
     def picture_width(self) -> int:
         """How many cells a picture may take."""
         return self.width or _STRIP_WIDTH
+
+    def columns_inside(self, indent: int) -> int | None:
+        """How wide an indented part of a terminal is; None off a terminal."""
+        return max(1, self.width - indent) if self.terminal and self.width else None
 
     def write(self, text: str) -> None:
         """Write and flush, whatever the encoding of the stream."""
@@ -198,7 +206,7 @@ class Output:
         if not self.talks or self.err.stream is None:
             return
         if self._progress is None:
-            smart = self.err.width is not None and os.environ.get("TERM") != "dumb"
+            smart = self.err.terminal and os.environ.get("TERM") != "dumb"
             self._progress = Progress(self.err.stream, terminal=smart)
         self._progress.update(said, done, total, unit=unit)
 
@@ -210,7 +218,9 @@ class Output:
 
     def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
         spans = tuple(
-            span._replace(text=self._again(span.text)) if span.style == "command" else span
+            span._replace(text=in_shell(self._again(span.text)))
+            if span.style == "command"
+            else span
             for span in a_line.spans
         )
         whole = made_safe(Line(spans, a_line.hang, a_line.solid))
@@ -290,13 +300,19 @@ def _wants_color(color: Color, *, terminal: bool) -> bool:
 
 
 def _terminal_width(stream: TextIO) -> int:
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isascii() and columns.isdigit() and int(columns) > 0:
-        return int(columns)
+    if (columns := _columns("COLUMNS")) is not None:
+        return columns
     try:
         return os.get_terminal_size(stream.fileno()).columns or _STRIP_WIDTH
     except OSError:
         return _STRIP_WIDTH
+
+
+def _columns(variable: str) -> int | None:
+    """A width that the environment says."""
+    columns = os.environ.get(variable, "")
+    fits = columns.isascii() and columns.isdigit() and int(columns[:6]) > 0
+    return int(columns[:6]) if fits else None
 
 
 def _can_encode(stream: TextIO, glyphs: str) -> bool:

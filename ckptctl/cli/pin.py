@@ -23,7 +23,7 @@ EXAMPLES = (
     'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',
     "ckptctl pin s3://bucket/run-1234/step_1200 --off",
 )
-EXIT_CODES = (0, 2, 25, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
 
 
 def pin(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from ckptctl.cli.words import duration, size
+from ckptctl.cli.words import size
+from ckptctl.cost.durations import duration
 
 _BAR_AFTER_S = 1.0
 _BAR_EVERY_S = 0.1

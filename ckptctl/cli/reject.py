@@ -20,7 +20,7 @@ EXAMPLES = (
     'ckptctl reject /shared/ckpt/run-1234@1400 --reason "loss spike after the resume"',
     'ckptctl reject s3://bucket/run-1234/step_1400 --reason "NaN" --marks marks.jsonl',
 )
-EXIT_CODES = (0, 2, 25, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
 
 
 def reject(

@@ -13,7 +13,7 @@ import typer
 from ckptctl.cli.documents import runbook_document, runbooks_document
 from ckptctl.cli.options import Storage, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.talking import TalkInTerminal
+from ckptctl.cli.talking import BLOCK_INDENT, TalkInTerminal
 from ckptctl.cli.views.explain import page_lines
 from ckptctl.cli.views.runbook import lint_lines, list_lines, ran_lines
 from ckptctl.errors import UsageError
@@ -116,12 +116,12 @@ def runbook(
     if root is None:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
-            next_command=f"ckptctl runbook run {shlex.quote(name)} ROOT{_own(folder)}",
+            next_command=f"ckptctl runbook run {shlex.quote(book.called)} ROOT",
         )
     if found := problems(book):
         raise UsageError(
             f"the runbook {book.name} is not sound: {found[0]}",
-            next_command=f"ckptctl runbook lint {shlex.quote(name)}{_own(folder)}",
+            next_command=f"ckptctl runbook lint {shlex.quote(book.called)}",
         )
     ran = run_runbook(
         book,
@@ -130,6 +130,7 @@ def runbook(
         TalkInTerminal(out, yes=yes, dry_run=dry_run),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,
+        columns=out.err.columns_inside(BLOCK_INDENT),
         **storage,
     )
     if transcript is not None:
@@ -137,16 +138,11 @@ def runbook(
     return _answer(ran, transcript, out)
 
 
-def _own(folder: str | None) -> str:
-    """The option of the caller's own folder of runbooks, for the next command."""
-    return "" if folder is None else f" --folder {shlex.quote(folder)}"
-
-
 def _list(folder: str | None, out: Output) -> int:
     books = [shelf.find(name, folder) for name in shelf.names(folder)]
     out.answer(
         lambda: runbooks_document(books, ()),
-        lambda: list_lines(books, _own(folder)),
+        lambda: list_lines(books),
         bare=(book.name for book in books),
     )
     return 0

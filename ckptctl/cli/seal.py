@@ -27,7 +27,7 @@ EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",
     "ckptctl seal s3://bucket/run-1234/step_1200 --key-file /etc/ckptctl/seal.key",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 27, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 
 
 def seal(

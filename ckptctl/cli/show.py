@@ -15,7 +15,7 @@ EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",
     "ckptctl show s3://bucket/run-1234/step_1200 --tensors | grep embed",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 25, 26, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 75, 77)
 
 
 def show(

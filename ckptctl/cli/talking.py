@@ -11,6 +11,9 @@ from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Outcome, State
 from ckptctl.runbook.engine import NobodyToAsk
 from ckptctl.runbook.executing import Ended
 
+BLOCK_INDENT = 4
+"""How far what a command prints is indented."""
+
 _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "l": None, "leave": None}
 _WAYS = {DONE: "done", STOP: "stop", NEXT: "go on"}
 
@@ -43,7 +46,8 @@ class TalkInTerminal:
 
     def printed(self, text: str) -> None:
         """A line of the command, indented below it."""
-        self._say(line("    ", text, hang=4))
+        is_next = text.startswith("next:")
+        self._say(line(" " * BLOCK_INDENT, text, hang=BLOCK_INDENT, solid=is_next))
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """What was expected where it is not what was found, and where that leads."""
@@ -69,7 +73,7 @@ class TalkInTerminal:
         return self._asked(block, again=again)
 
     def _asked(self, block: Block, *, again: bool) -> bool | None:
-        if not sys.stdin.isatty() or self.out.err.width is None or not self.out.talks:
+        if not sys.stdin.isatty() or not self.out.err.terminal or not self.out.talks:
             raise NobodyToAsk(
                 f"the block {block.name!r} changes something, and there is no terminal to ask at; "
                 "--yes agrees to every change"

@@ -35,7 +35,7 @@ EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234@latest --level content --deadline 5m",
     "ckptctl verify s3://bucket/run-1234@latest --remote-checksums",
 )
-EXIT_CODES = (0, 2, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 
 
 def verify(

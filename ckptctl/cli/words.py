@@ -9,8 +9,9 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
+from ckptctl.cost.durations import duration
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def safe(text: str) -> str:
@@ -22,6 +23,27 @@ def safe(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_shell(command: str) -> str:
+    r"""The command with each word that a terminal cannot show written as bash and zsh read it.
+
+    A name that is not UTF-8, or has a line break in it: `$'step_1\xff'`.
+    """
+    if command.isprintable():
+        return command
+    import os
+    import shlex
+
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else _in_bytes(os.fsencode(word))
+        for word in shlex.split(command)
+    )
+
+
+def _in_bytes(word: bytes) -> str:
+    shown = (chr(b) if 32 <= b < 127 and b not in b"'\\\\" else f"\\x{b:02x}" for b in word)
+    return f"$'{''.join(shown)}'"
 
 
 def cell_width(text: str) -> int:
@@ -56,17 +78,6 @@ def exact_size(n_bytes: int) -> str:
 def count(number: int, noun: str) -> str:
     """`1 step`, `1,200 steps`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in one unit that a person would choose: `40 s`, `12 min`, `3 h`, `5 days`."""
-    if seconds < 2 * _MINUTE:
-        return f"{max(0, round(seconds))} s"
-    if seconds < 2 * _HOUR:
-        return f"{round(seconds / _MINUTE)} min"
-    if seconds < 2 * _DAY:
-        return f"{round(seconds / _HOUR)} h"
-    return f"{round(seconds / _DAY)} days"
 
 
 def age(written_s: float | None, now_s: float) -> str:

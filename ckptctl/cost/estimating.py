@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptctl.cost.durations import duration
 from ckptctl.cost.measuring import Measured, measured
 from ckptctl.cost.model import (
     DAY_S,
@@ -141,7 +142,7 @@ def _check(
     interval_s, save_s = times["interval"], times["save-time"]
     if interval_s is not None and save_s is not None and save_s >= interval_s:
         raise UsageError(
-            f"--save-time is {in_words(save_s)} and --interval {in_words(interval_s)}: from save "
+            f"--save-time is {_said(save_s)} and --interval {_said(interval_s)}: from save "
             "to save there would be no training; give what a save takes from training"
         )
     for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
@@ -219,11 +220,11 @@ def _words(
 ) -> str:
     if per_failure_s is None:
         return "fewer than two saves: how often this run saves cannot be measured yet"
-    words = f"a failure costs {in_words(per_failure_s)} on average"
+    words = f"a failure costs {_said(per_failure_s)} on average"
     if daly_s is None or interval_s is None or mtbf_s is None:
         return words
-    words += f", {DAY_S / mtbf_s:.3g} times a day; best save every {in_words(daly_s)}"
-    return words + f" (now {in_words(interval_s)})"
+    words += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_said(daly_s)}"
+    return words + f" (now {_said(interval_s)})"
 
 
 def _next(
@@ -238,9 +239,5 @@ def _next(
     return None if save_s else f"ckptctl cost{where}{every} --mtbf {mtbf_s:g} --save-time 60"
 
 
-def in_words(seconds: float) -> str:
-    """A time as a person says it: `42 s`, `31 min`, `2.5 h`, `3 days`."""
-    for unit, size in (("days", DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def _said(seconds: float) -> str:
+    return duration(seconds, digits=3)

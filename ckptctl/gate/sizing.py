@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from ckptctl.cost.estimating import in_words
+from ckptctl.cost.durations import duration
 from ckptctl.cost.measuring import Measured
 from ckptctl.cost.model import daly_interval
 from ckptctl.findings import Report
@@ -57,8 +57,8 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     words = f"; {share:.0%} of the ranks"
     if seen.step_s is not None:
         words += (
-            f", so 1,000 steps take about {in_words(1000 * seen.step_s / share)} "
-            f"instead of {in_words(1000 * seen.step_s)}"
+            f", so 1,000 steps take about {duration(1000 * seen.step_s / share, digits=3)} "
+            f"instead of {duration(1000 * seen.step_s, digits=3)}"
         )
     if share < 1:
         words += f"; or wait for {saved - world_size} more"
@@ -69,13 +69,13 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     """How often is saved, against how often it fails and what would be best."""
     if seen.interval_s is None:
         return Check("cadence", Outcome.OK, "fewer than two saves: nothing to measure yet")
-    words = f"a save every {in_words(seen.interval_s)}"
+    words = f"a save every {duration(seen.interval_s, digits=3)}"
     if mtbf_s is None:
-        loses = in_words(seen.interval_s / 2)
+        loses = duration(seen.interval_s / 2, digits=3)
         return Check("cadence", Outcome.OK, f"{words}: a failure loses {loses} on average")
-    words += f", a failure every {in_words(mtbf_s)}"
+    words += f", a failure every {duration(mtbf_s, digits=3)}"
     best_s = daly_interval(seen.save_s, mtbf_s) if seen.save_s else None
-    advice = "" if best_s is None else f"; best is every {in_words(best_s)}"
+    advice = "" if best_s is None else f"; best is every {duration(best_s, digits=3)}"
     command = f"ckptctl cost {shlex.quote(root)} --mtbf {mtbf_s:g}"
     if seen.interval_s >= mtbf_s:
         words += f": most work is done again{advice}"

@@ -254,7 +254,8 @@ def open_target(
         try:
             files = list_step(store, found.name)
         except PathNotFound as error:
-            message = f"{found.url} does not exist"
+            hint = "; behind an @ stands a step number, latest or auto" if "@" in step else ""
+            message = f"{found.url} does not exist{hint}"
             raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)

@@ -160,7 +160,7 @@ def _told(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise PathNotFound(f"{path}: {error.strerror}") from error
+        raise PathNotFound(f"{path or repr(path)}: {error.strerror}") from error
     except IsADirectoryError as error:
         raise PathNotFound(f"{path} is a folder, not a log") from error
     except PermissionError as error:

@@ -116,9 +116,13 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Runbook:
-    """A page that can be run. `start` is the state where it begins; `text` is the page."""
+    """A page that can be run. `start` is the state where it begins; `text` is the page.
+
+    `called` is what a command calls it: its name, or its file where that is the reader's own.
+    """
 
     name: str
+    called: str
     title: str
     inputs: tuple[Input, ...]
     start: str
@@ -164,6 +168,7 @@ def parse(text: str, file: str) -> Runbook:
         raise reader.error(1, "the diagram in the section Flow needs one arrow `[*] --> STATE`")
     return Runbook(
         title["name"].lower(),
+        file,
         title["title"],
         inputs,
         starts[0],

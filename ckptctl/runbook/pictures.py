@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from ckptctl.cost.durations import duration
+
 Document = Mapping[str, object]
 
 _GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
@@ -124,19 +126,8 @@ def _bar(n: int, name: str, seconds: float, longest: float) -> str:
     return (
         f"{_words(150, y + 13, name, anchor='end')}"
         f'<rect x="160" y="{y}" width="{width}" height="16" rx="2" fill="#3b6ea5"/>'
-        f"{_words(168 + width, y + 13, in_words(seconds), anchor='start')}"
+        f"{_words(168 + width, y + 13, duration(seconds, digits=3), anchor='start')}"
     )
-
-
-def in_words(seconds: float) -> str:
-    """A duration for people: `0.4 s`, `12 s`, `3 min 05 s`, `2 h 10 min`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, left = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{left} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"
 
 
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:

@@ -59,15 +59,17 @@ def run_runbook(
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
+    columns: int | None = None,
 ) -> Ran:
     """Lead through a runbook on the checkpoint root `root`, from where the run is.
 
-    `inputs` are values by name. Raises `UsageError` for inputs that the page does not
+    `inputs` are values by name; `columns` is how wide the terminal is that `talk` writes to.
+    Raises `UsageError` for inputs that the page does not
     know, `PathNotFound` where the root is not there, `RunHeld` where another person is
     at the run, `TakenOver`, `NobodyToAsk`, and storage errors.
     """
     _check_inputs(book, inputs)
-    handed_on = _handed_on(storage_options, endpoint_url)
+    handed_on = _handed_on(storage_options, endpoint_url, columns)
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
@@ -77,12 +79,12 @@ def run_runbook(
         if how == "dry":
             _open(book, record, root, inputs, went_on=False)
             left = proceed(book, record, talk, handed_on)
-            return _ran(book, record, left, root, went_on=False)
+            return _ran(book, record, left, root, inputs, went_on=False)
         with held(record, take_over=take_over):
             _open(book, record, root, inputs, went_on=went_on)
             left = proceed(book, record, talk, handed_on)
             _write_transcript(record, left)
-        return _ran(book, record, left, root, went_on=went_on)
+        return _ran(book, record, left, root, inputs, went_on=went_on)
 
 
 def _write_transcript(record: Record, left: Left) -> None:
@@ -97,7 +99,7 @@ def _check_inputs(book: Runbook, inputs: Mapping[str, str]) -> None:
         if name not in known:
             raise UsageError(
                 f"the runbook {book.name} has no input {name!r}; it has {', '.join(known)}",
-                next_command=f"ckptctl runbook show {book.name}",
+                next_command=f"ckptctl runbook show {shlex.quote(book.called)}",
             )
 
 
@@ -119,7 +121,7 @@ def _record(book: Runbook, store: Store, how: How) -> tuple[Record, bool]:
     if how == "continue" and last is None:
         raise UsageError(
             f"{store.url}: no run of the runbook {book.name} was begun here",
-            next_command=f"ckptctl runbook run {book.name} {shlex.quote(store.url)}",
+            next_command=shlex.join(["ckptctl", "runbook", "run", book.called, store.url]),
         )
     if last is None or not last.events or (last.is_over and how == "auto"):
         return begun(store, book.name), False
@@ -132,7 +134,9 @@ def _check_page(book: Runbook, record: Record) -> None:
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} began, "
             "so that its record no longer says where it is",
-            next_command=f"ckptctl runbook run {book.name} {shlex.quote(record.store.url)} --new",
+            next_command=shlex.join(
+                ["ckptctl", "runbook", "run", book.called, record.store.url, "--new"]
+            ),
         )
 
 
@@ -161,12 +165,14 @@ def _digest(book: Runbook) -> str:
 
 
 def _handed_on(
-    storage_options: Mapping[str, object] | None, endpoint_url: str | None
+    storage_options: Mapping[str, object] | None, endpoint_url: str | None, columns: int | None
 ) -> dict[str, str]:
-    """How the commands of the blocks reach the same storage."""
+    """How the commands of the blocks reach the same storage, and how wide they may write."""
     import json
 
     found: dict[str, str] = {}
+    if columns is not None:
+        found["CKPTCTL_COLUMNS"] = str(columns)
     if endpoint_url is not None:
         found["CKPTCTL_ENDPOINT_URL"] = endpoint_url
     if storage_options:
@@ -178,9 +184,21 @@ def _handed_on(
     return found
 
 
-def _ran(book: Runbook, record: Record, left: Left, root: str, *, went_on: bool) -> Ran:
+def _ran(
+    book: Runbook,
+    record: Record,
+    left: Left,
+    root: str,
+    inputs: Mapping[str, str],
+    *,
+    went_on: bool,
+) -> Ran:
     dry = isinstance(record, Unwritten)
-    again = f"ckptctl runbook run {book.name} {shlex.quote(root)}"
+    words = ["ckptctl", "runbook", "run", book.called, root]
+    # Of a dry run nobody has a record: what it was given is to be given again.
+    for name, value in inputs.items() if dry else ():
+        words += ["--set", f"{name}={value}"]
+    again = shlex.join(words)
     finished = left.over and left.exit_code == 0
     return Ran(
         book.name,

@@ -7,6 +7,7 @@ over a shipped one of the same name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.errors import UsageError
@@ -15,6 +16,7 @@ from ckptctl.runbook.document import Runbook, parse
 _PACKAGED = Path(__file__).parent / "pages"
 # In a source tree the pages lie at its top, where people read them.
 _SOURCE = Path(__file__).parent.parent.parent / "runbooks"
+_SHIPPED = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
 _MAX_PAGE_BYTES = 1 << 20
 
 
@@ -48,7 +50,8 @@ def read(path: Path) -> Runbook:
         raise UsageError(f"{path} is not text in UTF-8: {error.reason}") from error
     if len(data) > _MAX_PAGE_BYTES:
         raise UsageError(f"{path} is larger than 1 MiB; that is no page for people")
-    return parse(text, str(path))
+    book = parse(text, str(path))
+    return replace(book, called=book.name) if path.parent == _SHIPPED else book
 
 
 def _pages(folder: str | None) -> Iterator[Path]:
@@ -58,5 +61,4 @@ def _pages(folder: str | None) -> Iterator[Path]:
         if not own.is_dir():
             raise UsageError(f"{folder} is no folder of runbooks")
         yield from sorted(own.glob("*.md"))
-    shipped = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
-    yield from sorted(shipped.glob("*.md"))
+    yield from sorted(_SHIPPED.glob("*.md"))

@@ -15,11 +15,11 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
+from ckptctl.cost.durations import duration
 from ckptctl.errors import UsageError
 from ckptctl.runbook.pictures import (
     bars_of_time,
     documents_of,
-    in_words,
     map_of_shards,
     timeline_of_steps,
 )
@@ -132,7 +132,7 @@ def _facts(events: Sequence[Event]) -> Iterator[str]:
         yield f"ended {last['at']} with exit code {last['exit_code']}: {last['because']}"
     else:
         yield f"not ended; last entry {last['at']}"
-    yield f"took {in_words(_between(str(opened['at']), str(last['at'])))}"
+    yield f"took {duration(_between(str(opened['at']), str(last['at'])), digits=3)}"
 
 
 def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
@@ -152,7 +152,7 @@ def _told(done: Done) -> str:
     follows = f"{ended['because']}. Then: {ended['then']}."
     if ended.get("exit_code") is None:
         return f"{str(ended['not_run']).capitalize()}: {follows}"
-    took = in_words(float(str(ended["duration_s"])))
+    took = duration(float(str(ended["duration_s"])), digits=3)
     return f"{began}, exit code {ended['exit_code']} after {took}: {follows}"
 
 

@@ -149,7 +149,7 @@ def _from_descriptor(fd: int, name: str, *, watched: bool) -> Iterator[bytes]:
 
 
 def _in_words(name: str, error: OSError) -> Exception:
-    what = f"{name}: {error.strerror or type(error).__name__}"
+    what = f"{name or repr(name)}: {error.strerror or type(error).__name__}"
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return PathNotFound(what)
     if isinstance(error, PermissionError):

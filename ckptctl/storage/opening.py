@@ -43,6 +43,8 @@ def open_store(
     if not is_local(url):
         from ckptctl.storage.remote import open_remote
 
+        if not _split(url)[1].strip("/"):
+            raise UsageError(f"{url} names no bucket and no host")
         options = dict(storage_options or {})
         if endpoint_url:
             options["endpoint_url"] = endpoint_url

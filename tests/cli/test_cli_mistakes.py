@@ -9,9 +9,12 @@ import os
 import re
 import shlex
 import struct
+import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from command_line import validated
 
 from ckptctl.cli.app import run
 
@@ -140,7 +143,16 @@ PLACES = [
     ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
     ("runbook show rb-8", 2, "ckptctl runbook list", "there are rb-7"),
     ("runbook list", 0, "ckptctl runbook show rb-7", "storage-corruption"),
-    ("runbook run rb-7 --folder nothing", 2, "ckptctl runbook run rb-7 ROOT --folder nothing", "?"),
+    ("runbook run rb-7", 2, "ckptctl runbook run rb-7 ROOT", "on which checkpoint root"),
+    ("runbook run rb-7 run --set NODES=1", 2, "ckptctl runbook show rb-7", "has no input 'NODES'"),
+    # Names that are none, and options in the wrong place.
+    ("scan ''", 2, "ckptctl scan --help", "the checkpoint root is empty"),
+    ("loss ''", 2, "ckptctl loss --help", "'': No such file or directory"),
+    ("classify ''", 2, "ckptctl classify --help", "'': No such file or directory"),
+    ("scan s3://", 2, "ckptctl scan --help", "s3:// names no bucket"),
+    ("verify run@newest", 2, "ckptctl scan .", "a step number, latest or auto"),
+    ("--quiet pick run", 2, "ckptctl pick run --quiet", "options stand behind the command"),
+    ("scan run --timeout nan", 2, "ckptctl scan run --timeout 120", "--timeout is nan s"),
 ]
 
 
@@ -157,4 +169,30 @@ def test_a_wrong_place_is_told_for_what_it_is(folder, capsys, command, code, bet
 def test_a_placeholder_stands_only_where_the_caller_gave_no_word():
     given = [better for _, better in OPTIONS] + [better for _, _, better, _ in PLACES]
     with_one = [better for better in given if better and _PLACEHOLDER.search(better)]
-    assert with_one == ["ckptctl runbook run rb-7 ROOT --folder nothing"]
+    assert with_one == ["ckptctl runbook run rb-7 ROOT"]
+
+
+@pytest.mark.parametrize("command", ["pick run --skip x", "scan gone/deep", "verify model.pt"])
+def test_with_json_a_failure_is_one_document_with_the_same_next_command(folder, capsys, command):
+    exit_code, out, err = called(capsys, f"{command} --json")
+    document = validated(out)
+    assert (document["schema"], document["exit_code"]) == ("ckptctl.error/1", exit_code)
+    assert document["next_command"] == next_of(err)
+
+
+def test_a_next_command_can_be_run_whatever_the_name_of_the_root(folder, capsys):
+    strange = os.fsdecode(b'it\'s\xff "new"\n')
+    os.rename("run", strange)
+    assert run(["scan", strange]) == 0
+    better = next_of(capsys.readouterr().out)
+    expanded = subprocess.run(["bash", "-c", f"printf '%s\\0' {better}"], capture_output=True)
+    words = [os.fsdecode(word) for word in expanded.stdout.split(b"\0")]
+    assert words[:3] == ["ckptctl", "verify", f"{strange}/step_30"]
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "seal", "pin", "reject --reason x"])
+def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder, capsys, command):
+    name, *more = command.split()
+    exit_code, _, err = called(capsys, f"{name} nothing@auto {' '.join(more)}")
+    assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh")
+    assert exit_code in import_module(f"ckptctl.cli.{name}").EXIT_CODES

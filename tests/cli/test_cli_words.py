@@ -6,7 +6,6 @@ from ckptctl.cli.words import (
     age,
     cell_width,
     count,
-    duration,
     exact_size,
     listed,
     safe,
@@ -34,22 +33,6 @@ def test_a_size_has_three_digits_and_a_unit(n_bytes, shown):
 def test_a_large_size_is_readable_and_exact():
     assert exact_size(1_288_490_188) == "1.2 GiB (1,288,490,188 bytes)"
     assert exact_size(1) == "1 byte"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (-5, "0 s"),
-        (0.4, "0 s"),
-        (119, "119 s"),
-        (120, "2 min"),
-        (7199, "120 min"),
-        (7200, "2 h"),
-        (172_800, "2 days"),
-    ],
-)
-def test_a_duration_is_in_one_unit(seconds, shown):
-    assert duration(seconds) == shown
 
 
 def test_a_storage_without_times_gives_no_age():

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.cost.estimating import in_words
 from ckptctl.cost.measuring import measured
 from ckptctl.errors import UsageError
 
@@ -107,14 +106,6 @@ def test_nodes_and_their_rate_make_the_mean_time_between_failures():
 def test_what_makes_no_sense_is_refused(wrong: dict, says: str):
     with pytest.raises(UsageError, match=says):
         ckptctl.recovery_cost(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.5, "0.5 s"), (90, "90 s"), (1905, "31.8 min"), (9000, "2.5 h"), (300_000, "3.47 days")],
-)
-def test_times_are_said_as_people_say_them(seconds: float, words: str):
-    assert in_words(seconds) == words
 
 
 def test_a_save_that_takes_the_whole_interval_is_refused():

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
 from ckptctl.cli.views.common import next_line
 from ckptctl.cli.words import size
-from ckptctl.cost.estimating import RecoveryCost, in_words
+from ckptctl.cost.durations import duration
+from ckptctl.cost.estimating import RecoveryCost
 
 _NAMES = {
     "interval": "from save to save",
@@ -26,13 +27,15 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
     yield line(Span(found.message, "strong"), hang=2)
     yield EMPTY
     for one in found.given:
-        value = size(round(one.value)) if one.unit == "B" else in_words(one.value)
+        value = size(round(one.value)) if one.unit == "B" else duration(one.value, digits=3)
         if one.value or one.source != "given":
             yield _row(_NAMES[one.name], value, one.source)
     yield EMPTY
     if found.rollback_s is not None and found.per_failure_s is not None:
-        yield _row("T0 trained again", in_words(found.rollback_s), "half an interval")
-        yield _row("a failure costs", in_words(found.per_failure_s), "T0 + T1 + T2 + T3 + T4")
+        yield _row("T0 trained again", duration(found.rollback_s, digits=3), "half an interval")
+        yield _row(
+            "a failure costs", duration(found.per_failure_s, digits=3), "T0 + T1 + T2 + T3 + T4"
+        )
     if found.lost_gpu_hours_per_failure is not None:
         yield _row("in GPU hours", f"{found.lost_gpu_hours_per_failure:,.1f}", "")
     for name, best_s, source in (
@@ -41,7 +44,7 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
         ("best, available", found.available_s, "from save to save"),
     ):
         if best_s is not None:
-            yield _row(name, in_words(best_s), source)
+            yield _row(name, duration(best_s, digits=3), source)
     if found.share is not None:
         yield _row("effective time", f"{found.share:.1%}", "of all time, as it is saved now")
     if found.best_share is not None:

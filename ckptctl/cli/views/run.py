@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptctl.cli.lines import Line, Span, line
 from ckptctl.cli.views.common import next_line
-from ckptctl.cli.words import duration
+from ckptctl.cost.durations import duration
 from ckptctl.supervise.restarting import Decision, Life, Supervised
 
 

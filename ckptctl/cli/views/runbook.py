@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
@@ -11,13 +12,13 @@ from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.running import Ran
 
 
-def list_lines(books: Sequence[Runbook], folder: str) -> Iterator[Line]:
-    """Every runbook by its name and title; `folder` is the option that they need again."""
+def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
+    """Every runbook by its name and title."""
     width = max((len(book.name) for book in books), default=0)
     for book in books:
         yield line(padded(book.name, width, "name"), "  ", book.title, hang=width + 2)
     yield EMPTY
-    yield from next_line(f"ckptctl runbook show {books[0].name}{folder}")
+    yield from next_line(f"ckptctl runbook show {shlex.quote(books[0].called)}")
 
 
 def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
