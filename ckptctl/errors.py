@@ -28,17 +28,26 @@ class UsageError(CkptctlError):
     """An argument, an option, or a name that does not exist.
 
     `instead` is the option that was wrong or is lacking, as it can be written: the command line
-    puts it into the words of its caller.
+    puts it into the words of its caller. With `instead_of` it is the word that stands for that
+    one, an argument. `without` are options with values that are better left out.
     """
 
     exit_code = 2
     code = "usage"
 
     def __init__(
-        self, message: str, *, next_command: str | None = None, instead: str | None = None
+        self,
+        message: str,
+        *,
+        next_command: str | None = None,
+        instead: str | None = None,
+        instead_of: str | None = None,
+        without: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message, next_command=next_command)
         self.instead = instead
+        self.instead_of = instead_of
+        self.without = without
 
 
 class MissingExtra(UsageError):

@@ -181,8 +181,8 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
 
 def _next(error: CkptctlError, argv: Sequence[str]) -> str:
     """What helps where the error does not say: the caller's own command, made good, or a page."""
-    if isinstance(error, UsageError) and error.instead is not None:
-        return _same(argv, error.instead)
+    if isinstance(error, UsageError) and (error.instead is not None or error.without):
+        return _mended(argv, error)
     if isinstance(error, StorageUnavailable):
         patient = any(word.partition("=")[0] == "--timeout" for word in argv)
         return _same(argv, "" if patient else "--timeout 120")
@@ -196,6 +196,17 @@ def _next(error: CkptctlError, argv: Sequence[str]) -> str:
 def _help_command(argv: Sequence[str]) -> str:
     command = _command(argv)
     return f"ckptctl {command} --help" if command else "ckptctl --help"
+
+
+def _mended(argv: Sequence[str], error: UsageError) -> str:
+    """The caller's own words, made good."""
+    words = [*argv]
+    for name in error.without:
+        words = _without(words, name)
+    if error.instead_of is None:
+        return _same(words, error.instead or "")
+    better = error.instead or ""
+    return _same([better if word == error.instead_of else word for word in words])
 
 
 def _same(argv: Sequence[str], option: str = "") -> str:

@@ -156,7 +156,7 @@ def only_model(only: str | None) -> bool:
     from ckptctl.errors import UsageError
 
     if only not in (None, "model"):
-        raise UsageError(f"--only {only!r}: there is only model")
+        raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
     return only is not None
 
 

@@ -47,9 +47,9 @@ def _told(url: str, name: str, head: bytes) -> UsageError:
         return UsageError(
             f"{what}: it is a part of {step}", next_command=f"ckptctl verify {shlex.quote(step)}"
         )
+    stem = name.rpartition(".")[0] or name
+    words = ["ckptctl", "convert", url, join_url(parent_url(url), f"{stem}-dcp")]
     if head.startswith((_ZIP, _PICKLE)):
-        stem = name.rpartition(".")[0] or name
-        words = ["ckptctl", "convert", url, join_url(parent_url(url), f"{stem}-dcp")]
         return UsageError(
             f"{what}: it begins as a file of torch.save does, of which `ckptctl convert` makes one",
             next_command=shlex.join(words),
@@ -57,8 +57,8 @@ def _told(url: str, name: str, head: bytes) -> UsageError:
     if name.endswith(".safetensors") and head[8:] == b"{":
         return UsageError(
             f"{what}: it begins as a file of safetensors does, which holds weights and nothing "
-            "else of a training",
-            next_command="ckptctl explain format.unsupported",
+            "else of a training; `ckptctl convert` makes a step of it",
+            next_command=shlex.join([*words, "--accept-unverifiable"]),
         )
     return UsageError(
         f"{what}, and begins like none that ckptctl knows",

@@ -27,7 +27,13 @@ from ckptctl.resharding.plain_values import read_value
 from ckptctl.resharding.planning import overlaps
 from ckptctl.resharding.reading import Buffers, Damage, Reader, SourceFiles
 from ckptctl.resharding.results import Diff, Difference
-from ckptctl.resharding.sources import SourceBytes, SourcePart, SourceTensor, source_of
+from ckptctl.resharding.sources import (
+    SourceBytes,
+    SourcePart,
+    SourceTensor,
+    check_format,
+    source_of,
+)
 from ckptctl.resharding.steps import Opening, opened_step
 from ckptctl.resharding.writing import Told, in_threads
 from ckptctl.storage.contract import Span
@@ -82,6 +88,7 @@ class _Side:
     """One step: its entries by part and FQN."""
 
     def __init__(self, found: OpenTarget, looked: Looked) -> None:
+        check_format(looked)
         if not any(part.metadata for part in looked.parts):
             raise UsageError(
                 f"{found.url} holds no metadata of DCP that could be compared",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptctl.checks.byte_pass import Limits, OnProgress
 from ckptctl.checks.words import counted
@@ -28,6 +28,7 @@ from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level, PartFormat
 from ckptctl.resharding.executing import Place
@@ -128,6 +129,13 @@ def convert(
         jobs,
         on_progress,
     )
+    if parse_target(target).name is None:
+        path = join_url(parse_target(target).root, "step_1200")
+        raise UsageError(
+            f"{target}: what is written is named by its path, as {path}",
+            instead_of=target,
+            instead=path,
+        )
     with one_file(source, opening) as file:
         if file is not None:
             return _from_file(asked, file, opening)
@@ -176,17 +184,14 @@ class _Asked:
         """The target's name is that of one file."""
         return self.is_flat or self.name.endswith(SUFFIX)
 
-    def command(self, **changed: object) -> str:
-        """The same call, with some of it changed, as it is typed."""
-        asked = replace(self, **changed)  # type: ignore[arg-type]
-        words = ["ckptctl", "convert", asked.source, asked.target]
-        words += [] if asked.world_size is None else ["--world-size", str(asked.world_size)]
-        words += ["--only", "model"] if asked.only_model else []
-        words += ["--strip", asked.strip] if asked.strip else []
-        words += ["--under", asked.under] if asked.under else []
-        words += [] if asked.file_bytes is None else ["--file-size", str(asked.file_bytes)]
-        words += ["--accept-unverifiable"] if asked.accept_unverifiable else []
-        return shlex.join(words)
+    @property
+    def anyway(self) -> str:
+        """The same call, which takes what nothing proves."""
+        words = ["ckptctl", "convert", self.source, self.target]
+        words += [] if self.world_size is None else ["--world-size", str(self.world_size)]
+        words += ["--only", "model"] if self.only_model else []
+        words += ["--under", self.under] if self.under else []
+        return shlex.join([*words, "--accept-unverifiable"])
 
 
 def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
@@ -197,7 +202,7 @@ def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
         raise UsageError(
             f"--under {asked.under}: {asked.source} is a file of torch.save, whose own keys say "
             "what lies below which",
-            next_command=asked.command(under=""),
+            without=("--under",),
         )
     with target_place(asked.target, opening) as place:
         into = _into(asked, file.store, place)
@@ -211,9 +216,8 @@ def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
     return UsageError(
         f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a step; "
         "name it",
-        next_command=asked.command(source=join_url(asked.source.rstrip("/"), held[0]))
-        if len(held) == 1
-        else f"ckptctl show {shlex.quote(asked.source)}",
+        instead_of=asked.source,
+        instead=join_url(asked.source.rstrip("/"), held[0]),
     )
 
 
@@ -245,12 +249,13 @@ def _check_makes_step(asked: _Asked, what: str) -> None:
         raise UsageError(
             f"{said}: {asked.name} is no name for one; make the step first, and {asked.name} "
             "of that",
-            next_command=asked.command(target=step),
+            instead_of=asked.target,
+            instead=step,
         )
     if asked.strip or asked.file_bytes is not None:
         raise UsageError(
             f"{said}: --strip and --file-size are for a step that becomes safetensors",
-            next_command=asked.command(strip="", file_bytes=None),
+            without=("--strip", "--file-size"),
         )
 
 
@@ -267,7 +272,7 @@ def _into(asked: _Asked, source: Store, place: Place) -> Into:
         asked.accept_unverifiable,
         budget(asked.memory, asked.jobs, source, place.store),
         asked.on_progress,
-        asked.command(accept_unverifiable=True),
+        asked.anyway,
     )
 
 
@@ -297,34 +302,31 @@ def _check_makes_files(asked: _Asked) -> None:
         raise UsageError(
             f"{said}, and {asked.name} is a name for one: a folder of safetensors under that name "
             "would be taken for the step; name it otherwise, or cut the step anew by reshard",
-            next_command=asked.command(
-                target=f"{asked.target.rstrip('/')}-safetensors", world_size=None
-            ),
+            instead_of=asked.target,
+            instead=f"{asked.target.rstrip('/')}-safetensors",
+            without=("--world-size",),
         )
     if asked.world_size is not None:
-        anew = ["ckptctl", "reshard", asked.source, asked.target]
         raise UsageError(
             f"{said}, which becomes whole tensors, cut for no world size; reshard cuts it anew",
-            next_command=asked.command(world_size=None)
-            if asked.is_file
-            else shlex.join([*anew, "--world-size", str(asked.world_size)]),
+            without=("--world-size",),
         )
     if asked.under:
         raise UsageError(
             f"{said}, whose own keys say what lies below which: --under is for safetensors that "
             "become a step",
-            next_command=asked.command(under=""),
+            without=("--under",),
         )
     if asked.is_flat and (asked.strip or asked.file_bytes is not None):
         raise UsageError(
             f"{asked.name} is named as a file of torch.save: --strip and --file-size are for "
             "safetensors",
-            next_command=asked.command(strip="", file_bytes=None),
+            without=("--strip", "--file-size"),
         )
     if asked.is_file and asked.file_bytes is not None:
         raise UsageError(
             f"{asked.name} is named as one file: --file-size is for a folder of them",
-            next_command=asked.command(file_bytes=None),
+            without=("--file-size",),
         )
 
 

@@ -11,6 +11,7 @@ Source: torch 2.13 `torch/distributed/tensor/placement_types.py` (`Shard`,
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -157,18 +158,41 @@ def whole(shape: Dims, world_size: int) -> tuple[Box, ...]:
     return (Box((0,) * len(shape), shape, tuple(range(world_size))),)
 
 
-def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims]) -> None:
-    """Raise `UsageError` for a rule that fits no tensor, or names a dimension that one lacks."""
+def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str) -> None:
+    """Raise `UsageError` for a rule that fits no tensor, or names a dimension that one lacks.
+
+    `shapes` are those of the tensors of the step at `url`.
+    """
     for rule in rules:
         fitting = {fqn: shape for fqn, shape in shapes.items() if rule.fits(fqn)}
         if not fitting:
             raise UsageError(
                 f"--shard '{rule.pattern}={rule.dim}' fits no tensor of the step; names are as "
-                "ckptctl show lists them, and * stands for anything"
+                "ckptctl show lists them, and * stands for anything",
+                next_command=f"ckptctl show {shlex.quote(url)} --tensors",
             )
         short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]
         if short:
+            n_dims = len(fitting[short[0]])
             raise UsageError(
-                f"--shard '{rule.pattern}={rule.dim}': {short[0]} has "
-                f"{len(fitting[short[0]])} dimensions, counted from 0"
+                f"--shard '{rule.pattern}={rule.dim}': {short[0]} has {n_dims} dimensions, counted "
+                "from 0",
+                instead=f"--shard {shlex.quote(f'{rule.pattern}={n_dims - 1}')}",
             )
+
+
+def check_mesh(mesh: Mesh, rules: Sequence[ShardRule], shapes: Mapping[str, Dims]) -> None:
+    """Raise `UsageError` where dimensions of a mesh cut nothing, since no rule says what."""
+    idle = [f"{name}={size}" for name, size in mesh.dims if name in BY_RULE and size > 1]
+    if not idle or rules:
+        return
+    largest = max(shapes, key=lambda fqn: (len(shapes[fqn]) > 1, prod(shapes[fqn])), default="w")
+    words = ("*" if word.isdecimal() else word for word in largest.split("."))
+    rule = f"{'.'.join(words)}=0"
+    copies = ",".join(f"{'rep' if name in BY_RULE else name}={size}" for name, size in mesh.dims)
+    raise UsageError(
+        f"--mesh {mesh}: nothing is cut along {' and '.join(idle)}, for no --shard says which "
+        "tensors are, and in which dimension; ranks that are to hold copies are "
+        f"--mesh {copies}",
+        instead=f"--shard {shlex.quote(rule)}",
+    )

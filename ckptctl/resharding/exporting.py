@@ -82,7 +82,11 @@ def to_safetensors(
     for name, one in tensors.items():
         if one.tensor.entry.dtype not in NAMES:
             dtype = one.tensor.entry.dtype
-            raise UsageError(f"{name} is of dtype {dtype}, which safetensors lack")
+            raise UsageError(
+                f"{name} is of dtype {dtype}, which safetensors lack; a file of torch.save, whose "
+                "name ends in .pt, can hold it",
+                next_command="ckptctl convert --help",
+            )
     limit = None if alone else (file_bytes or FILE_BYTES)
     groups: list[list[WholeTensor]] = [[]]
     n_bytes = 0
@@ -217,10 +221,16 @@ def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, Whole
                 continue
             name = tensor.entry.fqn.removeprefix(strip)
             if not name or name in tensors:
-                raise UsageError(f"two tensors would be called {name!r}, or one nothing at all")
+                raise UsageError(
+                    f"two tensors would be called {name!r}, or one nothing at all",
+                    without=("--strip",) if strip else (),
+                )
             tensors[name] = WholeTensor(name, part, tensor)
     if not tensors:
-        raise UsageError(f"{source.url} holds no tensor that is asked for")
+        raise UsageError(
+            f"{source.url} holds no tensor that is asked for",
+            without=("--only",) if only_model else (),
+        )
     return tensors
 
 

@@ -165,7 +165,10 @@ def _import(
     planned = plan(read, Wanted(mesh, only_model=into.only_model))
     if not any(part.entries for part in planned.parts):
         asked = "no model" if into.only_model else "no entries"
-        raise UsageError(f"{source.url} holds {asked}: there is nothing to make a step of")
+        raise UsageError(
+            f"{source.url} holds {asked}: there is nothing to make a step of",
+            without=("--only",) if into.only_model else (),
+        )
     name = source.file.path if isinstance(source, OneFile) else source.name
     try:
         written = write(

@@ -160,7 +160,7 @@ def plan(source: Source, wanted: Wanted) -> Plan:
     shapes = {
         tensor.entry.fqn: tensor.entry.shape for part in source.parts for tensor in part.tensors
     }
-    check_rules(wanted.rules, shapes)
+    check_rules(wanted.rules, shapes, source.url)
     findings = [*_per_rank(source, wanted)]
     parts = tuple(_part(part, wanted, _one_writer(source)) for part in source.parts)
     dropped = wanted.per_rank is PerRank.DROP

@@ -119,9 +119,12 @@ def check_format(looked: Looked) -> None:
     """Raise `UsageError` where the step holds tensors, and none of them in sharded DCP."""
     formats = [part.format for part in looked.step.parts]
     if formats and not any(found in SHARDED for found in formats):
+        url = looked.step.url
+        words = ["ckptctl", "show", url]
+        if PartFormat.SAFETENSORS in formats:
+            words = ["ckptctl", "convert", url, f"{url}-dcp", "--accept-unverifiable"]
         raise UsageError(
-            f"{looked.step.url} holds {formats[0].value}, and no sharded DCP to be cut anew",
-            next_command=f"ckptctl show {shlex.quote(looked.step.url)}",
+            f"{url} holds {formats[0].value}, and no sharded DCP", next_command=shlex.join(words)
         )
 
 

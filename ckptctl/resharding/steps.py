@@ -22,12 +22,12 @@ from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level
-from ckptctl.resharding.cutting import Box, Mesh, parse_mesh, parse_rules
+from ckptctl.resharding.cutting import Box, Mesh, check_mesh, parse_mesh, parse_rules
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
 from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.results import Reshard
-from ckptctl.resharding.sources import check_format, needs_content, refusal, source_of
+from ckptctl.resharding.sources import Source, check_format, needs_content, refusal, source_of
 from ckptctl.resharding.writing import budget
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
@@ -168,7 +168,10 @@ def _asked(
     given = {"--world-size": world_size, "--mesh": mesh, "--like": like}
     named = [name for name, value in given.items() if value is not None]
     if like is not None and (len(named) > 1 or shard):
-        raise UsageError("--like takes the whole layout of a step; give it alone")
+        raise UsageError(
+            "--like takes the whole layout of a step; give it alone",
+            without=("--world-size", "--mesh", "--shard"),
+        )
     if not named:
         raise UsageError(
             "for how many ranks? give --world-size N, --mesh dp=4,tp=2 or --like STEP",
@@ -186,7 +189,8 @@ def _asked(
     arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
     if world_size is not None and arranged.world_size != world_size:
         raise UsageError(
-            f"--mesh {mesh} has {arranged.world_size} ranks, --world-size says {world_size}"
+            f"--mesh {mesh} has {arranged.world_size} ranks, --world-size says {world_size}",
+            without=("--world-size",),
         )
     wanted = Wanted(arranged, parse_rules(shard), None, fate, only_model)
     return _Asked(wanted, None, fate, only_model)
@@ -214,13 +218,16 @@ def _reshard(
         opened_step(source, pattern, grace_s, opening) as (found, checked),
         target_place(target, opening) as place,
     ):
-        _same_number(found, place, pattern)
+        _same_number(found, place, target, pattern)
         looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
         check_format(looked)
         if refusal(looked.report, accept_unverifiable=accept_unverifiable):
             return _refused(found.url, place.url, asked, looked.report)
         wanted = asked.wanted or _like(asked, opening)
-        planned = plan(source_of(looked), wanted)
+        source_step = source_of(looked)
+        if wanted.like is None:
+            check_mesh(wanted.mesh, wanted.rules, _shapes(source_step))
+        planned = plan(source_step, wanted)
         room = budget(memory, jobs, found.store, place.store)
         if not write_it:
             return _answer(planned, place.url)
@@ -251,7 +258,14 @@ def _reshard(
         )
 
 
-def _same_number(found: OpenTarget, place: Place, pattern: str | None) -> None:
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's tensors, or of all where there is no model."""
+    tensors = [tensor for part in source.parts for tensor in part.tensors]
+    model = [tensor for tensor in tensors if tensor.kind == "model"]
+    return {tensor.entry.fqn: tensor.entry.shape for tensor in model or tensors}
+
+
+def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:
     """Refuse a name that calls the new step another one: `pick` goes by the number."""
     named = step_name(base_name(place.url), compile_pattern(pattern))
     if isinstance(found.named, str) or named is None or named.number == found.named.number:
@@ -260,7 +274,9 @@ def _same_number(found: OpenTarget, place: Place, pattern: str | None) -> None:
     better = join_url(parent_url(place.url), base_name(found.url))
     raise UsageError(
         f"{place.url} is a name for step {named.number}, and {found.url} is step {number}: under "
-        f"that name pick would take it for step {named.number}; name it {better}"
+        f"that name pick would take it for step {named.number}; name it {better}",
+        instead_of=given,
+        instead=better,
     )
 
 
@@ -305,8 +321,11 @@ def target_place(target: str, opening: Opening) -> Iterator[Place]:
     """Where the new step goes; its root is made where the folder above it is there."""
     named = parse_target(target)
     if named.name is None:
+        path = join_url(named.root, "step_1200")
         raise UsageError(
-            f"{target}: the new step is named by its path, as {join_url(named.root, 'step_1200')}"
+            f"{target}: the new step is named by its path, as {path}",
+            instead_of=target,
+            instead=path,
         )
     url = target.rstrip("/") or target
     with open_store(parent_url(url), **opening) as store:  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ stands around the elements is the question of the formats: see `exporting`.
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -88,7 +89,11 @@ def write_whole(
     store = place.store
     with suppress(PathNotFound):
         list_step(store, place.name)
-        raise UsageError(f"{place.url} is there already, and nothing is replaced")
+        raise UsageError(
+            f"{place.url} is there already, and nothing is replaced; remove it, or take another "
+            "name",
+            next_command=f"ckptctl show {shlex.quote(place.url)}",
+        )
     n_bytes = sum(file.n_bytes for file in planned)
     if isinstance(store, LocalStore):
         check_space(store, place.name, n_bytes)

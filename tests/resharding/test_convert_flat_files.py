@@ -206,10 +206,3 @@ def test_a_file_cut_short_is_refused(tmp_path):
 def test_what_is_meant_for_safetensors_is_refused_for_a_file(tmp_path, words):
     source = saved(tmp_path, {"a": 1})
     assert run_ckptctl("convert", source, tmp_path / "run" / "step_1", *words).returncode == 2
-
-
-def test_a_world_size_is_refused_for_a_step(checkpoints, tmp_path):
-    step = checkpoints / "fsdp_2" / "step_100"
-    done = run_ckptctl("convert", step, tmp_path / "out", "--world-size", "2")
-    assert done.returncode == 2
-    assert "ckptctl reshard" in done.stderr

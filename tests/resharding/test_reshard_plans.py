@@ -101,24 +101,43 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "better"),
     [
-        ((), "for how many ranks"),
-        (("--mesh", "dp=2,xy=2"), "none of dp, fsdp"),
-        (("--mesh", "dp=0"), "is no dimension"),
-        (("--mesh", "dp=2", "--world-size", "3"), "has 2 ranks, --world-size says 3"),
-        (("--world-size", "3", "--shard", "up"), "is not PATTERN=DIM"),
-        (("--world-size", "3", "--shard", "nothing.*=0"), "fits no tensor"),
-        (("--world-size", "3", "--shard", "model.up.weight=2"), "has 2 dimensions"),
-        (("--like", "x", "--world-size", "3"), "give it alone"),
-        (("--world-size", "3", "--memory", "lots"), "is a size like 256M"),
-        (("--world-size", "3", "--only", "optimizer"), "there is only model"),
+        ((), "for how many ranks", "--world-size 8"),
+        (("--mesh", "dp=2,xy=2"), "none of dp, fsdp", "--mesh dp=4,tp=2"),
+        (("--mesh", "dp=0"), "is no dimension", "--mesh dp=4,tp=2"),
+        (("--mesh", "dp=2,tp=2"), "nothing is cut along tp=2", "--shard model.embed.weight=0"),
+        (
+            ("--mesh", "dp=2", "--world-size", "3"),
+            "has 2 ranks, --world-size says 3",
+            "--mesh dp=2",
+        ),
+        (("--world-size", "3", "--shard", "up"), "is not PATTERN=DIM", "=1"),
+        (("--world-size", "3", "--shard", "nothing.*=0"), "fits no tensor", "--tensors"),
+        (
+            ("--world-size", "3", "--shard", "model.up.weight=2"),
+            "has 2 dimensions",
+            "--shard model.up.weight=1",
+        ),
+        (("--like", "x", "--world-size", "3"), "give it alone", "--like x"),
+        (("--world-size", "3", "--memory", "lots"), "is a size like 256M", "--memory 1G"),
+        (("--world-size", "3", "--only", "optimizer"), "there is only model", "--only model"),
     ],
 )
-def test_what_cannot_be_meant_is_said_so(step, tmp_path, words, said):
+def test_what_cannot_be_meant_is_said_with_the_command_that_can(
+    step, tmp_path, words, said, better
+):
     done = run_ckptctl("reshard", step, tmp_path / "x", *words)
     assert done.returncode == 2
     assert said in done.stderr
+    following = done.stderr.split("next:")[1].strip()
+    assert step in following
+    assert following.strip("'").endswith(better)
+
+
+def test_ranks_along_which_nothing_is_cut_can_be_said_to_hold_copies(step, tmp_path):
+    planned = ckptctl.plan_reshard(step, str(tmp_path / "x"), mesh="dp=2,rep=2")
+    assert (planned.world_size, planned.exit_code) == (4, 0)
 
 
 def test_a_pattern_may_leave_out_names_in_front_and_behind():
