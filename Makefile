@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test test-long lint fmt kills bench loss-bench fuzz campaign clean
+.PHONY: help demo drill test test-long lint fmt kills power-cuts bench loss-bench fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,10 +38,16 @@ fmt: $(READY) ## Put the code in form
 kills: $(READY) ## Kill a training job 50 times at random; its losses must stay those of an unbroken run
 	@$(BIN)/python tests/campaign/kills.py
 
+power-cuts: $(READY) ## Cut the power at every step of all that is written (root, Linux, half an hour)
+	@$(BIN)/python tests/campaign/power_cuts.py
+
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
+loss-power-cuts: $(READY) ## Cut the power at every step of all that is written (root, Linux, half an hour)
+	@$(BIN)/python tests/campaign/power_cuts.py
+
+bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
 	@$(BIN)/python bench/loss_rules.py --all
 
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each

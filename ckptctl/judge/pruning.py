@@ -2,8 +2,8 @@
 
 Only steps that are whole, sealed and resumable count as kept; what is pinned, or named by the
 caller (the step resumed from, the one in flight), stays whatever its number is. What is
-damaged, unknown or no step at all is left to a person. A step loses its metadata first:
-from then on it is an interrupted save to everyone, and is never taken.
+damaged, unknown or no step at all is left to a person. A step loses its metadata first, and
+then its seal: from then on it is an interrupted save to everyone, and is never taken.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.layouts import METADATA, OWN_FOLDER, StepName, compile_pattern
+from ckptctl.formats.layouts import METADATA, OWN_FOLDER, StepName, compile_pattern, is_own
 from ckptctl.formats.marks import Word
+from ckptctl.formats.seals import SEAL
 from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.empty_roots import check_has_steps
 from ckptctl.judge.looking import Looked, list_step, look
@@ -27,6 +28,7 @@ from ckptctl.judge.roots import RootListing, list_root
 from ckptctl.model import Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url, open_store
+from ckptctl.storage.publishing import sync_folder
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 _MAX_RECORD = 1 << 20
@@ -189,7 +191,8 @@ def _stays(looked: Looked, protected: Collection[int]) -> str | None:
         return "pinned"
     if report.number in protected:
         return "the newest attempt resumed from it"
-    if not looked.step.parts:
+    left_over = all(is_own(file.path) for file in looked.step.files)
+    if not looked.step.parts and not left_over:  # else a removal was cut short
         return "not recognised as a checkpoint"
     if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
         return None
@@ -249,7 +252,7 @@ def _not_here(url: str) -> UsageError:
 
 
 def remove_step(store: Store, name: str) -> None:
-    """Remove a step of a file system, its metadata first. Links in it are not followed.
+    """Remove a step of a file system, its metadata first, then its seal. No link is followed.
 
     Raises `UsageError` on an object store, `StorageUnavailable` where something cannot be
     removed; what is left then is an interrupted save.
@@ -257,13 +260,15 @@ def remove_step(store: Store, name: str) -> None:
     if not is_local(store.url):
         raise _not_here(join_url(store.url, name))
     folder = join_url(absolute_url(store.url), name)
-    markers = [file.path for file in list_step(store, name) if _is_marker(file.path)]
+    files = [file.path for file in list_step(store, name)]
+    # A seal that outlived shards would make damage of what is only half removed.
+    first = [*filter(_is_marker, files), *(path for path in files if path == SEAL)]
     try:
-        for path in markers:
+        for path in first:
             os.unlink(f"{folder}/{path}")
-            _sync(os.path.dirname(f"{folder}/{path}"))
+            sync_folder(os.path.dirname(f"{folder}/{path}"))
         shutil.rmtree(folder)
-        _sync(os.path.dirname(folder))
+        sync_folder(os.path.dirname(folder))
     except OSError as error:
         denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         raise (AccessDenied if denied else StorageUnavailable)(
@@ -273,11 +278,3 @@ def remove_step(store: Store, name: str) -> None:
 
 def _is_marker(path: str) -> bool:
     return path.rsplit("/", 1)[-1].endswith(METADATA)
-
-
-def _sync(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 
 from ckptctl.cost.durations import duration
-from ckptctl.errors import UsageError
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.runbook.pictures import (
     bars_of_time,
     documents_of,
@@ -24,6 +24,7 @@ from ckptctl.runbook.pictures import (
     timeline_of_steps,
 )
 from ckptctl.runbook.record import Event
+from ckptctl.storage.local import LocalStore
 
 SHOWN_LINES = 60
 
@@ -44,12 +45,14 @@ def write_transcript(folder: Path, events: Sequence[Event], step: str | None) ->
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in transcript(events, step).items():
-            aside = folder / f".{name}.part"
-            aside.write_text(text, "utf-8")
-            aside.replace(folder / name)
     except OSError as error:
         raise UsageError(f"the transcript {folder}: {error.strerror}") from error
+    try:
+        with LocalStore(str(folder)) as store:
+            for name, text in transcript(events, step).items():
+                store.put(name, text.encode(), replace=True)
+    except StorageError as error:
+        raise UsageError(f"the transcript {error.message}") from error
 
 
 @dataclass(frozen=True, slots=True)

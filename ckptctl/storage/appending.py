@@ -13,6 +13,7 @@ import fcntl
 import os
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
+from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.watchdog import busy
 
 _FILE = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -35,7 +36,7 @@ def append_line(path: str, line: bytes) -> None:
             finally:
                 os.close(fd)
             if is_new:
-                _sync_folder(os.path.dirname(path) or ".")
+                sync_folder(os.path.dirname(path) or ".")
     except OSError as exc:
         raise _error(path, exc) from exc
 
@@ -47,14 +48,6 @@ def _append(fd: int, line: bytes) -> None:
     if os.write(fd, line) != len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _error(path: str, exc: OSError) -> StorageError:

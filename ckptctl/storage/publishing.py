@@ -65,6 +65,15 @@ def make_folder(name: str, *, within: int) -> None:
     os.fsync(within)
 
 
+def sync_folder(path: str) -> None:
+    """Make the names in the folder at `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write(aside: str, data: Iterable[bytes | memoryview], within: int) -> None:
     fd = os.open(aside, _NEW, 0o666, dir_fd=within)
     try:

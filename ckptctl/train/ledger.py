@@ -20,6 +20,7 @@ from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url
+from ckptctl.storage.publishing import sync_folder
 
 ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 
@@ -67,7 +68,7 @@ class Ledger:
         if is_local(self.store.url):
             path = join_url(absolute_url(self.store.url), f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl")
             try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _make_durable(os.path.dirname(path))
             except OSError as error:
                 raise StorageUnavailable(f"{path}: {error.strerror}") from error
             append_line(path, line)
@@ -76,6 +77,13 @@ class Ledger:
         own = "" if self.rank == 0 else f".rank{self.rank}"
         path = f"{ATTEMPTS_FOLDER}/{self.attempt}{own}.jsonl"
         self.store.put(path, b"".join(self._lines), replace=True)
+
+
+def _make_durable(folder: str) -> None:
+    """Make a folder where it is not there, so that a power cut leaves it there."""
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        sync_folder(os.path.dirname(folder))
 
 
 def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:

@@ -35,7 +35,9 @@ from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
+from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
+from ckptctl.storage.publishing import sync_folder
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
@@ -146,18 +148,14 @@ def make_place(saver: Saver, step: int) -> str | None:
 
 def _move_aside(saver: Saver, name: str) -> str:
     """Rename a folder of the root into `.ckptctl/aside/`, durably; its new address."""
-    aside = _local_path(saver, ASIDE_FOLDER)
-    target = f"{aside}/{name}.{saver.token.number:06}.{os.urandom(2).hex()}"
+    store = saver.store
+    assert isinstance(store, LocalStore)  # noqa: S101 - nothing else has a rename
+    target = f"{ASIDE_FOLDER}/{name}.{saver.token.number:06}.{os.urandom(2).hex()}"
     try:
-        os.makedirs(aside, exist_ok=True)
-        os.rename(_local_path(saver, name), target)
-        for folder in (aside, _local_path(saver, "")):
-            sync_folder(folder)
-    except OSError as error:
-        raise SaveFailed(
-            f"{join_url(saver.store.url, name)} could not be moved aside: {error.strerror}"
-        ) from error
-    return target
+        store.move(name, target)
+    except StorageError as error:
+        raise SaveFailed(f"{error.message}: it could not be moved aside") from error
+    return _local_path(saver, target)
 
 
 def clear_aside(saver: Saver, keep: int) -> None:
@@ -182,15 +180,6 @@ def clear_aside(saver: Saver, keep: int) -> None:
 
 def _local_path(saver: Saver, path: str) -> str:
     return join_url(absolute_url(saver.store.url), path)
-
-
-def sync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool = True) -> Written:

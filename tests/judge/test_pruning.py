@@ -106,6 +106,16 @@ def test_rejected_steps_and_interrupted_saves_do_not_count_and_go_when_they_are_
     assert there(root) == {300, 400, 500}
 
 
+def test_what_a_removal_that_was_cut_short_left_goes_with_the_next(root: Path):
+    for number in (100, 200):
+        shutil.rmtree(root / f"step_{number}")
+        (root / f"step_{number}").mkdir()
+    (root / "step_100" / ".ckptctl" / "marks").mkdir(parents=True)
+    (root / "step_100" / ".ckptctl" / "marks" / "1.json").write_text("{}")
+    ckptctl.prune(str(root), 2, apply=True)
+    assert there(root) == {400, 500}
+
+
 def test_a_damaged_step_is_left_to_a_person(root: Path):
     os.truncate(root / "step_100" / "__0_0.distcp", 100)
     found = ckptctl.prune(str(root), 2, apply=True)
