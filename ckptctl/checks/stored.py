@@ -10,11 +10,11 @@ with which bytes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptctl.checks.words import at_most_few, counted, some_of, verb
 from ckptctl.findings import ByStore, Finding
-from ckptctl.formats.seals import SealedFile, Stored
+from ckptctl.formats.seals import SEAL, SealedFile, Stored
 from ckptctl.storage.contract import Checksum, Kept
 
 
@@ -153,16 +153,16 @@ def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], u
     )
 
 
-def not_sealed(url: str, where: str, *, there: bool) -> Iterator[Finding]:
-    """Yield the finding for a step whose seal says nothing of this save, or that has none."""
-    why = "its seal does not speak of this save" if there else "the step has no seal"
+def without_seal(url: str, why: str, *, there: bool) -> Finding:
+    """The finding for a step of which no seal says all; `there` is one, but `why` it does not."""
     quoted = shlex.quote(url)
-    content = f"ckptctl verify {quoted} --level content"
-    yield Finding(
+    return Finding(
         "store.unverifiable",
-        where,
+        SEAL,
         f"the store's checksums could not be compared with those of a seal: {why}",
         expected="a seal of this save",
         found=why,
-        next_command=content if there else f"ckptctl seal {quoted}",
+        next_command=f"ckptctl verify {quoted} --level content"
+        if there
+        else f"ckptctl seal {quoted}",
     )

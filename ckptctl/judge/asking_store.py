@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptctl.checks.stored import check_stored, not_sealed
+from ckptctl.checks.stored import check_stored, without_seal
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.seals import SEAL, Seal, SealedFile
 from ckptctl.model import Step
@@ -25,14 +25,19 @@ def ask_store(
     not asked for. Storage errors pass through.
     """
     if seal is None:
-        there = any(file.path == SEAL for file in step.files)
-        return None, tuple(not_sealed(step.url, SEAL, there=there))
+        if any(file.path == SEAL for file in step.files):
+            why = "its seal does not speak of this save"
+            return None, (without_seal(step.url, why, there=True),)
+        return None, (without_seal(step.url, "the step has no seal", there=False),)
     told = {finding.where for finding in findings if finding.code == "seal.digest"}
     asked = _as_listed(step, seal, told)
     prefix = f"{step.name}/"
     answers = store.kept(prefix + file.path for file in asked)
     kept = {answer.path.removeprefix(prefix): answer for answer in answers}
     by_store, found = check_stored(asked, kept, step.url)
+    if any(finding.code == "seal.partial" for finding in findings):
+        why = "the seal does not list every file that the step needs"
+        found = (*found, without_seal(step.url, why, there=True))
     return by_store, found
 
 

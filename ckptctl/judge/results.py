@@ -153,7 +153,8 @@ class Sealed:
     `path` is the seal's address, None where none was written. `report` is what
     looking at the step found first; where the step is refused, the exit code is the
     report's. `kind` is the algorithm, and that there is a key; `n_files` and `n_bytes`
-    count what was digested.
+    count what was digested, `n_stored` the files of which the seal has the store's own
+    checksum, too.
     """
 
     url: str
@@ -167,6 +168,7 @@ class Sealed:
     message: str
     exit_code: int
     next_command: str | None
+    n_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

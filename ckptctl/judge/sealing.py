@@ -295,4 +295,5 @@ def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Seale
         f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
         exit_code=0,
         next_command=f"ckptctl verify {shlex.quote(report.url)} --require-seal",
+        n_stored=sum(bool(file.stored and file.stored.checksum) for file in made.files),
     )

@@ -10,7 +10,7 @@ from made_results import VERDICTS, contents, pick, report, scan, short
 from ckptctl.cli import documents
 from ckptctl.cli.pages import all_pages, page
 from ckptctl.errors import StorageUnavailable, UsageError
-from ckptctl.findings import Report
+from ckptctl.findings import ByStore, Report
 from ckptctl.judge.results import TensorRow
 
 NAMES = (
@@ -47,6 +47,7 @@ EVERY = [
         documents.verify_document(report(1200, finding), "ckptctl explain x")
         for finding in VERDICTS.values()
     ),
+    documents.verify_document(report(1200, by_store=ByStore(4, 3, 1 << 30, 1)), None),
     documents.verify_document(report(1, number=None, world_size=None, written_s=None), None),
     documents.pick_document(pick(report(100), (report(200, short(1)), "too short")), 3),
     documents.pick_document(pick(None), 11),

@@ -14,7 +14,7 @@ from ckptctl.cli.views.scan import (
 )
 from ckptctl.cli.views.show import contents_lines
 from ckptctl.cli.views.verify import next_command, report_lines
-from ckptctl.findings import Finding
+from ckptctl.findings import ByStore, Finding
 from ckptctl.judge.results import TensorRow
 from ckptctl.model import STATE_KINDS, Level, WorldSize
 
@@ -132,6 +132,16 @@ def test_verify_says_times_and_sizes_readable_and_exact():
 def test_verify_says_how_deep_it_looked_and_what_was_not_seen():
     lines = "\n".join(text(report_lines(report(1200), NOW_S, unicode=True)))
     assert "looked at: listing (4.0 KiB read); what is inside the shard files was not" in lines
+
+
+def test_verify_says_what_the_store_says_and_that_nothing_was_read_for_it():
+    made = report(1200, by_store=ByStore(9, 8, 1 << 30, 2))
+    lines = "\n".join(text(report_lines(made, NOW_S, unicode=True)))
+    assert "the store's checksums of 8 of 9 files, 1.0 GiB (1,073,741,824 bytes)," in lines
+    assert "2 of them sealed on the store's word alone" in lines
+    assert "it was asked, their bytes were not read" in " ".join(lines.split())
+    none = report(1200, by_store=ByStore(9, 0, 0, 0))
+    assert "the store's checksums" not in "\n".join(text(report_lines(none, NOW_S, unicode=True)))
 
 
 def test_verify_says_what_a_resume_restores_and_what_not():

@@ -62,7 +62,9 @@ class Bucket:
     def seal(self, **asked: object) -> Seal:
         done = ckptctl.seal(self.url, storage_options=self.server.options, **asked)
         assert done.exit_code == 0, done.message
-        return parse_seal(self.get(SEAL))
+        seal = parse_seal(self.get(SEAL))
+        assert done.n_stored == sum(bool(f.stored and f.stored.checksum) for f in seal.files)
+        return seal
 
     def verify(self, **asked: object) -> Report:
         options = asked.pop("storage_options", self.server.options)

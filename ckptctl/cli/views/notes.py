@@ -19,9 +19,12 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
         url = line("  ", Span(sealed.url, "name"), solid=True)
         return [head, url, EMPTY, *findings, *next_line(sealed.next_command)]
     digested = f"{count(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
+    digested += f", digests by {sealed.kind}"
+    if sealed.n_stored:
+        digested += f", the store's own checksums of {count(sealed.n_stored, 'file')}"
     return [
         line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
-        line(f"  {digested}, digests by {sealed.kind}", hang=4),
+        line(f"  {digested}", hang=4),
         line(f"  looked at before: {sealed.report.level.value}", hang=4),
         line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
         EMPTY,

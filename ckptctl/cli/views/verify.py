@@ -68,7 +68,7 @@ def next_command(report: Report) -> str:
 
 def _by_store(found: ByStore) -> str:
     same = f"{found.n_same:,} of {count(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
-    told = f"; {found.n_told:,} of them were sealed on its word" if found.n_told else ""
+    told = f"; {found.n_told:,} of them sealed on the store's word alone" if found.n_told else ""
     return (
         f"the store's checksums of {same} are those that were sealed{told}; "
         "it was asked, their bytes were not read"
