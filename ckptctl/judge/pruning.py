@@ -1,34 +1,31 @@
-"""Which old steps may go, and how does one go so that nobody takes half of it?
+"""Which old steps may go?
 
 Only steps that are whole, sealed and resumable count as kept; what is pinned, or named by the
 caller (the step resumed from, the one in flight), stays whatever its number is. What is
-damaged, unknown or no step at all is left to a person. A step loses its metadata first, and
-then its seal: from then on it is an interrupted save to everyone, and is never taken.
+damaged, unknown or no step at all is left to a person. How a step goes is the question of
+`removing`.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shlex
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import AccessDenied, PathNotFound, StorageUnavailable, UsageError
+from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.layouts import METADATA, OWN_FOLDER, StepName, compile_pattern, is_own
+from ckptctl.formats.layouts import OWN_FOLDER, StepName, compile_pattern, is_own
 from ckptctl.formats.marks import Word
-from ckptctl.formats.seals import SEAL
 from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.empty_roots import check_has_steps
-from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.removing import remove_step
+from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.roots import RootListing, list_root
 from ckptctl.model import Level
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, is_local, join_url, open_store
-from ckptctl.storage.publishing import sync_folder
+from ckptctl.storage.opening import open_store
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 _MAX_RECORD = 1 << 20
@@ -92,21 +89,19 @@ def prune(
     resumed from; damaged ones are left to a person. Just before a step goes it is looked
     at again.
 
-    Raises `UsageError` for `keep` below 1, for `apply` on an object store and for a path that
-    is no root, `StorageError` where the root cannot be listed or a step cannot be removed.
-    Cost: one listing, a look at each step.
+    Raises `UsageError` for `keep` below 1 and for a path that is no root, `StorageError`
+    where the root cannot be listed or a step cannot be removed. Cost: one listing, a look
+    at each step; on an object store a request for each object that goes.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
-        if apply and not is_local(store.url):
-            raise _not_here(store.url)
         compiled = compile_pattern(pattern)
         listing = list_root(store, compiled)
         check_has_steps(store, listing, compiled)
-        looks = _looks(store, listing, known_level(level))
+        looks = _looks(store, listing, _ASKED, known_level(level))
         protected = {number for number in (_resumed_from(store),) if number is not None}
         fates = _fates(looks, keep, protected, unsealed=unsealed)
         going = [(named, fate) for (named, _), fate in zip(looks, fates, strict=True) if fate.goes]
@@ -128,10 +123,11 @@ def prune(
 def surplus(store: Store, keep: int, protected: Collection[int] = ()) -> tuple[Surplus, ...]:
     """The steps older than the newest `keep` that are whole and sealed, oldest first.
 
-    Empty where there are fewer than that: then nothing may go. Cost: one listing, and a look
-    at level `listing` at every step.
+    Empty where there are fewer than that: then nothing may go. For who holds the root: a save
+    that is not finished is nobody's any more. Cost: one listing, and a look at level `listing`
+    at every step.
     """
-    looks = _looks(store, list_root(store), Level.LISTING)
+    looks = _looks(store, list_root(store), _NONE_SAVING, Level.LISTING)
     fates = _fates(looks, keep, protected, unsealed=False)
     return tuple(
         Surplus(named, looked.report)
@@ -141,12 +137,13 @@ def surplus(store: Store, keep: int, protected: Collection[int] = ()) -> tuple[S
 
 
 _ASKED = conditions((), None, None, 600.0)
+_NONE_SAVING = conditions((), None, None, 0.0)
 
 
 def _looks(
-    store: Store, listing: RootListing, level: Level | None
+    store: Store, listing: RootListing, asked: Conditions, level: Level | None
 ) -> list[tuple[StepName, Looked]]:
-    return [(named, look(store, named, _ASKED, level=level)) for named in listing.steps]
+    return [(named, look(store, named, asked, level=level)) for named in listing.steps]
 
 
 def _fates(
@@ -196,6 +193,8 @@ def _stays(looked: Looked, protected: Collection[int]) -> str | None:
         return "not recognised as a checkpoint"
     if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
         return None
+    if report.verdict is Verdict.IN_PROGRESS:
+        return "in-progress: it may still be written"
     return f"{report.verdict.value}: left to a person"
 
 
@@ -242,39 +241,3 @@ def _newest(keep: int) -> str:
 def _steps(going: Sequence[Fate]) -> str:
     n_bytes = sum(one.n_bytes for one in going)
     return f"{len(going)} step{'' if len(going) == 1 else 's'}, {n_bytes:,} bytes"
-
-
-def _not_here(url: str) -> UsageError:
-    return UsageError(
-        f"{url}: steps are removed on file systems only; an object store has lifecycle rules "
-        "for that"
-    )
-
-
-def remove_step(store: Store, name: str) -> None:
-    """Remove a step of a file system, its metadata first, then its seal. No link is followed.
-
-    Raises `UsageError` on an object store, `StorageUnavailable` where something cannot be
-    removed; what is left then is an interrupted save.
-    """
-    if not is_local(store.url):
-        raise _not_here(join_url(store.url, name))
-    folder = join_url(absolute_url(store.url), name)
-    files = [file.path for file in list_step(store, name)]
-    # A seal that outlived shards would make damage of what is only half removed.
-    first = [*filter(_is_marker, files), *(path for path in files if path == SEAL)]
-    try:
-        for path in first:
-            os.unlink(f"{folder}/{path}")
-            sync_folder(os.path.dirname(f"{folder}/{path}"))
-        shutil.rmtree(folder)
-        sync_folder(os.path.dirname(folder))
-    except OSError as error:
-        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        raise (AccessDenied if denied else StorageUnavailable)(
-            f"{folder} could not be removed whole: {error.strerror or type(error).__name__}"
-        ) from error
-
-
-def _is_marker(path: str) -> bool:
-    return path.rsplit("/", 1)[-1].endswith(METADATA)

@@ -83,6 +83,10 @@ class WithFiles:
         """See `Store.put_pieces`."""
         self._store.put_pieces(path, pieces, size)
 
+    def remove(self, path: str) -> None:
+        """See `Store.remove`."""
+        self._store.remove(path)
+
     def close(self) -> None:
         """See `Store.close`."""
         self._store.close()

@@ -186,6 +186,10 @@ class Store(Protocol):
         """
         ...
 
+    def remove(self, path: str) -> None:
+        """Remove a file; nothing where it is not there."""
+        ...
+
     def close(self) -> None:
         """Let go of connections and threads. A store is also a context manager."""
         ...

@@ -110,6 +110,12 @@ class FsspecClient:
                 f"{self._protocol}:// is read only here: its writes are not whole or nothing"
             )
 
+    def delete(self, key: str) -> None:
+        """See `Client.delete`; for stores of whole objects only."""
+        self._check_writes()
+        with suppress(PathNotFound):
+            self._ask(lambda: self._fs.rm_file(key), key)
+
     def exists(self, key: str) -> bool:
         """See `Client.exists`."""
         try:

@@ -98,6 +98,20 @@ def in_flight(
             work.put(None)
 
 
+def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
+    """Call `act` with each name, several at once; what one raises is raised, and ends it.
+
+    Those that are in flight then may still come to their end.
+    """
+
+    def once(span: Span) -> bytes:
+        act(span.path)
+        return b""
+
+    for _ in read_in_flight(once, (Span(name, 0, 0) for name in names)):
+        pass
+
+
 def run_aside(request: Callable[[], T]) -> T:
     """What `request` returns or raises, run in a daemon thread if this is the main one.
 

@@ -67,6 +67,10 @@ class Client(Protocol):
         """Write the object from parts of at least 5 MiB, but for the last; whole or not at all."""
         ...
 
+    def delete(self, key: str) -> None:
+        """Remove the object; nothing where there is none."""
+        ...
+
     def exists(self, key: str) -> bool:
         """Whether there is such an object."""
         ...
@@ -154,6 +158,11 @@ class ObjectStore:
                 self._client.put_parts(key, _in_parts(pieces(), n_part))
 
         self._tried(path, once)
+
+    def remove(self, path: str) -> None:
+        """See `Store.remove`; a bucket that keeps versions keeps this one, too."""
+        key = self._key(path)
+        self._tried(path, lambda: self._client.delete(key))
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -154,6 +154,12 @@ class ObstoreClient:
                 raise failed[0] from None
             raise
 
+    def delete(self, key: str) -> None:
+        """See `Client.delete`."""
+        import obstore
+
+        self._ask(lambda: obstore.delete(self._store, key), key)
+
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""
         import obstore

@@ -115,6 +115,10 @@ class S3fsClient:
             begun = self._ask(self._call("create_multipart_upload", Key=key), key)
         return begun["UploadId"], summed
 
+    def delete(self, key: str) -> None:
+        """See `Client.delete`."""
+        self._ask(self._call("delete_object", Key=key), key)
+
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""
         from ckptctl.errors import PathNotFound

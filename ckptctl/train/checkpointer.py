@@ -18,9 +18,10 @@ from typing import Any
 from ckptctl.errors import CkptctlError, StorageError, UsageError
 from ckptctl.judge.arguments import known_level
 from ckptctl.judge.fencing import check_token
-from ckptctl.judge.pruning import remove_step, surplus
+from ckptctl.judge.pruning import surplus
+from ckptctl.judge.removing import remove_step
 from ckptctl.model import Level
-from ckptctl.storage.opening import is_local, join_url, open_store
+from ckptctl.storage.opening import join_url, open_store
 from ckptctl.train.attempt import Attempt
 from ckptctl.train.deciding import SETTLE_S, Looking
 from ckptctl.train.group import PATIENCE_S, Group, make_group
@@ -50,7 +51,7 @@ class Checkpointer:
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
     `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
     `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps
-    stay; None removes nothing, as it must be on object stores. `seed` is the run's, from
+    stay; None removes nothing. `seed` is the run's, from
     which random numbers are derived at another number of ranks. `dp_rank` and `dp_size`
     are this rank's place among the data-parallel ones, by default among all. `rng`,
     `accept_repetition` and `accept_lost` say what may be lost; see `docs/train.md`.
@@ -90,11 +91,6 @@ class Checkpointer:
             raise UsageError("an optimizer was given without its model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
-        if keep is not None and not is_local(root):
-            raise UsageError(
-                f"{root}: keep={keep} removes steps on file systems only; an object store has "
-                "lifecycle rules for that"
-            )
         check_step_format(step_format)
         group = make_group(patience_s)
         looking = Looking(

@@ -30,7 +30,7 @@ from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
 from ckptctl.judge.looking import list_step, look
-from ckptctl.judge.pruning import remove_step
+from ckptctl.judge.removing import remove_step
 from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
 from ckptctl.model import FileInfo, Level

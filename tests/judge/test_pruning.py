@@ -7,13 +7,20 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from services.counting_proxy import CountingProxy, Fault
+from services.plugin import S3Server
+from services.processes import wait_until
 
 import ckptctl
 from ckptctl.errors import AccessDenied, UsageError
+from ckptctl.judge import pruning
+from ckptctl.judge.arguments import conditions
+from ckptctl.storage.opening import open_store
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +190,35 @@ def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
     assert there(root) == {100, 200, 300, 400, 500}
 
 
-def test_on_an_object_store_nothing_is_removed():
-    with pytest.raises(UsageError, match="lifecycle rules"):
-        ckptctl.prune("memory://runs/a", 1, apply=True)
+@pytest.mark.server
+def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_the_next(
+    root: Path,
+    s3_moto: S3Server,
+    counting_proxy: Callable[[str], CountingProxy],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for file in (path for path in root.rglob("*") if path.is_file()):
+        key = f"prune/{file.relative_to(root)}"
+        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=file.read_bytes())
+    url, proxy = f"s3://{s3_moto.bucket}/prune", counting_proxy(s3_moto.endpoint)
+    proxy.break_request("DELETE", Fault.SILENT, nth=2, lasts=True)
+    command = ("prune", url, "--keep", "4", "--apply")
+    variables = {**s3_moto.environment, "AWS_ENDPOINT_URL": proxy.url}
+    with subprocess.Popen([*COMMAND, *command], env=clean_environment(**variables)) as process:
+        try:
+            wait_until(lambda: proxy.counts["DELETE"] > 1, what="the removal")
+        finally:
+            process.kill()
+    left = ckptctl.scan(url, grace_s=0.0, storage_options=s3_moto.options).reports[-1]
+    assert (left.number, left.interrupted, left.usable) == (100, True, False)
+    # A save that is so young may still be written.
+    assert gone(ckptctl.prune(url, 4, apply=True, storage_options=s3_moto.options)) == set()
+    monkeypatch.setattr(pruning, "_ASKED", conditions((), None, None, 0.0))
+    done = ckptctl.prune(url, 3, apply=True, storage_options=s3_moto.options)
+    assert gone(done) == {100, 200}
+    with open_store(url, storage_options=s3_moto.options) as store:
+        names = {info.path for info in store.list_dir()}
+    assert names == {"notes", "step_300", "step_400", "step_500"}
 
 
 # The command

@@ -25,6 +25,7 @@ class Fault(Enum):
     """What the proxy does with a request that it breaks."""
 
     UNAVAILABLE = "503 with S3's SlowDown"
+    DENIED = "403"
     NOT_IMPLEMENTED = "501 where a condition or a checksum of the whole is asked for"
     RESET = "the connection is reset in the middle of the body"
     SHORT = "the connection ends in order in the middle of the body"
@@ -129,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault is Fault.UNAVAILABLE:
             self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        if fault is Fault.DENIED:
+            self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
             return
         new = self.headers.get("If-None-Match") or self.headers.get("x-amz-checksum-type")
         if fault is Fault.NOT_IMPLEMENTED and new:

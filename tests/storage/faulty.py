@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store
 
-VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "kept", "put")
+VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "kept", "put", "remove")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ class FaultyStore:
         """See `Store.put_pieces`."""
         self._count("put", path)
         self._store.put_pieces(path, pieces, size)
+
+    def remove(self, path: str) -> None:
+        """See `Store.remove`."""
+        self._count("remove", path)
+        self._store.remove(path)
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -275,6 +275,14 @@ def test_what_is_there_is_replaced_when_asked(store: Store):
     assert len(store.list_dir()) == 3
 
 
+def test_a_file_that_is_removed_is_gone_and_the_others_are_not(store: Store):
+    for _ in range(2):  # there, and not there
+        store.remove("step_1/.metadata")
+    assert [info.path for info in store.list_tree()] == [
+        *("latest", "step_1/__0_0.distcp", "step_10/.metadata")
+    ]
+
+
 def test_a_root_that_is_not_there_yet_is_made_by_the_first_write(opened: Open):
     root = opened("new")
     root.put("a/b/c", b"1")

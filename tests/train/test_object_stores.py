@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 
 torch = pytest.importorskip("torch")
@@ -18,6 +20,7 @@ from running import codes_of, losses, rows_of, run_job, samples  # noqa: E402
 import ckptctl  # noqa: E402
 from ckptctl.errors import Fenced, SaveFailed, UsageError  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
+from ckptctl.storage import retrying  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import LossGuard  # noqa: E402
 
@@ -199,9 +202,55 @@ def test_an_attempt_that_was_overtaken_publishes_nothing(s3: S3Server, root: str
     old.die()
 
 
-def test_steps_that_nobody_can_remove_are_not_promised_to_be(root: str, s3: S3Server):
-    with pytest.raises(UsageError, match="lifecycle rules"):
-        Job(root, keep=2, storage_options=s3.options)
+def test_what_is_kept_is_the_newest_the_pinned_and_the_one_resumed_from(s3: S3Server, root: str):
+    run(root, 6, storage_options=s3.options)
+    ckptctl.mark(f"{root}@3", "pinned", reason="published", storage_options=s3.options)
+    run(root, 15, keep=2, storage_options=s3.options)
+    assert list(steps(s3, root)) == [
+        *("step_15.attempt-2", "step_12.attempt-2", "step_6.attempt-1", "step_3.attempt-1")
+    ]
+    assert not [key for key in keys(s3, root) if key.startswith("step_9")]
+    assert {verdict.value for verdict in steps(s3, root).values()} == {"complete"}
+
+
+def test_a_removal_that_is_cut_short_leaves_no_step_and_is_ended_by_the_next_save(
+    s3: S3Server,
+    root: str,
+    counting_proxy: Callable[[str], CountingProxy],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+    proxy = counting_proxy(s3.endpoint)
+    job = Job(root, keep=2, storage_options=s3.options, endpoint_url=proxy.url)
+    job.resume()
+    job.train(1, 6)
+    proxy.break_request("DELETE", Fault.UNAVAILABLE, nth=2, lasts=True)
+    job.train(7, 9)
+    (told,) = (line for line in job.said if "not removed" in line)
+    assert f"{root}/step_3.attempt-1 could not be removed whole" in told
+    assert "step_3.attempt-1/.metadata" not in keys(s3, root)
+    assert "step_3.attempt-1/__0_0.distcp" in keys(s3, root)
+    assert steps(s3, root)["step_3.attempt-1"] is Verdict.INCOMPLETE
+    assert ckptctl.pick(root, before=6, storage_options=s3.options).chosen is None
+    proxy.reset()
+    job.train(10, 12)
+    assert list(steps(s3, root)) == ["step_12.attempt-1", "step_9.attempt-1"]
+    assert not [key for key in keys(s3, root) if key.startswith("step_3")]
+    job.die()
+
+
+def test_a_bucket_that_lets_nobody_remove_keeps_its_steps_and_the_run_goes_on(
+    s3: S3Server, root: str, counting_proxy: Callable[[str], CountingProxy]
+):
+    proxy = counting_proxy(s3.endpoint)
+    job = Job(root, keep=1, storage_options=s3.options, endpoint_url=proxy.url)
+    job.resume()
+    proxy.break_request("DELETE", Fault.DENIED, lasts=True)
+    job.train(1, 6)
+    assert [line for line in job.said if "not removed" in line and "access denied" in line]
+    assert set(steps(s3, root).values()) == {Verdict.COMPLETE}
+    assert len(steps(s3, root)) == 2
+    job.die()
 
 
 def test_a_large_step_is_uploaded_in_pieces(s3: S3Server, root: str):
