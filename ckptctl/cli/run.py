@@ -62,6 +62,15 @@ def run(
             "and 127.",
         ),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        option(
+            "--log",
+            metavar="FILE",
+            help="A log that the command writes to; may be given several times. What a life adds "
+            "is classified, and what a restart does not help is not started again.",
+        ),
+    ] = None,
     pattern: PatternOpt = None,
     *,
     storage: Storage,
@@ -80,6 +89,7 @@ def run(
         max_restarts=max_restarts,
         backoff_s=parse_duration(backoff, "--backoff") or 0.0,
         no_restart=_codes(no_restart_on or ()),
+        logs=log or (),
         on_life=lambda life: out.lines(life_lines(life), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
         pattern=pattern,

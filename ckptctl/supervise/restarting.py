@@ -1,9 +1,9 @@
 """Is a job that has ended to be started again?
 
 Yes, as long as it makes progress: a budget of restarts, which only a newer step that was
-looked at and found whole fills again. Never where the exit code says that the same
-would happen again, where no step is usable, or where we were told to stop. Why a job
-failed is `classify`'s question.
+looked at and found whole fills again. Never where the exit code or the job's logs say that
+the same would happen again, where no step is usable, or where we were told to stop. Why a
+job failed is the question of `causes`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.errors import StorageError, UsageError
+from ckptctl.failures.classes import Restart
+from ckptctl.failures.results import Classification
+from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.own_files import time_now
 from ckptctl.judge.picking import pick
+from ckptctl.supervise.causes import Logs
 from ckptctl.supervise.child import Signals
 
 NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
@@ -24,6 +28,7 @@ NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
 
 LONGEST_PAUSE_S = 300.0
 _GIVEN_UP = 93
+_NOT_LOOKED = (StorageError.exit_code, EXIT_DENIED)
 
 
 class Decision(str, Enum):
@@ -41,7 +46,8 @@ class Life:
     """One life of the job: when it began, how long it ran, how it ended, what came of it.
 
     `step` is the newest usable step after it, None where there is none or nobody could
-    look. `left` is how many restarts without progress the budget holds after it.
+    look (`looked` is false). `left` is how many restarts without progress the budget holds after it. `failure` is
+    the class of failure that its logs tell of, None where there are none or they do not say.
     """
 
     number: int
@@ -49,10 +55,12 @@ class Life:
     seconds: float
     exit_code: int
     step: int | None
+    looked: bool
     progress: bool
     left: int
     decision: Decision
     reason: str
+    failure: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ def keep_running(
     max_restarts: int = 3,
     backoff_s: float = 10.0,
     no_restart: Collection[int] = (),
+    logs: Sequence[str] = (),
     on_life: Callable[[Life], None] | None = None,
     stdout: int | None = None,
     pattern: str | None = None,
@@ -86,8 +95,11 @@ def keep_running(
     `max_restarts` is how many restarts without progress are allowed; a usable step under
     `root` that is newer than any before fills the budget again. The pause before a restart
     begins at `backoff_s` and doubles without progress, up to 5 minutes. `no_restart` are
-    exit codes to stop at besides `NO_RESTART`. `on_life` is told of each life when it has
-    ended. `stdout` is where the command's output goes, ours by default.
+    exit codes to stop at besides `NO_RESTART`. `logs` are files that the command writes to:
+    what each life adds to them is classified, and a failure that a restart does not help, or
+    one of the job that comes twice in a row without progress, is not tried again. `on_life` is
+    told of each life when it has ended. `stdout` is where the command's output goes, ours by
+    default.
 
     The exit code is the command's when it is done, was told to stop, or must not be
     started again; 11 where no step is usable; 93 when the budget is spent. Must be called
@@ -117,6 +129,7 @@ def keep_running(
     never = {*NO_RESTART, *no_restart}
     best, _ = newest()
     left = max_restarts
+    written = Logs(logs)
     with signals.listening():
         while not lives or lives[-1].decision is Decision.RESTART:
             if lives:
@@ -125,12 +138,17 @@ def keep_running(
                     break
             began_s = time.monotonic()
             started_at = time_now()
+            written.begin()
             code = signals.run(command, stdout)
             step, picked = newest()
             progress = step is not None and (best is None or step > best)
             best = step if progress else best
             left = max_restarts if progress else left
+            cause = written.cause(code) if code and logs else None
             decision, reason = _decide(code, picked, left, never, told=signals.asked is not None)
+            last = None if progress or not lives else lives[-1].failure
+            if decision is Decision.RESTART and cause and _in_vain(cause, last):
+                decision, reason = Decision.NEVER, f"{cause.failure}: {cause.message}"
             left -= decision is Decision.RESTART
             lives.append(
                 Life(
@@ -139,16 +157,18 @@ def keep_running(
                     seconds=time.monotonic() - began_s,
                     exit_code=code,
                     step=step,
+                    looked=picked not in _NOT_LOOKED,
                     progress=progress,
                     left=left,
                     decision=decision,
                     reason=reason,
+                    failure=cause.failure if cause else None,
                 )
             )
             if on_life is not None:
                 on_life(lives[-1])
     told = 0 if signals.asked is None else 128 + signals.asked
-    return _ended(command, root, tuple(lives), told)
+    return _ended(command, root, logs, tuple(lives), told)
 
 
 def _decide(
@@ -167,7 +187,14 @@ def _decide(
     return Decision.RESTART, f"{left} restart{'' if left == 1 else 's'} left without a newer step"
 
 
-def _ended(command: Sequence[str], root: str, lives: tuple[Life, ...], told: int) -> Supervised:
+def _in_vain(cause: Classification, last: str | None) -> bool:
+    """Whether a start after this failure meets it again; `last` is that of the life before."""
+    return cause.restart is Restart.NO or (cause.restart is Restart.ONCE and cause.failure == last)
+
+
+def _ended(
+    command: Sequence[str], root: str, logs: Sequence[str], lives: tuple[Life, ...], told: int
+) -> Supervised:
     last = lives[-1]
     code = last.exit_code
     next_command: str | None = None
@@ -180,6 +207,8 @@ def _ended(command: Sequence[str], root: str, lives: tuple[Life, ...], told: int
         code = told  # told to stop while it waited for the restart
     if last.decision in (Decision.GIVEN_UP, Decision.NEVER):
         next_command = f"ckptctl scan {shlex.quote(root)}"
+        if last.failure is not None:
+            next_command = shlex.join(["ckptctl", "classify", *logs, "--exit-code", str(code)])
     word = {
         Decision.DONE: "done",
         Decision.STOPPED: "stopped",

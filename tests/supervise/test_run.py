@@ -118,6 +118,41 @@ def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
     assert (found.exit_code, len(found.lives)) == (11, 1)
 
 
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+WORN_OUT = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    ("said", "failure", "lives"),
+    [
+        ((OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 2),
+        ((OUT_OF_MEMORY, WORN_OUT, OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 4),
+    ],
+)
+def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
+    tmp_path: Path, said: tuple[str, ...], failure: str, lives: int
+):
+    (tmp_path / "ckpt").mkdir()
+    log = tmp_path / "train log"
+    log.write_text(f"{OUT_OF_MEMORY}\n")  # of a run before: it counts for none of these lives
+    for n, line in enumerate(said):
+        (tmp_path / f"said-{n}").write_text(f"{line}\n")
+    script = 'cat said-$(ls gone 2>/dev/null | wc -l) >> "train log"; mkdir -p gone; mktemp gone/X'
+    command = ["bash", "-c", f"cd {tmp_path} && {{ {script}XXXXXX >/dev/null; exit 1; }}"]
+    found = kept_running(command, tmp_path, max_restarts=9, logs=[str(log)])
+    assert [life.failure for life in found.lives][-2:] == [failure, failure]
+    assert (len(found.lives), found.lives[-1].decision) == (lives, Decision.NEVER)
+    assert found.exit_code == 1
+    assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"
+
+
+def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_path: Path):
+    logs = [str(tmp_path / "quiet.log"), str(tmp_path / "gone.log")]
+    Path(logs[0]).write_text("step 1 loss 2.0\n")
+    found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=2, logs=logs)
+    assert ([life.failure for life in found.lives], found.exit_code) == ([None] * 3, 93)
+
+
 def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):
     (tmp_path / "ckpt").mkdir()
     orphan = f"""

@@ -10,12 +10,15 @@ from ckptctl.supervise.restarting import Decision, Life, Supervised
 
 def life_lines(life: Life) -> list[Line]:
     """One life of the job, when it has ended."""
-    step = "no usable step" if life.step is None else f"newest usable step {life.step}"
+    none = "no usable step" if life.looked else "the storage did not say which steps are there"
+    step = none if life.step is None else f"newest usable step {life.step}"
     newer = " (newer)" if life.progress else ""
+    restarted = life.failure is not None and life.decision is Decision.RESTART
+    cause = f"{life.failure}, " if restarted else ""
     return [
         line(
             f"ckptctl: life {life.number} ended with {life.exit_code} after "
-            f"{duration(life.seconds)}, {step}{newer}: {life.decision.value}, {life.reason}",
+            f"{duration(life.seconds)}, {step}{newer}: {life.decision.value}, {cause}{life.reason}",
             hang=2,
         )
     ]

@@ -1,0 +1,66 @@
+"""Why did one life of the job fail, by what it wrote to its logs?
+
+Only what a life has added is read: a log that all lives share names the failures of the
+earlier ones, too. What the lines mean is `classify`'s question; whether to start again is
+`restarting`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+
+from ckptctl.errors import CkptctlError
+from ckptctl.failures.classifying import classify
+from ckptctl.failures.results import Classification
+
+_UNKNOWN = "unknown"
+_MOST_BYTES = 64 << 20
+"""What a life wrote last says why it ended; so much is read of each log."""
+
+
+class Logs:
+    """The logs of a job, files of this machine; one that is not there yet holds nothing."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = tuple(paths)
+        self._sizes: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A life begins: what the logs hold by now is not its own."""
+        self._sizes = {path: _size(path) for path in self._paths}
+
+    def cause(self, exit_code: int) -> Classification | None:
+        """Why the life failed that ended with this code; None where its logs do not say."""
+        with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
+            added = []
+            for n, path in enumerate(self._paths):
+                copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
+                # A log that cannot be read says nothing, and keeps no job from its restart.
+                with suppress(OSError):
+                    _copy_from(path, self._sizes.get(path, 0), copy)
+                    added.append(copy)
+            if not added:
+                return None
+            try:
+                found = classify(added, exit_code=exit_code)
+            except CkptctlError:
+                return None
+        return None if found.failure == _UNKNOWN else found
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.path.getsize(path)
+    return 0
+
+
+def _copy_from(path: str, start: int, copy: str) -> None:
+    """Copy the end of what was added; a log that is shorter than before was begun anew."""
+    with open(path, "rb") as log, open(copy, "wb") as added:
+        size = os.fstat(log.fileno()).st_size
+        log.seek(max(start if size >= start else 0, size - _MOST_BYTES))
+        shutil.copyfileobj(log, added)
