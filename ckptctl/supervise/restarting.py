@@ -46,8 +46,9 @@ class Life:
     """One life of the job: when it began, how long it ran, how it ended, what came of it.
 
     `step` is the newest usable step after it, None where there is none or nobody could
-    look (`looked` is false). `left` is how many restarts without progress the budget holds after it. `failure` is
-    the class of failure that its logs tell of, None where there are none or they do not say.
+    look (`looked` is false). `left` is how many restarts without progress the budget holds
+    after it. `failure` is the class of failure that its logs tell of, None where there are
+    none or they do not say.
     """
 
     number: int
