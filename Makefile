@@ -41,13 +41,13 @@ kills: $(READY) ## Kill a training job 50 times at random; its losses must stay 
 power-cuts: $(READY) ## Cut the power at every step of all that is written (root, Linux, half an hour)
 	@$(BIN)/python tests/campaign/power_cuts.py
 
+trips: $(READY) ## Send thousands of random steps there and back, cut anew or in another format (ten minutes)
+	@$(BIN)/python tests/campaign/round_trips.py
+
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-loss-power-cuts: $(READY) ## Cut the power at every step of all that is written (root, Linux, half an hour)
-	@$(BIN)/python tests/campaign/power_cuts.py
-
-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
+loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
 	@$(BIN)/python bench/loss_rules.py --all
 
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each

@@ -309,7 +309,9 @@ def _check_makes_files(asked: _Asked) -> None:
     if asked.world_size is not None:
         raise UsageError(
             f"{said}, which becomes whole tensors, cut for no world size; reshard cuts it anew",
-            without=("--world-size",),
+            without=("--world-size",) if asked.is_file else (),
+            instead_of=None if asked.is_file else "convert",
+            instead=None if asked.is_file else "reshard",
         )
     if asked.under:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from math import prod
 from pathlib import Path
@@ -14,6 +13,7 @@ from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
 from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.safetensors import NAMES
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look
 from ckptctl.judge.verifying import open_target
@@ -84,18 +84,20 @@ def check_same(before: Path, after: Path) -> None:
         assert torch.equal(octets(left[fqn]), octets(right[fqn])), fqn
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    step=STEPS,
-    mesh=MESHES,
-    dim=st.integers(0, 3),
-    block=st.sampled_from([16, 64, 1024]),
-    transposed=st.booleans(),
-    n_files=st.integers(1, 3),
-)
-def test_there_and_back_gives_the_same_bytes(step, mesh, dim, block, transposed, n_files):
-    folder = Path(tempfile.mkdtemp())
-    try:
+THERE_AND_BACK = {
+    "step": STEPS,
+    "mesh": MESHES,
+    "dim": st.integers(0, 3),
+    "block": st.sampled_from([16, 64, 1024]),
+    "transposed": st.booleans(),
+    "n_files": st.integers(1, 3),
+}
+
+
+def there_and_back(step, mesh, dim, block, transposed, n_files) -> None:
+    """Cut a step anew, and back as it was: the same bytes in the same boxes."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         source = folder / "a" / "step_1"
         write_step(source, step, {"step": 1}, n_files=n_files, transposed=transposed)
         rules = tuple(
@@ -110,8 +112,58 @@ def test_there_and_back_gives_the_same_bytes(step, mesh, dim, block, transposed,
         assert done.written, done.report.findings
         check_same(source, back)
         assert boxes_of(back) == boxes_of(source)
-    finally:
-        shutil.rmtree(folder)
+
+
+OUT_AND_IN = {
+    "step": STEPS.filter(bool),
+    "n_ranks": st.integers(1, 16),
+    "transposed": st.booleans(),
+    "n_files": st.integers(1, 3),
+}
+
+
+def out_and_in(step, n_ranks, transposed, n_files) -> None:
+    """Make one file of a step, and a step of that, by way of either format: the same bytes."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        source = folder / "a" / "step_1"
+        write_step(source, step, {"step": 1}, n_files=n_files, transposed=transposed)
+        formats = ["flat.pt"]
+        if all(str(one.dtype).removeprefix("torch.") in NAMES for one, _ in step.values()):
+            formats.append("model.safetensors")
+        for name in formats:
+            there, back = folder / name, folder / name[:4] / "step_1"
+            assert ckptctl.convert(str(source), str(there)).written
+            done = ckptctl.convert(
+                str(there), str(back), world_size=n_ranks, accept_unverifiable=True
+            )
+            assert done.written, done.report.findings
+            check_same(source, back)
+        state = torch.load(folder / "flat.pt", weights_only=True)
+        for fqn, (tensor, _) in step.items():
+            head, leaf = fqn.split(".")
+            assert torch.equal(octets(state[head][leaf]), octets(tensor))
+
+
+def drawn(max_examples: int) -> settings:
+    """How many examples, none of which is hurried."""
+    return settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@drawn(50)
+@given(**THERE_AND_BACK)
+def test_there_and_back_gives_the_same_bytes(**example):
+    there_and_back(**example)
+
+
+@drawn(12)
+@given(**OUT_AND_IN)
+def test_out_and_in_again_gives_the_same_bytes(**example):
+    out_and_in(**example)
 
 
 def boxes_of(step: Path) -> dict[str, set]:
