@@ -1,10 +1,11 @@
 """What do earlier attempts say against a step, and which steps are of an abandoned branch?
 
 A step after which two attempts failed in the same way, soon after they had resumed from
-it, is marked rejected: it is passed over, and stays where it is. What followed an older
-save of the same number says nothing against the one that lies there now. A failure that
-followed another step too, of whatever save, is the script's and no step's. Signals,
-preemption and ends that nobody knows anything of never count.
+it, is marked rejected: it is passed over, and stays where it is. Evidence names the digests
+of the metadata that was loaded, as marks do: what followed an older save of the same number
+says nothing against the one that lies there now. A failure that followed another step too,
+of whatever save, is the script's and no step's. Signals, preemption and ends that nobody
+knows anything of never count.
 """
 
 from __future__ import annotations
@@ -55,69 +56,67 @@ def signature_of(error: BaseException) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed soon after it had resumed from `step`."""
+    """An attempt that failed soon after it had resumed from `step`.
+
+    `metadata` are the SHA-256 of the metadata files that it loaded, by path.
+    """
 
     attempt: str
     step: int
+    metadata: Mapping[str, str]
     evidence: str
 
 
 def failures_in(attempts: Attempts) -> Iterator[Failure]:
     """Yield at most one failure for each attempt: the first that says something."""
     for attempt, events in attempts:
-        resumed = next((e.get("step") for e in events if e.get("event") == "resumed"), None)
-        if not isinstance(resumed, int):
+        resumed: Event = next((e for e in events if e.get("event") == "resumed"), {})
+        step, metadata = resumed.get("step"), resumed.get("metadata")
+        if not isinstance(step, int) or not isinstance(metadata, dict):
             continue
         for event in events:
             evidence, at = event.get("evidence"), event.get("step")
             failed = event.get("event") == "failed" and isinstance(evidence, str)
-            if failed and isinstance(at, int) and 0 <= at - resumed <= WITHIN_STEPS:
-                yield Failure(attempt, resumed, str(evidence))
+            if failed and isinstance(at, int) and 0 <= at - step <= WITHIN_STEPS:
+                yield Failure(attempt, step, metadata, str(evidence))
                 break
 
 
-def last_saves_in(attempts: Attempts) -> Mapping[int, str]:
-    """The newest attempt that saved each step; no attempt saves the step it resumed from."""
-    return {
-        step: attempt
-        for attempt, events in attempts
-        for event in events
-        if event.get("event") == "saved" and isinstance(step := event.get("step"), int)
-    }
+def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
+    """For a step: failures of two attempts or more, with one evidence, after one save of it.
 
-
-def proven(attempts: Attempts) -> Mapping[int, tuple[Failure, ...]]:
-    """The steps that two attempts or more failed after with one evidence, which no other has.
-
-    An attempt that is older than the newest save of the step had loaded another save.
+    Evidence that another step has, too, is left out.
     """
-    last_saves = last_saves_in(attempts)
     steps_of: dict[str, set[int]] = {}
-    held: dict[tuple[int, str], list[Failure]] = {}
+    held: dict[tuple[int, str, str], list[Failure]] = {}
     for failure in failures_in(attempts):
         steps_of.setdefault(failure.evidence, set()).add(failure.step)
-        if failure.attempt > last_saves.get(failure.step, ""):
-            held.setdefault((failure.step, failure.evidence), []).append(failure)
-    return {
-        step: tuple(against)
-        for (step, evidence), against in held.items()
-        if len(against) >= 2 and len(steps_of[evidence]) == 1
-    }
+        save = repr(sorted(failure.metadata.items()))
+        held.setdefault((failure.step, save, failure.evidence), []).append(failure)
+    found: dict[int, list[tuple[Failure, ...]]] = {}
+    for (step, _, evidence), against in held.items():
+        if len(against) >= 2 and len(steps_of[evidence]) == 1:
+            found.setdefault(step, []).append(tuple(against))
+    return {step: tuple(each) for step, each in found.items()}
 
 
 def reject_proven(store: Store, options: Mapping[str, Any], by: str) -> tuple[int, ...]:
     """Mark the steps rejected that the ledgers prove bad; their numbers.
 
     A step that bears a word of a person already keeps it. Cost: the ledgers of the newest
-    attempts; a look at `listing` and a write for each step that is marked.
+    attempts; two looks at `listing` and a write for each step that is marked.
     """
     against = proven(read_attempts(store))
     if not against:
         return ()
     done = []
     for named in list_root(store).steps:
-        failures = against.get(named.number)
-        if failures is None or _spoken(store, named.name):
+        if named.number not in against or _spoken(store, named.name):
+            continue
+        looked = look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
+        there = dict(looked.report.digests)
+        failures = next((one for one in against[named.number] if one[0].metadata == there), None)
+        if failures is None:
             continue
         mark(
             join_url(store.url, named.name),

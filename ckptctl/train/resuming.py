@@ -284,6 +284,7 @@ def _reported(
         "resumed",
         step=decision.step,
         path=decision.path,
+        metadata=dict(decision.digests),
         tokens=saved.tokens,
         rejected=[one.step for one in rejected],
         previous=earlier,
