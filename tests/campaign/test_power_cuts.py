@@ -38,7 +38,7 @@ def test_no_power_cut_takes_what_was_answered_for_or_leaves_what_passes_for_whol
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_that_is_written_is_flushed_by_its_end_also_where_no_power_can_be_cut() -> None:
     done = run("--share", 0.005)
     assert done.returncode in (0, power_cuts.WITHOUT_DISKS), done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_all_that_is_written_is_flushed_by_its_end_also_where_no_power_can_be_cu
 
 @needs_a_disk
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tool_that_flushes_nothing_would_be_caught(tmp_path: Path) -> None:
     hook = tmp_path / "hook.py"
     hook.write_text("import os\nos.fsync = lambda fd: None\n")
