@@ -14,6 +14,7 @@ import os
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.storage.publishing import sync_folder
+from ckptctl.storage.room import FULL, full
 from ckptctl.storage.watchdog import busy
 
 _FILE = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -38,6 +39,8 @@ def append_line(path: str, line: bytes) -> None:
             if is_new:
                 sync_folder(os.path.dirname(path) or ".")
     except OSError as exc:
+        if exc.errno in FULL:
+            raise full(path, exc, os.path.dirname(path) or ".", len(line)) from exc
         raise _error(path, exc) from exc
 
 
@@ -46,6 +49,8 @@ def _append(fd: int, line: bytes) -> None:
     if size and os.pread(fd, 1, size - 1) != b"\n":
         line = b"\n" + line
     if os.write(fd, line) != len(line):
+        # A part of a line would be damage to whoever reads it.
+        os.ftruncate(fd, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
 

@@ -32,6 +32,7 @@ from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
 from ckptctl.storage.publishing import make_folder, move, publish
 from ckptctl.storage.retrying import Transient, retried
+from ckptctl.storage.room import FULL, free_bytes, full
 from ckptctl.storage.watchdog import busy
 
 T = TypeVar("T")
@@ -104,16 +105,16 @@ class LocalStore:
 
         Not tried again: after a failed write nobody knows what reached the disk.
         """
-        self._publish(path, (data,), replace=replace)
+        self._publish(path, (data,), len(data), replace=replace)
 
     def put_pieces(
         self,
         path: str,
         pieces: Callable[[], Iterator[memoryview]],
-        size: int,  # noqa: ARG002 - other storages must know it beforehand
+        size: int,
     ) -> None:
         """See `Store.put_pieces`; not tried again, as `put` is not."""
-        self._publish(path, pieces(), replace=True)
+        self._publish(path, pieces(), size, replace=True)
 
     def move(self, path: str, target: str) -> None:
         """Rename a file or a folder; missing folders are made, and what is there is kept.
@@ -145,11 +146,9 @@ class LocalStore:
         """How many bytes can still be written where the root is, or will be."""
         with busy(self.url):
             try:
-                there = os.path.isdir(self._root)
-                about = os.statvfs(self._root if there else os.path.dirname(self._root_to_be()))
+                return free_bytes(self._there())
             except OSError as exc:
                 raise self._error("", exc) from exc
-        return about.f_bavail * about.f_frsize
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -162,11 +161,17 @@ class LocalStore:
 
     # Writing
 
-    def _publish(self, path: str, data: Iterable[bytes | memoryview], *, replace: bool) -> None:
+    def _there(self) -> str:
+        """The root, or the folder that will hold it."""
+        return self._root if os.path.isdir(self._root) else os.path.dirname(self._root_to_be())
+
+    def _publish(
+        self, path: str, data: Iterable[bytes | memoryview], size: int, *, replace: bool
+    ) -> None:
         parts = parts_of(path)
         if not parts:
             raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
-        with self._writing(path):
+        with self._writing(path, size):
             if not os.path.isdir(self._root):
                 parent, name = os.path.split(self._root_to_be())
                 with Descriptor(os.open(parent, _FOLDER)) as above:
@@ -175,13 +180,15 @@ class LocalStore:
                 publish(parts[-1], data, within=folder.fd, replace=replace)
 
     @contextmanager
-    def _writing(self, path: str) -> Iterator[None]:
+    def _writing(self, path: str, size: int | None = None) -> Iterator[None]:
         with busy(self._named(path)):
             try:
                 yield
             except FileExistsError as exc:
                 raise AlreadyExists(f"{self._named(path)} is there already; it was kept") from exc
             except OSError as exc:
+                if exc.errno in FULL:
+                    raise full(self._named(path), exc, self._there(), size) from exc
                 raise self._error(path, exc) from exc
 
     # Listing

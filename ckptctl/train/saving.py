@@ -38,6 +38,7 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
 from ckptctl.storage.publishing import sync_folder
+from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
@@ -211,6 +212,9 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
         for cause, _ in error.failures.values():
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 raise cause from error
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
+            raise _disk_full(saver, step, failures_of(error)) from error
         raise SaveFailed(
             f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
             next_command=f"ckptctl scan {shlex.quote(saver.store.url)}",
@@ -220,6 +224,30 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
             raise
         raise ranks_lost(error) from error
     return files.written
+
+
+def _disk_full(saver: Saver, step: int, why: str) -> SaveFailed:
+    """What is raised then; every rank calls it.
+
+    What was written of the step goes: with each further try there would be less room.
+    """
+
+    def clear() -> str:
+        try:
+            n_bytes = sum(file.size for file in list_step(saver.store, saver.name_of(step)))
+            check_token(saver.store, saver.token)
+            remove_step(saver.store, saver.name_of(step))
+        except StorageError as error:
+            return f"what was written of it is still there ({error.message})"
+        return f"{n_bytes:,} bytes of it were written, and are removed again"
+
+    told = saver.group.from_first(clear)
+    free = free_bytes(absolute_url(saver.store.url))
+    return SaveFailed(
+        f"step {step} was not saved: {why}: {told}; {free:,} bytes are free now; older steps are "
+        "as they were",
+        next_command=f"df -h {shlex.quote(saver.store.url)}",
+    )
 
 
 def _writer(saver: Saver, name: str) -> FileSystemWriter:

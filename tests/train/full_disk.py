@@ -1,0 +1,116 @@
+"""A disk that is really full, and what is tried on it.
+
+    unshare -rm python full_disk.py save|others FOLDER [ROOT]
+
+mounts a megabyte of memory at FOLDER, where only this process sees it, fills it up, and
+prints what came of each try as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ckptctl
+from ckptctl.errors import CkptctlError
+
+PAGE = 4096
+
+
+class Disk:
+    """The folder, and how full it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        mounting = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
+        subprocess.run(mounting, check=True)
+
+    def fill(self, n_free: int) -> None:
+        """Leave so many bytes."""
+        ballast = self.folder / "ballast"
+        ballast.unlink(missing_ok=True)
+        about = os.statvfs(self.folder)
+        ballast.write_bytes(b"x" * (about.f_bavail * about.f_frsize - n_free))
+
+    def free(self) -> None:
+        """Give the room back."""
+        (self.folder / "ballast").unlink()
+
+
+def tried(what: str, work: Callable[[], object], root: Path) -> None:
+    """Print how it ended, and what the root is like."""
+    row: dict[str, object] = {"what": what, "raised": None}
+    try:
+        work()
+    except CkptctlError as error:
+        row |= {"raised": type(error).__name__, "code": error.exit_code, "said": error.message}
+        row |= {"next": error.next_command}
+    row["picked"] = ckptctl.pick(str(root), grace_s=0.0).step
+    row["steps"] = sorted(path.name for path in root.glob("step_*"))
+    row["left"] = [path.name for path in root.parent.rglob("*.tmp")]
+    print(json.dumps(row), flush=True)
+
+
+def save(disk: Disk) -> None:
+    """A training job whose disk is full for a while, at every page of what it saves."""
+    from one_process import Job
+
+    root = disk.folder / "run"
+    job = Job(root)
+    job.resume()
+    job.train(1, 3)
+    n_bytes = sum(path.stat().st_size for path in (root / "step_3").rglob("*") if path.is_file())
+    step, n_free = 3, 0
+    while n_free < n_bytes + 6 * PAGE:
+        disk.fill(n_free)
+        step += 1
+        tried(f"save with {n_free}", partial(job.train, step, step, save_every=1), root)
+        if (root / f"step_{step}").exists():
+            # Whole and not sealed, or whole: in the next round it is in the way.
+            shutil.rmtree(root / f"step_{step}")
+        n_free += PAGE if n_free < 2 * PAGE or n_free > n_bytes - 2 * PAGE else 8 * PAGE
+    disk.free()
+    tried("save", lambda: job.train(step + 1, step + 1, save_every=1), root)
+    report = ckptctl.verify(f"{root}@{step + 1}", level="content", require_seal=True)
+    print(json.dumps({"what": "verify", "code": report.exit_code}))
+
+
+def others(disk: Disk, source: Path) -> None:
+    """What writes little: and a reshard during which somebody fills the disk."""
+    from ckptctl.resharding import executing
+
+    root = disk.folder / "run"
+    shutil.copytree(source, root)
+    step, marks = str(root / "step_20"), str(disk.folder / "marks.jsonl")
+    (disk.folder / "other").mkdir()
+    new = str(disk.folder / "other" / "step_20")
+    ways: dict[str, Callable[[], object]] = {
+        "reshard": lambda: ckptctl.reshard(step, new, world_size=2),
+        "seal": lambda: ckptctl.seal(step, replace=True),
+        "pin": lambda: ckptctl.mark(step, "pinned"),
+        "pin in a file": lambda: ckptctl.mark(step, "pinned", marks=marks),
+    }
+    tried("reshard, asked before", ways["reshard"], root)
+    executing.check_space = lambda *asked: None
+    for n_free in (0, PAGE, 16 * PAGE):
+        for what, work in ways.items():
+            disk.fill(n_free)
+            tried(f"{what} with {n_free}", work, root)
+    disk.free()
+    for what, work in ways.items():
+        tried(what, work, root)
+    report = ckptctl.verify(new, level="content", require_seal=True)
+    print(json.dumps({"what": "verify", "code": report.exit_code}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "save":
+        save(Disk(Path(sys.argv[2])))
+    else:
+        others(Disk(Path(sys.argv[2])), Path(sys.argv[3]))
