@@ -27,6 +27,7 @@ from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name, open_store, parent_url
 from ckptctl.train.deciding import Decision, Looking, metadata_path
 from ckptctl.train.group import Group, ranks_lost
+from ckptctl.train.one_process import alone_arguments
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
@@ -70,7 +71,7 @@ def load_into(state: dict[str, Any], decision: Decision, group: Group, looking: 
                 state,
                 storage_reader=reader,
                 process_group=group.handle,
-                no_dist=group.size == 1,
+                **alone_arguments(load, alone=group.size == 1),
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
         raise _meaning(error, decision) from error

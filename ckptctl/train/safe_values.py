@@ -15,7 +15,7 @@ import io
 import pathlib
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -107,12 +107,24 @@ def _known() -> tuple[Any, ...]:
     make_number: Any = array[0].__reduce__()[0]
     dtype: Any = next(base for base in type(array.dtype).__mro__ if base.__name__ == "dtype")
     numbers = {type(dtype(code)) for code in _NUMBERS}
-    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
-        # Before 2.6 nothing could be allowed under another name than its own.
-        return (*SAFE_TYPES, type(array), dtype, *numbers, make_array, make_number)
-    named = [
-        (made, f"numpy.{core}.multiarray.{made.__name__}")
-        for made in (make_array, make_number)
+    made = (make_array, make_number)
+    both = [
+        (one, f"numpy.{core}.multiarray", one.__name__)
+        for one in made
         for core in ("core", "_core")
     ]
+    named = [_named(*each) for each in both]
     return (*SAFE_TYPES, type(array), dtype, *numbers, *named)
+
+
+def _named(make: Callable[..., object], module: str, name: str) -> object:
+    """What allows `make` under a name that is not its own."""
+    if hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
+        return make, f"{module}.{name}"
+
+    def of_that_name(*args: object) -> object:
+        return make(*args)
+
+    # torch before 2.6 asks what is allowed for its name.
+    of_that_name.__module__, of_that_name.__name__ = module, name
+    return of_that_name

@@ -41,6 +41,7 @@ from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.group import Group, ranks_lost
+from ckptctl.train.one_process import alone_arguments
 from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
                 state,
                 storage_writer=writer,
                 process_group=saver.group.handle,
-                no_dist=alone,
+                **alone_arguments(save, alone=alone),
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
         for cause, _ in error.failures.values():

@@ -19,6 +19,8 @@ from ckptctl.model import ByteRange, Metadata, TensorEntry
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+_HAS_STRIDES = "strides" in {one.name for one in fields(torch_metadata.TensorProperties)}
+
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 """By torch's encoding, which is `TensorEntry.memory_format`."""
 
@@ -66,6 +68,7 @@ def _tensor(entry: TensorEntry) -> torch_metadata.TensorStorageMetadata:
             requires_grad=entry.requires_grad,
             memory_format=_MEMORY_FORMATS[entry.memory_format],
             pin_memory=entry.pin_memory,
+            **({"strides": entry.strides} if _HAS_STRIDES else {}),
         ),
         size(entry.shape),
         [
