@@ -153,7 +153,7 @@ def test_a_look_at_what_is_kept_is_asked_again_and_ends_after_bounded_tries(
 def test_a_server_that_keeps_no_checksum_of_a_whole_gets_the_parts_without(
     store: Store, proxy: CountingProxy, client: str
 ):
-    data = os.urandom(18 << 20)
+    data = os.urandom(9 << 20)
     proxy.break_request("POST", Fault.NOT_IMPLEMENTED, lasts=True)
     store.put_pieces("big", lambda: iter([memoryview(data)]), len(data))
     assert store.read("big", limit=len(data)) == data
