@@ -8,9 +8,10 @@ front of every training job.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from inspect import cleandoc
@@ -119,8 +120,8 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
         command = getattr(module, name)
         app.command(
             name,
-            help=_help(command.__doc__, module.EXAMPLES),
-            epilog=_exit_codes(module.EXIT_CODES),
+            help=cleandoc(command.__doc__),
+            epilog=_end(module.EXAMPLES, module.EXIT_CODES),
             short_help=command.__doc__.splitlines()[0],
             context_settings=_HELP_NAMES,
         )(with_common(command, out))
@@ -130,18 +131,31 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
-def _help(doc: str, examples: Sequence[str]) -> str:
-    """What a command answers, and examples."""
-    # A backspace on a line of its own keeps typer from filling the block below it.
-    shown = "\n".join(f"  {example}" for example in examples)
-    return f"{cleandoc(doc)}\n\n\b\nExamples:\n{shown}"
-
-
-def _exit_codes(exit_codes: Sequence[int]) -> str:
+def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
     """The end of the help of a command."""
+    # A backspace on a line of its own keeps typer from filling the block below it.
     variables = "Every option has a variable: --max-fallback is CKPTCTL_MAX_FALLBACK."
+    shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
     codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
-    return f"{variables}\n\n\b\nExit codes:\n{codes}"
+    return f"{variables}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
+
+
+_WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
+_PIECE = re.compile(rf"-\S+ (?!-){_WORD}|{_WORD}")
+"""A word, or an option with its value, which stay on one line."""
+
+_HELP_COLUMNS = 74
+
+
+def _folded(example: str) -> Iterator[str]:
+    """A command in as many lines as help has room for, each to be gone on with as a shell does."""
+    line, indent = "", ""
+    for piece in _PIECE.findall(example):
+        if line and len(indent) + len(line) + 1 + len(piece) > _HELP_COLUMNS:
+            yield f"{indent}{line} \\"
+            line, indent = "", "  "
+        line = f"{line} {piece}" if line else piece
+    yield indent + line
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
