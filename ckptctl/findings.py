@@ -153,6 +153,9 @@ CODES: Mapping[str, Code] = {
     "step.denied": _fault(Verdict.UNKNOWN, "the storage denies access"),
     "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory to look"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
+    "step.misnamed": _fault(
+        Verdict.CORRUPT, "what lies in the folder is an earlier step than its name says"
+    ),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
     "step.superseded": _fault(Verdict.SUPERSEDED, "the step is of a branch that was abandoned"),
     "step.accepted": _remark("the step was rejected, and accepted again"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptctl.checks.identity import earlier_step
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
@@ -20,7 +21,7 @@ from ckptctl.formats.layouts import StepName
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
 from ckptctl.judge.small_values import read_sidecars
-from ckptctl.model import FileInfo, Level, Step
+from ckptctl.model import FileInfo, Level, Step, TrainState
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
 
@@ -142,13 +143,16 @@ def _look_at(
         *before,
     ]
     contents: dict[str, object] = {}
-    if deep or store.kind is not Kind.OBJECT:
+    renamed = any(finding.code == "metadata.foreign" for finding in findings)
+    if deep or renamed or store.kind is not Kind.OBJECT:
         for sidecar in read_sidecars(store, step.name, step.layout, sidecars_of(step), step.url):
             findings += [sidecar.finding] if sidecar.finding else []
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
     state = train_state(_sources(step, parts, contents))
     notes = _notes(store, step, parts, conditions, findings)
     findings += notes.findings if notes else ()
+    if renamed and older is not None:
+        findings = [*_misnamed(store, step, parts, state, notes, findings, older)]
     seal = notes.seal if notes else None
     n_read, proven = 0, NOTHING_PROVEN
     if reached is Level.CONTENT:
@@ -182,6 +186,34 @@ def _look_at(
         by_store=by_store,
     )
     return Looked(report, step, tuple(parts), reason, notes)
+
+
+def _misnamed(
+    store: Store,
+    step: Step,
+    parts: Sequence[PartLook],
+    state: TrainState,
+    notes: Notes | None,
+    findings: Sequence[Finding],
+    older: Older,
+) -> Iterator[Finding]:
+    """The findings, with `step.misnamed` for `metadata.foreign` where the count agrees with it.
+
+    One who has accepted the step knows it, and a seal that names another step says it.
+    """
+    known = (notes is not None and notes.accepted) or any(
+        finding.code == "step.foreign" for finding in findings
+    )
+    own = {number for part in parts if (number := part.own_number) is not None}
+    number = None if known else earlier_step(step, own, state.step.value)
+    found = None
+    if number is not None:
+        from ckptctl.judge.step_before import check_misnamed
+
+        found = check_misnamed(store, step, parts, number, older)
+    if found is not None:
+        yield found
+    yield from (one for one in findings if found is None or one.code != "metadata.foreign")
 
 
 def _step_before(

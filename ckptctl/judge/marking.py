@@ -53,11 +53,12 @@ def mark(
 ) -> Marked:
     """Say of a step that it is `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
 
-    `pick` passes over what is rejected or superseded. `accepted` lifts both, `unpinned`
-    lifts a pin: what they lift stays on record. A mark speaks of the save that lies
-    there now, and lapses when the step is saved anew. `reason` must be given for a
-    rejection; `evidence` says where to look (a URL, a log); `by` is who says it, the
-    user and the host by default. `marks` is a file to write to instead of the step.
+    `pick` passes over what is rejected or superseded. `accepted` lifts both, and lets a
+    folder that was renamed stand for the step that its name says; `unpinned` lifts a pin.
+    What they lift stays on record. A mark speaks of the save that lies there now, and lapses
+    when the step is saved anew. `reason` must be given for a rejection; `evidence` says where
+    to look (a URL, a log); `by` is who says it, the user and the host by default. `marks` is
+    a file to write to instead of the step.
 
     Raises `UsageError`, and `StorageError` where the step cannot be looked at or
     written to: then nothing was written. Cost: a look at `listing`, one write.
@@ -79,7 +80,7 @@ def mark(
         _check_looked(report)
         stand = looked.notes.marks if looked.notes else ()
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
-        if spoken.lifts and not lifted:
+        if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
             return _nothing_to_lift(report, spoken, stand)
         made = Mark(
             id="",
@@ -177,8 +178,15 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     return join_url(found.url, own_file)
 
 
+def _takes_as_renamed(word: Word, report: Report, stand: Sequence[Mark]) -> bool:
+    """Whether it says, for the first time, that a folder which was renamed is meant."""
+    renamed = {"step.misnamed", "metadata.foreign"} & {f.code for f in report.findings}
+    said = any(one.word is Word.ACCEPTED for one in stand)
+    return word is Word.ACCEPTED and bool(renamed) and not said
+
+
 def _nothing_to_lift(report: Report, word: Word, stand: tuple[Mark, ...]) -> Marked:
-    what = "neither rejected nor superseded" if word is Word.ACCEPTED else "not pinned"
+    what = "neither rejected nor superseded, nor renamed" if word is Word.ACCEPTED else "not pinned"
     return Marked(
         url=report.url,
         number=report.number,

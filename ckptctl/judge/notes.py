@@ -20,6 +20,7 @@ from ckptctl.formats.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
     Mark,
+    Word,
     metadata_digest,
     parse_mark,
     standing,
@@ -44,6 +45,11 @@ class Notes:
     seal: Seal | None = None
     marks: tuple[Mark, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Somebody has said of this save that it is to be taken as it is."""
+        return any(mark.word is Word.ACCEPTED for mark in self.marks)
 
 
 def read_notes(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.identity import check_identity
+from ckptctl.checks.identity import check_identity, own_number
 from ckptctl.checks.presence import check_presence
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.shape import SHARDED
@@ -47,6 +47,11 @@ class PartLook:
     numbers: Mapping[str, int] = field(default_factory=dict)
     crcs: Sequence[int] = field(default_factory=lambda: array("q"))
     bytes_read: int = 0
+
+    @property
+    def own_number(self) -> int | None:
+        """The step that the metadata says it was written for, None where it does not say."""
+        return own_number(self.metadata[0]) if self.metadata else None
 
     @property
     def records_by_file(self) -> Mapping[str, int]:
@@ -91,8 +96,11 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
         tuple(findings),
         bytes_read=sum(one.n_bytes for one in metadata),
     )
-    # A request each on an object store: there they wait for a deeper look.
-    return looked if store.kind is Kind.OBJECT else _with_numbers(store, at.folder, looked)
+    # A request each on an object store: there they wait for a deeper look, or for a reason.
+    renamed = any(finding.code == "metadata.foreign" for finding in findings)
+    if store.kind is Kind.OBJECT and not renamed:
+        return looked
+    return _with_numbers(store, at.folder, looked)
 
 
 def _with_numbers(store: Store, folder: str, look: PartLook) -> PartLook:

@@ -1,16 +1,19 @@
-"""What do the records of the step before say of those of this one?
+"""What do the steps before say of this one?
 
-Finds that step under the root, and reads of it what `checks.standing` wants to compare:
-the ends of a few records, where their checksums are. That step is no matter of its own
-here: where it is damaged, gone or does not answer, nothing is compared.
+Finds them under the root, and reads of them what `checks.standing` wants to compare, the
+ends of a few records, where their checksums are; or which steps they were written as.
+They are no matter of their own here: where one is damaged, gone or does not answer,
+nothing is compared.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from ckptctl.checks.identity import misnamed, own_number
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.standing import StandingCheck, has_moved, stale
 from ckptctl.errors import (
@@ -23,9 +26,9 @@ from ckptctl.findings import Finding, Severity
 from ckptctl.formats.layouts import METADATA, StepName
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.formats.records import TAIL, parse_directory, tail_needed
-from ckptctl.judge.part_checks import PartLook, folder_of
+from ckptctl.judge.part_checks import PartLook
 from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
-from ckptctl.storage.contract import Span, Store, TooLarge
+from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.opening import join_url
 
 MAX_METADATA_BYTES = 32 << 20
@@ -61,7 +64,10 @@ def check_step_before(store: Store, step: Step, look: PartLook, older: Older) ->
     suspects = check.suspects(before.crcs)
     if not suspects:
         return
-    before = before.with_more(store, look, check.closer(suspects, before.crcs))
+    try:
+        before = before.with_more(store, look, check.closer(suspects, before.crcs))
+    except (StorageError, MemoryError):
+        return
     found = check.standing(suspects, before.crcs)
     unproven = [one for one in found if not one.has_moments]
     still_before = None
@@ -78,6 +84,22 @@ def check_step_before(store: Store, step: Step, look: PartLook, older: Older) ->
         if proven:
             command = shlex.join(["ckptctl", "diff", join_url(store.url, before.name), step.url])
             yield stale(look.ranges, one, len(moved), look.part.path, before.name, command)
+
+
+def check_misnamed(
+    store: Store, step: Step, parts: Sequence[PartLook], number: int, older: Older
+) -> Finding | None:
+    """`step.misnamed` for a step that is step `number`, where one that is as far lies beside it.
+
+    Cost: a listing of the root, and the metadata of `MAX_TRIED` steps at most.
+    """
+    look = next(look for look in parts if look.own_number is not None)
+    beside = [named for named in older() if named.number >= number]
+    for named in beside[:MAX_TRIED]:
+        metadata = _metadata(store, _folder(named, look))
+        if metadata is not None and own_number(metadata) == named.number:
+            return misnamed(step, number, named.name)
+    return None
 
 
 def _can_be_told(look: PartLook) -> bool:
@@ -109,16 +131,27 @@ def _compared(
 ) -> _Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
     for _, named in zip(range(MAX_TRIED), steps, strict=False):
-        folder = folder_of(Step("", named.name, named.number, "", (), ()), look.part)
-        try:
-            data = store.read(f"{folder}/{METADATA}", limit=MAX_METADATA_BYTES)
-            metadata = decode_metadata(data)
-            crcs = _crcs(store, folder, metadata, look.ranges, numbers)
-        except (StorageError, TooLarge, MetadataUnreadable, MetadataUnsafe):
+        folder = _folder(named, look)
+        metadata = _metadata(store, folder)
+        if metadata is None:
             continue
-        if crcs:
-            return _Before(named.name, folder, metadata, crcs)
+        with suppress(StorageError, MemoryError):
+            crcs = _crcs(store, folder, metadata, look.ranges, numbers)
+            if crcs:
+                return _Before(named.name, folder, metadata, crcs)
     return None
+
+
+def _folder(named: StepName, look: PartLook) -> str:
+    return f"{named.name}/{look.part.path}" if look.part.path else named.name
+
+
+def _metadata(store: Store, folder: str) -> Metadata | None:
+    """The metadata of a part of an older step, None where it cannot be had."""
+    try:
+        return decode_metadata(store.read(f"{folder}/{METADATA}", limit=MAX_METADATA_BYTES))
+    except (StorageError, MetadataUnreadable, MetadataUnsafe, MemoryError):
+        return None
 
 
 def _crcs(

@@ -160,9 +160,10 @@ def odd_names(number: int, chance: Random, subject: Sound, root: Path, outcome: 
     root.mkdir(parents=True)
     held = {}
     style = chance.choice([name for name, is_step in NAMES[:6] if is_step])
-    numbers = chance.sample(
-        [0, 1, 9, 10, 99, 100, 1000, 10**9, 2**31, 2**40, chance.randrange(10**6)], 4
-    )
+    known = [0, 1, 9, 10, 99, 100, 1000, 10**9, 2**31, 2**40, chance.randrange(10**6)]
+    # Beside the step itself, a copy of it under a further number is told as what it is.
+    own = int(subject.path.name.removeprefix("step_"))
+    numbers = chance.sample([n for n in known if n != own], 4)
     for n in numbers:
         folder = root / style.format(n=n)
         shutil.copytree(subject.path, folder, copy_function=os.link)
