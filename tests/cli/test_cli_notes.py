@@ -15,6 +15,7 @@ def test_a_seal_is_written_and_then_required(ckptctl, sound_root):
     done = ckptctl("seal", f"{sound_root}@30")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"sealed {sound_root}/step_30\n")
+    assert "seal.missing" not in done.stdout
     assert done.stdout.endswith(f"next: ckptctl verify {sound_root}/step_30 --require-seal\n")
     done = ckptctl("verify", f"{sound_root}@30", "--require-seal")
     assert done.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,8 @@ from ckptctl.findings import Verdict  # noqa: E402
 from ckptctl.formats import digests  # noqa: E402
 from ckptctl.formats.digests import Algorithm  # noqa: E402
 from ckptctl.formats.seals import SEAL, parse_seal  # noqa: E402
+from ckptctl.storage.contract import Checksum, Kept  # noqa: E402
+from ckptctl.storage.fsspec_client import FsspecClient  # noqa: E402
 from ckptctl.train import checkpointer, saving  # noqa: E402
 from ckptctl.train.digesting import DigestedFiles  # noqa: E402
 
@@ -149,3 +152,24 @@ def test_a_shard_of_another_size_than_was_written_fails_the_save(job, monkeypatc
     meanwhile(monkeypatch, lambda shard: os.truncate(shard, shard.stat().st_size + change))
     with pytest.raises(SaveFailed, match=r"step 2 was not saved: __0_0\.distcp is .* were written"):
         job.ckpt.save(2)
+
+
+@pytest.mark.parametrize("flips", [0, 1])
+def test_the_checksum_that_a_store_keeps_is_sealed_where_it_is_that_of_what_was_written(
+    monkeypatch, flips
+):
+    def kept(client, key):
+        crc = zlib.crc32(client.get(key, 0, 1 << 30)) ^ flips
+        return Kept(key, (Checksum("crc32", f"{crc:08x}", whole=True),))
+
+    monkeypatch.setattr(FsspecClient, "kept", kept)
+    job = Job(f"memory://{uuid.uuid4().hex}")
+    job.resume()
+    job.train(1, 2)
+    if flips:
+        with pytest.raises(SaveFailed, match="do not come to the crc32 that the store keeps"):
+            job.ckpt.save(2)
+    else:
+        report = ckptctl.verify(job.ckpt.save(2), remote_checksums=True)
+        assert (report.exit_code, report.by_store.n_same, report.by_store.n_told) == (0, 1, 0)
+    job.die()

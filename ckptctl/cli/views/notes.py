@@ -13,7 +13,10 @@ from ckptctl.judge.results import Marked, Sealed
 
 def sealed_lines(sealed: Sealed) -> list[Line]:
     """That the step is sealed and how, or why it is not."""
-    findings = section(finding_lines(sealed.report.findings))
+    found = sealed.report.findings
+    if sealed.path is not None:  # there is one now
+        found = tuple(finding for finding in found if finding.code != "seal.missing")
+    findings = section(finding_lines(found))
     if sealed.path is None:
         head = line(Span(sealed.message, "bad"), hang=2)
         url = line("  ", Span(sealed.url, "name"), solid=True)
