@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test test-long lint fmt kills power-cuts bench loss-bench fuzz campaign clean
+.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

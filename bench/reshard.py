@@ -1,14 +1,19 @@
-"""What does it cost to cut a step for another world size, beside a copy and torch's converters?
+"""What does it cost to cut a step anew, or convert it, beside a copy and torch's converters?
 
 The step is written by torch: 24 matrices as DTensors of 4 gloo ranks (`dcp.save`), into a
 folder that is removed afterwards. What is timed is a whole process each, with its bytes
 on the disk at the end: `cp -r` with `sync`, torch's way over one flat file
 (`dcp_to_torch_save`, `torch_save_to_dcp`), and `ckptctl reshard`, which proves its result
-besides. Then `dcp.load` on 3 ranks, from the step as it was saved and from the one that was
-cut for 3: seconds, and bytes read by each process (`rchar`, all that goes through the
-kernel). At most 5 GB of disk are in use at a time.
+besides. Then each way of `ckptctl convert` beside what torch offers for it, and `dcp.load`
+on 3 ranks, from the step as it was saved and from the one that was cut for 3: seconds, and
+bytes read by each process (`rchar`, all that goes through the kernel).
+
+With `--sizes` one thing is asked instead: how much memory does each command take at most,
+at each of several sizes? One size after the other, and what it made is removed first. On
+the disk are never more than three times as many bytes as the step has.
 
     python bench/reshard.py [--gigabytes 1.5] [--rounds 3] [--folder DIR]
+    python bench/reshard.py --sizes 1,2,4,8 [--folder DIR]
 """
 
 from __future__ import annotations
@@ -78,32 +83,125 @@ dcp_to_torch_save(step, flat)
 torch_save_to_dcp(flat, target)
 """
 
+# What people write who have a step and want the other, or the other way round.
+PEERS = {
+    "flat": "format_utils.dcp_to_torch_save(source, target)",
+    "dcp from flat": "format_utils.torch_save_to_dcp(source, target)",
+    "safetensors": """
+state = {}
+state_dict_loader._load_state_dict(state, FileSystemReader(source), no_dist=True,
+    planner=default_planner._EmptyStateDictLoadPlanner())
+save_file({name: tensor for name, tensor in walk(state)}, target)
+""",
+    "dcp from safetensors": "dcp.save(load_file(source), checkpoint_id=target, no_dist=True)",
+}
+PEER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, default_planner, format_utils
+from torch.distributed.checkpoint import state_dict_loader
+from safetensors.torch import load_file, save_file
+
+def walk(state, front=""):
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from walk(value, f"{front}{name}.")
+        else:
+            yield f"{front}{name}", value
+
+source, target = sys.argv[1:]
+"""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", help="memory at these sizes in GB, as 1,2,4,8; nothing else")
     parser.add_argument("--folder")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="ckptctl-bench-") as made:
         folder = Path(made)
-        script = folder / "ranks.py"
-        script.write_text(RANKS)
-        peaks = {}
-        for share in (0.5, 1.0):
-            source = folder / "source"
-            rows = int(asked.gigabytes * share * 1e9 / 4 / COLUMNS / TENSORS)
-            run([sys.executable, script, "save", source, rows, SAVED, "29611"])
-            if share < 1:
-                done = timed(folder, reshard(source, folder / "cut"))
-                peaks[n_bytes(source)] = done[1]
-                remove(source, folder / "cut")
-        print(f"{n_bytes(source) / 1e9:.2f} GB in {SAVED} files; "
-              f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")  # fmt: skip
-        measure(folder, source, asked.rounds, peaks)
-        measure_load(folder, source, script, rows, asked.rounds)
+        (folder / "ranks.py").write_text(RANKS)
+        if asked.sizes:
+            measure_memory(folder, [float(size) for size in asked.sizes.split(",")])
+        else:
+            source = save(folder, asked.gigabytes)
+            measure(folder, source, asked.rounds)
+            measure_convert(folder, source, asked.rounds)
+            measure_load(folder, source, asked.gigabytes, asked.rounds)
     shutil.rmtree(COMPILED)
     return 0
+
+
+def save(folder: Path, gigabytes: float) -> Path:
+    """A step of so many GB, as torch saves it."""
+    step = folder / "source"
+    run([sys.executable, folder / "ranks.py", "save", step, rows_of(gigabytes), SAVED, "29611"])
+    load = os.getloadavg()[0]
+    size = n_bytes(step) / 1e9
+    print(f"{size:.2f} GB in {SAVED} files; {os.cpu_count()} cores, load {load:.1f}", flush=True)
+    return step
+
+
+def rows_of(gigabytes: float) -> int:
+    return int(gigabytes * 1e9 / 4 / COLUMNS / TENSORS)
+
+
+def measure_memory(folder: Path, sizes: Sequence[float]) -> None:
+    found: dict[str, list[str]] = {}
+    flat, weights = folder / "flat.pt", folder / "model.safetensors"
+    for gigabytes in sizes:
+        source = save(folder, gigabytes)
+        for name, command, kept, gone in (
+            ("reshard", reshard(source, folder / "cut"), None, folder / "cut"),
+            ("DCP to torch.save", convert(source, flat), flat, None),
+            ("torch.save to DCP", convert(flat, folder / "cut" / "step_1"), None, flat),
+            ("DCP to safetensors", convert(source, weights), weights, None),
+            ("safetensors to DCP", convert(weights, folder / "cut" / "step_1"), None, weights),
+        ):
+            peak = timed(folder, command)[1]
+            found.setdefault(name, []).append(f"{peak / 1024:.0f} MiB")
+            remove(folder / "cut", *([gone] if gone else []))
+            assert kept is None or kept.exists()
+        remove(source)
+    width = max(map(len, found))
+    said = [f"{size:g} GB" for size in sizes]
+    print(f"\n{'most memory held, at':{width}}" + "".join(f"{one:>10}" for one in said))
+    for name, peaks in found.items():
+        print(f"{name:{width}}" + "".join(f"{one:>10}" for one in peaks))
+
+
+def convert(source: Path, target: Path) -> list[object]:
+    ours = [sys.executable, "-m", "ckptctl", "convert", "--quiet", source, target]
+    into = ["--world-size", LOADED] if target.name == "step_1" else []
+    return [*ours, *into, "--accept-unverifiable"]
+
+
+def measure_convert(folder: Path, source: Path, rounds: int) -> None:
+    flat, weights, step = folder / "flat.pt", folder / "model.safetensors", folder / "cut/step_1"
+    print(f"\n{'convert, proven':26} {'median':>9} {'torch':>9} {'x':>6} {'peak':>9} {'torch':>9}")
+    for name, peer, of, into in (
+        ("DCP to torch.save", "flat", source, flat),
+        ("torch.save to DCP", "dcp from flat", flat, step),
+        ("DCP to safetensors", "safetensors", source, weights),
+        ("safetensors to DCP", "dcp from safetensors", weights, step),
+    ):
+        theirs = [sys.executable, "-c", PEER + PEERS[peer], of, into]
+        ours_s, theirs_s = [], []
+        for number in range(rounds):
+            took, their_peak = timed(folder, theirs)
+            theirs_s.append(took)
+            remove(folder / "cut", into)
+            took, peak = timed(folder, convert(of, into))
+            ours_s.append(took)
+            # The last result is what the way back begins with.
+            remove(folder / "cut", *([into] if number < rounds - 1 else []))
+        ratio = median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
+        print(f"{name:26} {median(ours_s):7.2f} s {median(theirs_s):7.2f} s {ratio:6.2f} "
+              f"{peak / 1024:5.0f} MiB {their_peak / 1024:5.0f} MiB", flush=True)  # fmt: skip
+    remove(flat, weights)
 
 
 def reshard(source: Path, target: Path) -> list[object]:
@@ -111,7 +209,7 @@ def reshard(source: Path, target: Path) -> list[object]:
     return [*ours, source, target / "step_1", "--world-size", LOADED, "--apply"]
 
 
-def measure(folder: Path, source: Path, rounds: int, peaks: dict[int, int]) -> None:
+def measure(folder: Path, source: Path, rounds: int) -> None:
     target, flat = folder / "cut", folder / "flat.pt"
     peers: dict[str, list[object]] = {
         "cp -r, sync": ["cp", "-r", source, target / "step_1"],
@@ -126,17 +224,14 @@ def measure(folder: Path, source: Path, rounds: int, peaks: dict[int, int]) -> N
             seconds[name].append(took)
             remove(target, flat)
     ours = seconds["ckptctl reshard"]
-    peaks[n_bytes(source)] = peak["ckptctl reshard"]
     print(f"{'':26} {'median':>9} {'x reshard':>10} {'peak':>9}")
     for name, each in seconds.items():
         ratio = median(a / b for a, b in zip(each, ours, strict=True))
         print(f"{name:26} {median(each):7.2f} s {ratio:10.2f} {peak[name] / 1024:5.0f} MiB")
-    for size, kib in sorted(peaks.items()):
-        print(f"peak of reshard at {size / 1e9:.2f} GB: {kib / 1024:.0f} MiB")
 
 
-def measure_load(folder: Path, source: Path, script: Path, rows: int, rounds: int) -> None:
-    target = folder / "cut"
+def measure_load(folder: Path, source: Path, gigabytes: float, rounds: int) -> None:
+    target, script, rows = folder / "cut", folder / "ranks.py", rows_of(gigabytes)
     timed(folder, reshard(source, target))
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
