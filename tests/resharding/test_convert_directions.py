@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from made_steps import grid, octets, write_step
 
 import ckptctl
@@ -158,6 +163,63 @@ def test_a_file_that_is_there_is_kept(checkpoints, tmp_path):
     with pytest.raises(ckptctl.UsageError, match="is there already"):
         ckptctl.convert(str(checkpoints / "fsdp_2" / "step_100"), str(tmp_path / "flat.pt"))
     assert (tmp_path / "flat.pt").read_text() == "mine"
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))
+from ckptctl.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_no_file(checkpoints, tmp_path):
+    words = ["convert", str(checkpoints / "run_fsdp4" / "step_300"), str(tmp_path / "flat.pt")]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *words],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 75, done.stderr
+    assert "File too large" in done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["flat.pt", "served"])
+def test_killed_at_any_moment_what_is_there_is_whole(tmp_path, target):
+    import torch
+
+    weight = torch.arange(1 << 24, dtype=torch.float32).reshape(1 << 12, 1 << 12)
+    step = tmp_path / "a" / "step_1"
+    write_step(step, {f"model.{n}": (weight, grid(weight.shape, [[999], []])) for n in "abc"})
+    words = ["convert", step, tmp_path / target, "--jobs", 1]
+    chance = random.Random(3)
+    n_killed = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, words)],
+            env=clean_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(chance.uniform(0.2, 2))
+        process.send_signal(signal.SIGKILL)
+        n_killed += process.wait() == -signal.SIGKILL
+        if (tmp_path / target).exists():
+            break
+    assert n_killed
+    if not (tmp_path / target).exists():
+        assert run_ckptctl(*words).returncode == 0
+    if target == "flat.pt":
+        found = torch.load(tmp_path / target, weights_only=True)["model"]
+        assert all(torch.equal(tensor, weight) for tensor in found.values())
+    back = tmp_path / "b" / "step_1"
+    words = ["convert", tmp_path / target, back, "--accept-unverifiable"]
+    assert run_ckptctl(*words).returncode == 0
+    assert ckptctl.diff(str(step), str(back), values=True).same
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,28 @@ def test_a_step_goes_to_an_object_store_and_back(server, client, checkpoints, tm
 
 
 @pytest.mark.server
+@pytest.mark.long
+def test_on_an_object_store_too_a_step_becomes_a_file_and_the_file_a_step(server, checkpoints):
+    source = checkpoints / "run_fsdp4" / "step_300"
+    root = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+    options = server.options
+    for number, name in enumerate(("flat.pt", "model.safetensors", "served")):
+        there, back = f"{root}/{name}", f"{root}/back/step_{number}"
+        answer = ckptctl.convert(
+            str(source), there, file_bytes=2000 if name == "served" else None,
+            storage_options=options,
+        )  # fmt: skip
+        assert answer.written, answer.report.findings
+        again = ckptctl.convert(
+            there, back, world_size=2, accept_unverifiable=True, storage_options=options
+        )
+        assert again.written, again.report.findings
+        compared = ckptctl.diff(str(source), back, values=True, storage_options=options)
+        assert compared.n_by_checksum + compared.n_by_bytes == answer.n_tensors
+        assert {one.what for one in compared.differences} <= {"layout", "only-in-a"}
+
+
+@pytest.mark.server
 def test_on_an_object_store_the_metadata_comes_last(server, checkpoints, copy_of):
     source = copy_of(checkpoints / "run_fsdp4" / "step_300")
     read = decode_metadata((source / ".metadata").read_bytes())
