@@ -77,3 +77,58 @@ def test_a_format_that_is_not_there_is_refused_with_those_that_are():
         UsageError, match=r"--format gpt2: there is no such format; there are .*csv"
     ):
         LogReader("x", format="gpt2")
+
+
+def test_steps_that_are_counted_anew_in_each_epoch_go_on():
+    lines = [
+        f"Epoch [{epoch}/3], Step [{step}/40], Loss: {4 - (epoch * 40 + step) / 100:.4f}"
+        for epoch in (1, 2, 3)
+        for step in range(10, 41, 10)
+    ]
+    assert [row.step for row in rows("\n".join(lines))] == list(range(10, 121, 10))
+    # Where the step is that of the run, it stays so.
+    lines = [f"epoch {step // 40} step {step} loss {4 - step / 100:.4f}" for step in range(1, 121)]
+    assert [row.step for row in rows("\n".join(lines))] == list(range(1, 121))
+
+
+def test_an_epoch_that_is_begun_again_has_the_steps_that_it_had():
+    begun = [(1, 20), (1, 40), (2, 20), (2, 30), (2, 20), (2, 40), (3, 20)]
+    lines = [f"Epoch {epoch}, step {step}/40, loss 2.3{step}" for epoch, step in begun]
+    assert [row.step for row in rows("\n".join(lines))] == [20, 40, 60, 70, 60, 80, 100]
+
+
+def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
+    bars = [(n, 4, loss) for n, loss in ((1, 5.1), (1, 5.0), (2, 4.9), (3, 4.8), (4, 4.7))]
+    bars += [(1, 4, 4.6), (2, 4, 4.5), (2, 4, 4.4)]
+    text = "".join(
+        f"\rTraining: 25%|██| {n}/{of} [00:01<00:03, 1.2it/s, loss={x}]" for n, of, x in bars
+    )
+    assert [(row.step, row.loss.value) for row in rows(text + "\n")] == [
+        (1, 5.0), (2, 4.9), (3, 4.8), (4, 4.7), (5, 4.6), (6, 4.4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "global_step: 7 train_loss: 2.5000",
+        "step     7/10000 | train loss 2.500000 | norm 0.1234 | lr 1.00e-04 | (12.34 ms)",
+        "Step 7, Train Loss: 2.5000, Val Loss: 2.6000",
+        "Step 7, Val Loss: 2.6000, Train Loss: 2.5000",
+        "it 7/1000 loss 2.5000",
+        "batch 7 loss 2.5000",
+        "steps: 7/9 avg_loss: 2.5000",
+        "step 7 loss tensor(2.5000, device='cuda:0', grad_fn=<NllLossBackward0>)",
+    ],
+)
+def test_a_loop_of_ones_own_is_read_however_it_is_put(line):
+    (row,) = rows(line + "\n")
+    assert (row.step, row.loss.value) == (7, 2.5)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["| epoch 1 | 5/ 2983 batches | ms/batch 12.34 | loss 2.5", "Step 7, Val Loss: 2.6000"],
+)
+def test_a_number_that_is_no_step_and_a_loss_of_validation_make_no_row(line):
+    assert rows(line + "\n") == []

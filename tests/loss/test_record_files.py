@@ -218,6 +218,47 @@ def test_sparse_cells_of_one_step_are_one_row():
     ]
 
 
+def rows(text: str) -> list[Row]:
+    return [item for item in read(text.encode())[1] if isinstance(item, Row)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"step": 7, "metrics": {"loss": 2.5, "lr": 1e-4}}',
+        '{"event": "train_step", "data": {"step": 7, "loss": 2.5}}',
+        '{"step": 7, "train": {"loss": {"value": 2.5}}}',
+        '{"key": "loss", "value": 2.5, "step": 7}',
+        '{"name": "train/loss", "value": 2.5, "global_step": 7, "time": 1700000000.5}',
+        '{"optimizer_step": 7, "losses/total": 2.5, "losses/ce": 2.4}',
+        '{"iter": 7, "nll": 2.5}',
+    ],
+)
+def test_a_record_is_read_whatever_its_logger_put_around_the_names(record):
+    (row,) = rows(record + "\n")
+    assert (row.step, row.loss.value) == (7, 2.5)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ['{"step": 7, "metrics": {"val": {"loss": 2.5}}}', '{"key": "lr", "value": 2.5, "step": 7}'],
+)
+def test_a_record_of_something_else_than_training_has_no_loss(record):
+    assert [row.loss for row in rows(record + "\n")] in ([], [None])
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Step,Training Loss,Validation Loss", "# step loss lr", ",step,loss", "step|loss"],
+)
+def test_a_table_is_read_by_its_header(header):
+    cells = {"Step": "7", "step": "7", "loss": "2.5", "Training Loss": "2.5", "lr": "1e-4"}
+    between = next((mark for mark in ",|" if mark in header), " ")
+    names = header.removeprefix("# ").split(between)
+    (row,) = rows(header + "\n" + between.join(cells.get(name, "") for name in names) + "\n")
+    assert (row.step, row.loss.value) == (7, 2.5)
+
+
 def test_the_unit_of_a_column_is_that_of_its_finest_number():
     lines = [json.dumps({"step": n, "loss": loss}) for n, loss in enumerate([2.3417, 2.3, 12.25])]
     _, found = read("\n".join(lines).encode())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.clocks import clock_in
 from ckptctl.loss.formats.keys import FIELDS, RowMaker, parse_step
+from ckptctl.loss.formats.rounds import Rounds
 from ckptctl.loss.rows import Place, Row
 
 _MAX_WRAPS = 8
@@ -32,7 +33,9 @@ class LineFormat:
     `step` or as `it` of `per` a round of `epoch`; other groups are fields of the row.
     `pairs` finds names with values, from `head` on. A line in which `tail` is found is
     whole. `averages` says that the loss is the mean since the row before, `trimmed` that
-    trailing zeros are left out. `weak` is a format that others are preferred to.
+    trailing zeros are left out. `weak` is a format that others are preferred to. `rounds`
+    says that the steps may be counted anew in each `epoch`, or after `per` of them;
+    `redrawn` that a step may be printed several times, the last of which counts.
     """
 
     name: str
@@ -44,6 +47,8 @@ class LineFormat:
     averages: bool = False
     trimmed: bool = False
     weak: bool = False
+    rounds: bool = False
+    redrawn: bool = False
 
 
 def _format(
@@ -57,6 +62,8 @@ def _format(
     averages: bool = False,
     trimmed: bool = False,
     weak: bool = False,
+    rounds: bool = False,
+    redrawn: bool = False,
 ) -> LineFormat:
     return LineFormat(
         name,
@@ -68,6 +75,8 @@ def _format(
         averages,
         trimmed,
         weak,
+        rounds,
+        redrawn,
     )
 
 
@@ -204,13 +213,28 @@ LINE_FORMATS = (
         weak=True,
     ),
     _format(
+        "progress-bar",
+        "oss=",
+        # tqdm with a postfix, as Lightning's: printed again and again, the last counts.
+        r"\| *(?P<step>\d+)/(?P<per>\d+) \[[\d:]+<(?=[^\]]*?(?:\b|_)loss)",
+        r"([A-Za-z][\w/]*)=([^\s,\]]+)",
+        trimmed=True,
+        weak=True,
+        rounds=True,
+        redrawn=True,
+    ),
+    _format(
         "plain",
         "oss",
         # Somebody's own training loop: a step, and a loss behind it.
-        r"(?i)^(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_))"
-        r".*?\b(?:global[ _]?step|step|iter|iteration|update)s?\b[ :=#\[(]{1,3}(?P<step>\d[\d,]*)"
-        r"(?=\D.*?\bloss)",
-        r"([A-Za-z][\w/]*(?: norm| rate)?)[ :=]{1,3}([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
+        r"(?i)^(?:(?=.*\btrain\w*[ _/]loss)|"
+        r"(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_)))"
+        r"(?:.*?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d+))?"
+        r".*?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[(]{1,9}"
+        r"(?P<step>\d[\d,]*)(?!\.?\d)(?:\s?/\s?(?P<per>\d+))?(?=\D.*?(?:\b|_)loss)",
+        r"(?i)((?:(?:train\w*|val\w*|eval\w*|test) )?[a-z][\w/]*(?: norm| rate)?)[ :=]{1,3}"
+        r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
+        rounds=True,
         weak=True,
     ),
 )
@@ -244,6 +268,8 @@ class LineReader:
         self._held: tuple[str, Place] | None = None
         self._joined = ""
         self._n_wraps = 0
+        self._rounds = Rounds()
+        self._drawn: Row | None = None
 
     @property
     def open(self) -> bool:
@@ -259,7 +285,8 @@ class LineReader:
             if self._held is not None:
                 yield from self._wrapped(text)
             return
-        yield from self.end()
+        if self._held is not None:
+            yield from self.end()
         if self.format.tail is None or self.format.tail.search(text, head.start()):
             yield from self._row(text, place, head)
             return
@@ -270,6 +297,9 @@ class LineReader:
         held, self._held = self._held, None
         if held is not None:
             yield from self._row(*held)
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            yield drawn
 
     def _wrapped(self, text: str) -> Iterator[Row]:
         if self._held is None or self.format.tail is None:
@@ -288,20 +318,29 @@ class LineReader:
         if head is None:
             return
         groups = head.groupdict()
-        step = _step(groups)
+        step = self._step(groups)
         if step is None:
             return
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
         if self.format.pairs is not None:
             pairs += self.format.pairs.findall(text, head.start())
         row = self._maker.row(pairs, place, step=step, at=clock_in(text))
-        if row is not None:
+        if row is None:
+            return
+        if not self.format.redrawn:
             yield row
+            return
+        drawn, self._drawn = self._drawn, row
+        if drawn is not None and drawn.step != row.step:
+            yield drawn
 
-
-def _step(groups: Mapping[str, str | None]) -> int | None:
-    if "step" in groups:
-        return parse_step(groups["step"] or "")
-    if groups["epoch"] and groups["per"] and groups["it"]:
-        return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
-    return None
+    def _step(self, groups: Mapping[str, str | None]) -> int | None:
+        if "step" not in groups:
+            if groups["epoch"] and groups["per"] and groups["it"]:
+                return (int(groups["epoch"]) - 1) * int(groups["per"]) + int(groups["it"])
+            return None
+        step = parse_step(groups["step"] or "")
+        if step is None or not self.format.rounds:
+            return step
+        per, epoch = groups.get("per"), groups.get("epoch")
+        return self._rounds.step(step, int(per) if per else None, int(epoch) if epoch else None)

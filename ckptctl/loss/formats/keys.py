@@ -24,11 +24,14 @@ FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest")
 # Where a record has several, the one that stands first counts.
 _NAMES = {
     "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
-        globalstepmaxsteps currentsteps currentstep steps batch _step timebatch""",
+        globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
+        trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
+        globaliter trainiter""",
     "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
         traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
         losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
-        trainsamplestrainloss trainlossepoch""",
+        trainsamplestrainloss losstotal lossestotal totallosstrain avgloss lossavg averageloss
+        meanloss lossmean losscurrent crossentropy nll nllloss ce trainlossepoch""",
     "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
         lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
         traininnerlr trainsampleslr""",
@@ -70,6 +73,10 @@ _LR_DIGITS = 3
 # A clock in seconds of this century is no step time.
 _EPOCH_S = 1e8
 
+# A name that is not in the table may be one with the name of its folder before it.
+_FOLDERS = re.compile(r"^(?:(?:metrics?|data|scalars?|stats|logs?|values?|train(?:ing|er)?)[/.])+")
+_VALUE_OF = re.compile(r"[/.]values?$")
+
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 
 
@@ -86,6 +93,11 @@ def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
                 f"--key {field}={name}: a row has no {field}; it has {', '.join(FIELDS)}"
             )
     return keys
+
+
+def _within(name: str) -> str:
+    """The plain name of a metric without the folders that loggers put around it."""
+    return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
 
 
 class RowMaker:
@@ -123,7 +135,7 @@ class RowMaker:
         except KeyError:
             pass
         plain = plain_name(name)
-        worth = self._own.get(plain) or _WORTH.get(plain)
+        worth = self._own.get(plain) or _WORTH.get(plain) or _WORTH.get(_within(name))
         if plain in _SUMMARY:
             worth = (_SUMMED_UP, 0)
         if len(self._known) < _MAX_NAMES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,11 @@ from ckptctl.loss.rows import Place, Row
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
 _MAX_DEPTH = 3
-_DELIMITERS = (",", "\t", ";")
+_DELIMITERS = (",", "\t", ";", "|", None)
+"""Between the cells of a table; None is any white space."""
+
+_NAMES_OF_ONE = ("name", "key", "tag", "metric")
+"""Where a record that holds one metric, as `value`, says which."""
 
 
 class StepMerger:
@@ -77,6 +82,13 @@ def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[t
             yield from ((f"{name}/{below}", text) for below, text in flat_pairs(value, depth - 1))
 
 
+def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    value = record.get("value")
+    if isinstance(value, str):
+        names = (record.get(key) for key in _NAMES_OF_ONE)
+        yield from ((name, value) for name in names if isinstance(name, str))
+
+
 def decode_record(text: str) -> dict[str, Any] | None:
     """A JSON object whose numbers are still texts; None where `text` is none."""
     try:
@@ -133,7 +145,7 @@ class JsonLinesReader:
         """The rows that are whole with this record."""
         if not is_training(record):
             return
-        row = self._maker.row(flat_pairs(record), place)
+        row = self._maker.row([*flat_pairs(record), *_one_metric(record)], place)
         if row is not None:
             yield from self._merger.add(row)
 
@@ -152,7 +164,7 @@ class TableReader:
         self._maker = RowMaker(keys, trimmed=True)
         self._merger = StepMerger()
         self._names: tuple[str, ...] = ()
-        self._delimiter = ""
+        self._delimiter: str | None = None
 
     open = False
 
@@ -177,18 +189,27 @@ class TableReader:
 
     def _header(self, text: str) -> bool:
         # A job that resumes into the same file writes the header again.
-        if "step" not in text and "iter" not in text and not self._maker.own:
+        if not _STEP_WORD.search(text) and not self._maker.own:
             return False
         for delimiter in _DELIMITERS:
-            cells = _cells(text, delimiter) if delimiter in text else []
-            fields = {self._maker.field(name) for name in cells}
-            if {"step", "loss"} <= fields and all(plain_name(name) for name in cells):
+            cells = _cells(text, delimiter)
+            fields = [self._maker.field(name) for name in cells]
+            # Words of a sentence are no header: of cells between blanks all must be known.
+            named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
+            if {"step", "loss"} <= {*fields} and named:
                 self._names, self._delimiter = tuple(cells), delimiter
                 return True
         return False
 
 
-def _cells(text: str, delimiter: str) -> list[str]:
+_STEP_WORD = re.compile(r"(?i)step|iter")
+
+
+def _cells(text: str, delimiter: str | None) -> list[str]:
+    if delimiter is None:
+        return text.lstrip("#").split()
+    if delimiter not in text:
+        return []
     try:
         (cells,) = csv.reader([text], delimiter=delimiter)
     except (csv.Error, ValueError):
