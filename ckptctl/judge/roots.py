@@ -167,12 +167,12 @@ def check_pointers(
             continue
         there = number in numbers.values()
         what = "" if there else ", which is not there"
-        better = "none is usable" if chosen is None else f"step {chosen} is the newest usable one"
+        better = "none is taken" if chosen is None else f"step {chosen} is the newest usable one"
         yield Finding(
             "pointer.differs",
             pointer.path,
             f"{pointer.path} names step {number}{what}; {better}",
-            expected="no usable step" if chosen is None else f"step {chosen}",
+            expected="no step that is taken" if chosen is None else f"step {chosen}",
             found=f"step {number}",
         )
 

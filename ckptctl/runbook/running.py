@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.engine import Left, Talk, proceed
 from ckptctl.runbook.holding import held, myself
@@ -64,9 +64,9 @@ def run_runbook(
     """Lead through a runbook on the checkpoint root `root`, from where the run is.
 
     `inputs` are values by name; `columns` is how wide the terminal is that `talk` writes to.
-    Raises `UsageError` for inputs that the page does not
-    know, `PathNotFound` where the root is not there, `RunHeld` where another person is
-    at the run, `TakenOver`, `NobodyToAsk`, and storage errors.
+    Raises `UsageError` for inputs that the page does not know, `PathNotFound` where the root
+    is not there, `AccessDenied` where no record can be kept, `RunHeld` where another person
+    is at the run, `TakenOver`, `NobodyToAsk`, and storage errors.
     """
     _check_inputs(book, inputs)
     handed_on = _handed_on(storage_options, endpoint_url, columns)
@@ -80,10 +80,17 @@ def run_runbook(
             _open(book, record, root, inputs, went_on=False)
             left = proceed(book, record, talk, handed_on)
             return _ran(book, record, left, root, inputs, went_on=False)
-        with held(record, take_over=take_over):
-            _open(book, record, root, inputs, went_on=went_on)
-            left = proceed(book, record, talk, handed_on)
-            _write_transcript(record, left)
+        try:
+            with held(record, take_over=take_over):
+                _open(book, record, root, inputs, went_on=went_on)
+                left = proceed(book, record, talk, handed_on)
+                _write_transcript(record, left)
+        except AccessDenied as error:
+            again = _called(book, root, inputs)
+            raise AccessDenied(
+                f"{error.message}; a runbook keeps its record under the root, --dry-run keeps none",
+                next_command=f"{again} --dry-run",
+            ) from error
         return _ran(book, record, left, root, inputs, went_on=went_on)
 
 
@@ -184,6 +191,14 @@ def _handed_on(
     return found
 
 
+def _called(book: Runbook, root: str, inputs: Mapping[str, str]) -> str:
+    """The command that runs a runbook."""
+    words = ["ckptctl", "runbook", "run", book.called, root]
+    for name, value in inputs.items():
+        words += ["--set", f"{name}={value}"]
+    return shlex.join(words)
+
+
 def _ran(
     book: Runbook,
     record: Record,
@@ -194,11 +209,8 @@ def _ran(
     went_on: bool,
 ) -> Ran:
     dry = isinstance(record, Unwritten)
-    words = ["ckptctl", "runbook", "run", book.called, root]
     # Of a dry run nobody has a record: what it was given is to be given again.
-    for name, value in inputs.items() if dry else ():
-        words += ["--set", f"{name}={value}"]
-    again = shlex.join(words)
+    again = _called(book, root, inputs if dry else {})
     finished = left.over and left.exit_code == 0
     return Ran(
         book.name,

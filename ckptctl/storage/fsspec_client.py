@@ -159,7 +159,7 @@ class FsspecClient:
         if self._protocol == "memory":
             return
         if self._protocol not in _OF_OBJECTS:
-            raise PathNotFound(f"{self._protocol}: {prefix} does not exist")
+            raise PathNotFound(f"{self._address(prefix)} does not exist")
         container = prefix.split("/", 1)[0]
         try:
             self._ask(lambda: self._fs.info(container), container)
@@ -185,8 +185,12 @@ class FsspecClient:
         except Exception as exc:
             raise self._error(exc, key) from exc
 
+    def _address(self, key: str) -> str:
+        # Of some storages (http) the keys are addresses themselves.
+        return key if "://" in key else f"{self._protocol}://{key.lstrip('/')}"
+
     def _error(self, exc: Exception, key: str) -> StorageError:
-        where = f"{self._protocol}: {key}"
+        where = self._address(key)
         status = next(
             (s for name in ("status", "code", "status_code")
              if isinstance(s := getattr(exc, name, None), int)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -355,7 +356,8 @@ class LocalStore:
             return PathNotFound(what)
         if exc.errno in _DENIED:
             return AccessDenied(f"{what} (as user {os.geteuid()})")
-        return StorageUnavailable(what)
+        looped = f"ls -ld {shlex.quote(self._named(path))}" if exc.errno == errno.ELOOP else None
+        return StorageUnavailable(what, next_command=looped)
 
     def _named(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}" if path else self.url

@@ -38,8 +38,9 @@ def _to_be_known(chosen: Report | None) -> list[Finding]:
 
 
 def refused_lines(pick: Pick) -> list[Line]:
-    """Why newer steps were refused, one a line."""
+    """Why newer steps were refused, one a line; what the answer says already is not said again."""
     return [
         line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
         for over in pick.passed_over
+        if over.reason not in pick.message
     ]
