@@ -18,14 +18,15 @@ from ckptctl.findings import Report
 from ckptctl.gate.node import check_nodes, look_from_here
 from ckptctl.gate.probing import StorageProbe, check_probe
 from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight
-from ckptctl.gate.sizing import check_cadence, check_capacity, ranks_in
+from ckptctl.gate.sizing import check_cadence, check_capacity, check_resharding, ranks_in
 from ckptctl.gate.suspects import check_damage, scan_command
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.scanning import scan
 from ckptctl.model import Level
+from ckptctl.resharding.advising import Advice, advise, command
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import base_name, open_store
 from ckptctl.train.cluster import cluster_context
 from ckptctl.train.group import Outcome as Told
 from ckptctl.train.group import outcome_of
@@ -94,7 +95,8 @@ def preflight(
     there a path. Raises `UsageError`, and `StorageError` where the root cannot be listed.
 
     Cost: `pick`, and on each process one listing, the chosen step's metadata, 16 MiB of one
-    shard file; on rank 0 one listing for each of the newest 11 steps.
+    shard file; on rank 0 one listing for each of the newest 11 steps, and the metadata once
+    more where the ranks are not those that saved.
     """
     crew = crew or _Alone()
     if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
@@ -137,7 +139,7 @@ def preflight(
         nodes = crew.everyone(look_from_here(store, picked.chosen, crew.rank))
         probe = _probed(store, crew) if probe_storage else None
 
-        def judge() -> tuple[Check, ...]:
+        def judge() -> tuple[tuple[Check, ...], Advice | None]:
             step_bytes = picked.chosen.n_bytes if picked.chosen else 0
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
@@ -152,18 +154,20 @@ def preflight(
                 known = {one.url for one in reports}
                 reports += tuple(one for one in deep.reports if one.url not in known)
             seen = measured_in(store, pattern) if picked.chosen else Measured(0)
+            advice, next_command = _advice(root, store, picked.chosen, asked_size, endpoint_url)
             checks = [
                 _check_pick(picked),
                 *check_nodes(root, nodes, room),
                 probe,
                 check_damage(store, reports, scan_command(root)),
                 check_capacity(asked_size, source, picked.chosen, seen),
+                check_resharding(advice, next_command),
                 check_cadence(root, mtbf_s, seen) if picked.chosen else None,
             ]
-            return tuple(one for one in checks if one is not None)
+            return tuple(one for one in checks if one is not None), advice
 
-        checks = _first(crew, judge)
-    return _answer(root, picked, checks, nodes)
+        checks, advice = _first(crew, judge)
+    return _answer(root, picked, checks, nodes, advice)
 
 
 def _first(crew: Crew, act: Callable[[], T]) -> T:
@@ -206,8 +210,23 @@ def _check_pick(picked: Pick) -> Check:
     return Check("step", outcome, picked.message + looked, picked.exit_code, next_command)
 
 
+def _advice(
+    root: str, store: Store, chosen: Report | None, world_size: int | None, endpoint: str | None
+) -> tuple[Advice | None, str]:
+    """Whether resharding first would pay, where the ranks are not those that saved."""
+    saved = chosen.world_size if chosen else None
+    if chosen is None or world_size is None or saved is None or saved.size == world_size:
+        return None, ""
+    name = base_name(chosen.url)
+    return advise(store, name, world_size), command(root, name, world_size, endpoint)
+
+
 def _answer(
-    root: str, picked: Pick, checks: tuple[Check, ...], nodes: tuple[NodeFacts, ...]
+    root: str,
+    picked: Pick,
+    checks: tuple[Check, ...],
+    nodes: tuple[NodeFacts, ...],
+    advice: Advice | None,
 ) -> Preflight:
     # A storage that nodes see differently makes `pick`'s word worthless: it comes first.
     failed = [one for one in checks if one.outcome is Outcome.FAILED]
@@ -220,6 +239,7 @@ def _answer(
         checks=checks,
         nodes=nodes,
         pick=picked,
+        resharding=advice,
         message=picked.message if worst is None else worst.message,
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,

@@ -7,6 +7,7 @@ from enum import Enum
 
 from ckptctl.errors import NothingToResume
 from ckptctl.judge.results import Pick
+from ckptctl.resharding.advising import Advice
 
 
 class Outcome(str, Enum):
@@ -55,7 +56,8 @@ class Preflight:
     """Whether the job can start, and from where.
 
     `path` and `step` are None where it cannot, or where the run is fresh. `pick` is
-    what was chosen and refused; `nodes` are what each process saw, by rank.
+    what was chosen and refused; `nodes` are what each process saw, by rank. `resharding` is
+    there where the ranks are not those that saved, and what they would read is known.
     """
 
     root: str
@@ -64,6 +66,7 @@ class Preflight:
     checks: tuple[Check, ...]
     nodes: tuple[NodeFacts, ...]
     pick: Pick
+    resharding: Advice | None
     message: str
     exit_code: int
     next_command: str | None

@@ -13,6 +13,7 @@ from ckptctl.cost.measuring import Measured
 from ckptctl.cost.model import daly_interval
 from ckptctl.findings import Report
 from ckptctl.gate.results import Check, Outcome
+from ckptctl.resharding.advising import Advice
 from ckptctl.train.cluster import Cluster
 
 
@@ -63,6 +64,15 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     if share < 1:
         words += f"; or wait for {saved - world_size} more"
     return words
+
+
+def check_resharding(advice: Advice | None, command: str) -> Check | None:
+    """Whether to reshard before the load; None where nothing is known, or nothing changes."""
+    if advice is None:
+        return None
+    if advice.pays_from == 1:
+        return Check("resharding", Outcome.WARNING, advice.message, next_command=command)
+    return Check("resharding", Outcome.OK, advice.message)
 
 
 def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:

@@ -162,7 +162,7 @@ def plan(source: Source, wanted: Wanted) -> Plan:
     }
     check_rules(wanted.rules, shapes, source.url)
     findings = [*_per_rank(source, wanted)]
-    parts = tuple(_part(part, wanted, _one_writer(source)) for part in source.parts)
+    parts = tuple(_part(part, wanted, one_writer(source)) for part in source.parts)
     dropped = wanted.per_rank is PerRank.DROP
     files = tuple(one for one in source.files if not (dropped and one.rank is not None))
     findings += _not_alike(source, wanted)
@@ -214,7 +214,7 @@ def _itemsize(tensor: SourceTensor) -> int:
     return DTYPE_SIZES[tensor.entry.dtype]
 
 
-def _one_writer(source: Source) -> bool:
+def one_writer(source: Source) -> bool:
     """Every tensor is in one chunk, as one rank alone saves it: nothing says what was sharded."""
     saved = source.report.world_size
     alone = saved is None or saved.size == 1
@@ -268,11 +268,11 @@ def _not_alike(source: Source, wanted: Wanted) -> Iterator[Finding]:
             )
 
 
-def _part(part: SourcePart, wanted: Wanted, one_writer: bool) -> PartPlan:
+def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
     n_ranks = wanted.mesh.world_size
     tensors = [t for t in part.tensors if _goes_along(t, wanted)]
     others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
-    boxes = [_boxes(part, tensor, wanted, one_writer) for tensor in tensors]
+    boxes = [boxes_for(part, tensor, wanted, alone) for tensor in tensors]
     files = tuple(TargetFile(inside(part.path, f"__{r}_0.distcp"), r) for r in range(n_ranks))
     owners = _Owners(n_ranks)
     placed = [
@@ -311,8 +311,8 @@ def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
     return not (wanted.per_rank is PerRank.DROP and entry.rank is not None)
 
 
-def _boxes(
-    part: SourcePart, tensor: SourceTensor, wanted: Wanted, one_writer: bool
+def boxes_for(
+    part: SourcePart, tensor: SourceTensor, wanted: Wanted, alone: bool
 ) -> tuple[Box, ...]:
     """The boxes of a tensor in the new step."""
     entry, n_ranks = tensor.entry, wanted.mesh.world_size
@@ -320,17 +320,17 @@ def _boxes(
         like = wanted.like.get((part.path, entry.fqn))
         return like if like is not None else whole(entry.shape, n_ranks)
     rule = rule_for(entry.fqn, wanted.rules)
-    if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, one_writer)):
+    if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, alone)):
         return whole(entry.shape, n_ranks)
     return cut(entry.shape, wanted.mesh, rule.dim if rule else None)
 
 
-def _is_cut(tensor: SourceTensor, one_writer: bool) -> bool:
+def _is_cut(tensor: SourceTensor, alone: bool) -> bool:
     """Whether a tensor is sharded: its writer cut it, or, writing alone, had no reason to."""
     if tensor.n_cut > 1:
         return True
     of_model = tensor.kind in ("model", "optimizer")
-    return one_writer and of_model and _n_bytes_whole(tensor) > TINY_BYTES
+    return alone and of_model and _n_bytes_whole(tensor) > TINY_BYTES
 
 
 def _n_bytes(tensor: SourceTensor, box: Box) -> int:

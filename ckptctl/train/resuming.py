@@ -18,8 +18,9 @@ from typing import Any
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, UsageError
 from ckptctl.judge.fencing import take_token
 from ckptctl.judge.roots import list_root
+from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import join_url
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 from ckptctl.train.attempt import Attempt
 from ckptctl.train.cluster import cluster_context
 from ckptctl.train.deciding import (
@@ -323,6 +324,7 @@ def _document(
     rejected: tuple[Rejected, ...],
 ) -> dict[str, Any]:
     """The report (schema `ckptctl.resume/1`), but for what the attempt fills in."""
+    advice = _advice(job, decision, saved)
     return {
         "schema": "ckptctl.resume/1",
         "attempt": None,
@@ -339,10 +341,19 @@ def _document(
         "superseded": [],
         "world_size": job.group.size,
         "saved_world_size": saved.world_size,
+        "resharding": None if advice is None else advice.document(),
         "previous_attempt": None,
         "state": inventory.document(),
         "cluster": None,
     }
+
+
+def _advice(job: Job, decision: Decision, saved: Progress) -> Advice | None:
+    """What a load of this step reads, where the ranks are not those that saved it."""
+    if decision.path is None or saved.world_size in (None, job.group.size):
+        return None
+    with open_store(parent_url(decision.path), **job.looking.storage) as store:
+        return advise(store, base_name(decision.path), job.group.size)
 
 
 def _tell(job: Job, decision: Decision, report: dict[str, Any], inventory: Inventory) -> None:

@@ -39,6 +39,9 @@ def lines_of(report: Mapping[str, Any], notes: list[str], age_s: float | None) -
     for word, names in report["state"].items():
         if names:
             yield f"{word}: {', '.join(names)}"
+    if report["resharding"] is not None:
+        saved, now = report["saved_world_size"], report["world_size"]
+        yield f"note: saved by {saved}, loaded on {now}: {report['resharding']['message']}"
     for note in notes:
         yield f"note: {note}"
 

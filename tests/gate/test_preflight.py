@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from ckptctl.gate.node import check_nodes
 from ckptctl.gate.probing import StorageProbe, check_probe
 from ckptctl.gate.results import NodeFacts, Outcome
 from ckptctl.gate.sizing import check_cadence, check_capacity, ranks_in
+from ckptctl.resharding import advising
 from ckptctl.storage.local import LocalStore
 from ckptctl.train.cluster import cluster_context
 
@@ -244,6 +246,36 @@ def test_capacity_compares_ranks_with_those_that_saved(
     found = ckptctl.preflight(str(root), world_size=world_size)
     assert outcomes(found)["capacity"] is outcome
     assert message(found, "capacity").startswith(says)
+
+
+def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
+    assert ckptctl.preflight(str(root), world_size=2).resharding is None
+    found = ckptctl.preflight(str(root), world_size=3)
+    assert found.resharding is not None
+    assert found.resharding.stock_bytes > found.resharding.needed_bytes
+    assert outcomes(found)["resharding"] is Outcome.OK
+    assert message(found, "resharding").startswith("loading as it is will do: stock dcp.load")
+
+
+def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(advising, "MIN_GAIN_BYTES", 1)
+    found = ckptctl.preflight(str(root), world_size=16)
+    (check,) = [one for one in found.checks if one.name == "resharding"]
+    assert check.outcome is Outcome.WARNING
+    assert check.message.startswith("resharding first pays with stock dcp.load, which would read")
+    assert (found.exit_code, found.chosen) == (0, f"{root}/step_300")
+    assert check.next_command is not None
+    words = shlex.split(check.next_command)
+    assert words == [
+        *("ckptctl", "reshard", f"{root}/step_300", f"{root}-for-16/step_300"),
+        *("--world-size", "16", "--apply"),
+    ]
+    assert run_ckptctl(*words[1:]).returncode == 0
+    again = ckptctl.preflight(f"{root}-for-16", world_size=16)
+    assert (again.exit_code, again.resharding) == (0, None)
+    validated(run_ckptctl("preflight", root, "--world-size", 16, "--json").stdout)
 
 
 def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
+from command_line import validated
 from running import codes_of, losses, report_of, rows_of, run_job, samples
 
 import ckptctl
@@ -52,6 +54,8 @@ def test_the_samples_go_on_in_one_order_from_four_ranks_to_two_to_three(tmp_path
     report = report_of(tmp_path)
     assert (report["step"], report["saved_world_size"], report["world_size"]) == (6, 2, 3)
     assert report["state"]["derived"] == ["rng"]
+    assert validated(json.dumps(report))["resharding"]["stock_bytes"] > 0
+    assert "saved by 2, loaded on 3: loading as it is will do" in done.stderr
 
 
 def test_the_random_numbers_of_one_rank_show_in_the_losses(two_ranks, copy_of):

@@ -1,0 +1,124 @@
+"""Does it pay to reshard a step before it is loaded on so many ranks?
+
+Counted from the metadata alone: what the ranks need of the records, and what stock
+`dcp.load` reads to get at it, which is every record whole, once for each rank that needs a
+part of it. `Reader`, and with it `Checkpointer`, read what is needed. The ranks are taken to
+be cut as FSDP2 cuts. How a step would be resharded is the question of `planning`.
+
+Resharding reads the step and writes it: it pays from the load on by which stock loads have
+read as much too much. Loading time goes with the bytes read (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+
+from ckptctl.errors import StorageError, UsageError
+from ckptctl.formats.layouts import METADATA
+from ckptctl.judge.arguments import conditions
+from ckptctl.judge.looking import list_step, look
+from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.resharding.cutting import Mesh
+from ckptctl.resharding.planning import Wanted, boxes_for, one_writer, overlaps
+from ckptctl.resharding.sources import Source, source_of
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url
+
+MAX_METADATA_BYTES = 8 << 20
+"""A step with more metadata, some 60,000 chunks, gets no advice: counting would take seconds."""
+
+MIN_GAIN_BYTES = 1 << 30
+"""What saves less than this, about a second of a fast storage, is not worth a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a load on `world_size` ranks reads, in bytes of tensors over all ranks.
+
+    `pays_from` is the load from which on resharding first has paid: 1 where it pays at once,
+    None where it never does.
+    """
+
+    world_size: int
+    needed_bytes: int
+    stock_bytes: int
+    pays_from: int | None
+
+    @property
+    def message(self) -> str:
+        """What to do, in one line."""
+        read = f"would read {_size(self.stock_bytes)} for {_size(self.needed_bytes)} needed"
+        if self.pays_from is None:
+            return f"loading as it is will do: stock dcp.load {read}"
+        ours = "Reader and Checkpointer read only these"
+        if self.pays_from == 1:
+            return f"resharding first pays with stock dcp.load, which {read}; {ours}"
+        return (
+            f"loading as it is will do: stock dcp.load {read}, and resharding first would pay "
+            f"from load {self.pays_from:,} on; {ours}"
+        )
+
+    def document(self) -> dict[str, object]:
+        """The same as JSON."""
+        return {**asdict(self), "message": self.message}
+
+
+def advise(store: Store, name: str, world_size: int) -> Advice | None:
+    """The advice for the step `name` of a root that is whole.
+
+    None where it is no sharded DCP, has more metadata than is counted, or the storage fails:
+    nothing depends on it. Cost: one listing, the metadata, some 10 µs for each chunk.
+    """
+    try:
+        files = list_step(store, name)
+        if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
+            return None
+        asked = conditions((), None, None, 0.0)
+        source = source_of(look(store, name, asked, level=Level.LISTING, files=files))
+    except (StorageError, UsageError):
+        return None
+    return advice_for(source, world_size) if source.parts else None
+
+
+def advice_for(source: Source, world_size: int) -> Advice:
+    """The same for a step that was looked at. Pure."""
+    wanted = Wanted(Mesh((("dp", world_size),)))
+    total = needed = stock = 0
+    for n_taken, n_record, n_ranks in _reads(source, wanted):
+        total += n_taken
+        needed += n_taken * n_ranks
+        stock += n_record * n_ranks
+    gain = stock - needed
+    if gain < MIN_GAIN_BYTES:
+        return Advice(world_size, needed, stock, None)
+    return Advice(world_size, needed, stock, max(1, round(2 * total / gain)))
+
+
+def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+    """For each piece of a record that goes to some ranks: its bytes, the record's, the ranks."""
+    alone = one_writer(source)
+    for part in source.parts:
+        for tensor in part.tensors:
+            itemsize = DTYPE_SIZES[tensor.entry.dtype]
+            for box in boxes_for(part, tensor, wanted, alone):
+                for overlap in overlaps(tensor, box):
+                    whole = prod(tensor.chunks[overlap.number].sizes)
+                    yield prod(overlap.sizes) * itemsize, whole * itemsize, len(box.ranks)
+
+
+def command(root: str, name: str, world_size: int, endpoint_url: str | None = None) -> str:
+    """The command that reshards a step of `root`, into a root beside it."""
+    target = join_url(f"{root.rstrip('/')}-for-{world_size}", name)
+    words = ["ckptctl", "reshard", join_url(root, name), target, "--world-size", str(world_size)]
+    endpoint = [] if endpoint_url is None else ["--endpoint-url", endpoint_url]
+    return shlex.join([*words, *endpoint, "--apply"])
+
+
+def _size(n_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:,.2f} {unit}"
+    return f"{n_bytes} bytes"
