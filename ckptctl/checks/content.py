@@ -18,7 +18,7 @@ from ckptctl.checks.not_finite import FORMS, Form, Values
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.record_bytes import Checked, Part, check_parts
 from ckptctl.checks.record_runs import runs_of
-from ckptctl.checks.structure import readable_ranges
+from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding, Proven
 from ckptctl.formats.records import RecordDirectory, parse_directory, tail_needed
@@ -136,7 +136,8 @@ class ContentCheck:
     def findings(self, sealed: Collection[str] = ()) -> Iterator[Finding]:
         """What the bytes that were read say against the part.
 
-        Yields `record.crc` and `record.framing`, one for each file; `values.not-finite`,
+        Yields `record.crc`, `record.framing`, and of compressed records `record.mismatch` and
+        `record.unsafe`, one for each file; `values.not-finite`,
         one for each tensor; one `record.unverifiable` for the records that nothing can
         prove. The files in
         `sealed` are proven by their seal; their paths are those in the step.
@@ -186,7 +187,7 @@ class ContentCheck:
             if checked.wrong is not None:
                 self._note(number, "record.crc", checked)
             elif checked.unreadable is not None:
-                self._note(number, "record.framing", checked)
+                self._note(number, checked.unfit or "record.framing", checked)
             elif not checked.has_crcs:
                 self._unverifiable[_NO_CRCS].append(number)
             else:
@@ -244,7 +245,7 @@ class ContentCheck:
         start = ranges.starts[first]
         path = ranges.file_names[file]
         n_bytes = sum(ranges.lengths[number] for number in numbers)
-        one, many = _SAYS[code]
+        one, many = SAYS[code]
         what = f"a record {one}" if len(numbers) == 1 else f"{len(numbers):,} records {many}"
         names = some_of(list(dict.fromkeys(ranges.owner(n).entry.fqn for n in numbers)))
         expected = found = None
@@ -315,15 +316,6 @@ def unverifiable(part_path: str, what: str, next_command: str | None = None) -> 
         found="neither",
         next_command=next_command or "ckptctl explain record.unverifiable",
     )
-
-
-_SAYS = {
-    "record.crc": (
-        "does not match the checksum saved with it",
-        "do not match the checksums saved with them",
-    ),
-    "record.framing": ("is not as torch.save writes it", "are not as torch.save writes them"),
-}
 
 
 def _chosen(ranges: Ranges, by_file: Iterable[Sequence[int]], choose: Choose) -> list[list[int]]:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.not_finite import FiniteScan, Form, Values, joined
+from ckptctl.checks.ranges import Owner
+from ckptctl.checks.tensor_records import Unfit, check_tensor, tensor_in
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.record_frames import check_frame, fold_of, saved_fold
 from ckptctl.formats.records import (
@@ -27,6 +29,7 @@ from ckptctl.formats.records import (
     read_member,
     tail_needed,
 )
+from ckptctl.model import TensorEntry
 
 _KEPT = 4096
 """Members up to so many bytes are kept: among them are those that torch reads as texts."""
@@ -47,13 +50,15 @@ class WrongBytes:
 class Checked:
     """What a look at every byte of a record says.
 
-    `unreadable` is why its frame is not as torch writes it. `folds` are what
+    `unreadable` is why its frame is not as torch writes it, or with the code `unfit` why it
+    does not hold what the metadata says. `folds` are what
     `serialization_id` says that the checksums come to, and what they do come to; None
     where it says nothing. `values` are there of a sound record that was scanned.
     """
 
     has_crcs: bool
     unreadable: str | None = None
+    unfit: str | None = None
     wrong: WrongBytes | None = None
     folds: tuple[int, int] | None = None
     values: Values | None = None
@@ -211,17 +216,24 @@ class Passing:
 
 
 def check_parts(
-    directory: RecordDirectory, parts: Iterable[Part], tail: bytes, form: Form | None = None
+    directory: RecordDirectory,
+    parts: Iterable[Part],
+    tail: bytes,
+    form: Form | None = None,
+    owner: Owner | None = None,
 ) -> Checked:
     """Look at a record whose bytes have all passed, in parts, scanned where there is a `form`.
 
-    `tail` is the end of the record as it was when its directory was read.
+    `tail` is the end of the record as it was when its directory was read. With an `owner`
+    the tensor in it is compared with the metadata: of a record that `structure` cannot read.
     """
     in_order = sorted(parts, key=lambda part: part.start)
     kept = _Kept([piece for part in in_order for piece in part.kept])
     if kept.get(directory.length - len(tail), directory.length) not in (tail, None):
         return Checked(directory.has_crcs, unreadable="its end changed while it was read")
     checked = _checked(directory, kept, _joined(directory, in_order, kept))
+    if owner is not None and checked.unreadable is None and checked.wrong is None:
+        checked = _fitting(checked, directory, kept, owner)
     if form is None:
         return checked
     scans = [scan for part in in_order for scan in part.scans.values()]
@@ -231,6 +243,16 @@ def check_parts(
             scans.append(FiniteScan(form))
             scans[-1].take(kept.get(member.start, member.end) or b"")
     return _with_values(checked, directory, kept, form, scans)
+
+
+def _fitting(checked: Checked, directory: RecordDirectory, kept: Readable, owner: Owner) -> Checked:
+    if not isinstance(owner.entry, TensorEntry):
+        return checked
+    try:
+        check_tensor(tensor_in(directory, kept), directory, owner.entry, owner.chunk)
+    except Unfit as error:
+        return replace(checked, unreadable=error.message, unfit=error.code)
+    return checked
 
 
 class _Kept:

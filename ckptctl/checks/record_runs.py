@@ -252,6 +252,7 @@ class _Unpacking:
     def __init__(self, desk: Desk, number: int, owner: Owner) -> None:
         self._desk = desk
         self.number = number
+        self._owner = owner
         self._limit = _unpacked_limit(owner)
         self._length = 0
         self._tail = b""
@@ -299,7 +300,7 @@ class _Unpacking:
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
             form = self._desk.form_of(self.number)
-            checked = check_parts(directory, [part], self._tail, form)
+            checked = check_parts(directory, [part], self._tail, form, self._owner)
         elif self._unpacker is None:
             self._desk.report_no_zstd(self.number)
             return

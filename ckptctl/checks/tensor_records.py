@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.records import RecordDirectory, View, read_member
+from ckptctl.formats.records import Readable, RecordDirectory, read_member
 from ckptctl.formats.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 
@@ -44,7 +44,7 @@ def _mismatch(message: str) -> Unfit:
     return Unfit("record.mismatch", message)
 
 
-def tensor_in(directory: RecordDirectory, view: View) -> TensorStub:
+def tensor_in(directory: RecordDirectory, view: Readable) -> TensorStub:
     """The tensor that a record describes; raises `Unfit` where it describes none."""
     pickle = read_member(directory, "data.pkl", view)
     if pickle is None or len(pickle) > MAX_PICKLE_BYTES:

@@ -38,19 +38,23 @@ class Harm(str, Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """Where a record lies in its file, and which of its bytes carry values."""
+    """Where a record lies in its file, and which bytes of its archive carry values."""
 
     start: int
     data: bytes
     spans: tuple[tuple[int, int], ...]
 
+    @property
+    def stored_spans(self) -> tuple[tuple[int, int], ...]:
+        """The same as they lie in the file: all of a record that is compressed."""
+        return self.spans if self.data[:2] == b"PK" else ((0, len(self.data)),)
+
     def harm(self, held: bytes) -> Harm:
         """What it means that these bytes are there in its place."""
         if held == self.data:
             return Harm.NONE
-        same = len(held) == len(self.data) and all(
-            held[a:b] == self.data[a:b] for a, b in self.spans
-        )
+        held, data = unpacked(held), unpacked(self.data)
+        same = len(held) == len(data) and all(held[a:b] == data[a:b] for a, b in self.spans)
         return Harm.BYTES if same else Harm.VALUES
 
 
@@ -93,7 +97,7 @@ class Sound:
         return [
             (record.start + a, record.start + b)
             for record in self.records[name]
-            for a, b in record.spans
+            for a, b in record.stored_spans
         ]
 
 
@@ -107,9 +111,22 @@ def read_plain(path: Path) -> bytes | None:
         return None
 
 
+def unpacked(data: bytes) -> bytes:
+    """The archive in a compressed record; nothing where it does not come out."""
+    import zstandard
+
+    if data[:4] != zstandard.FRAME_HEADER:
+        return data
+    try:
+        return zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    except zstandard.ZstdError:
+        return b""
+
+
 def _spans(data: bytes) -> tuple[tuple[int, int], ...]:
     """The bytes of a record that carry values; all of one that is no plain archive."""
     try:
+        data = unpacked(data)
         archive = zipfile.ZipFile(io.BytesIO(data))
     except zipfile.BadZipFile:
         return ((0, len(data)),)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import pack
+from zlib import crc32
 
 import pytest
 from made_parts import metadata, tensor
@@ -22,6 +23,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.formats.record_frames import fold_of
+from ckptctl.formats.record_writing import tensor_frame
 from ckptctl.formats.records import parse_directory
 from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.storage.contract import Kind, ShortRead
@@ -218,19 +220,53 @@ def test_bytes_that_are_no_record_at_all_are_a_finding(tmp_path: Path, pieces: s
 # Compressed records
 
 
-def test_compressed_records_are_read_through(tmp_path: Path, pieces: str):
+def compressed(*records: bytes, shape: int, dtype: str = "float32") -> tuple[bytes, Metadata]:
+    """Compressed records, one after the other, of tensors that the metadata says are `shape`."""
     zstandard = pytest.importorskip("zstandard")
-    inner = record(9000, seed=3)
-    data, saved = part_of([zstandard.compress(inner), zstandard.compress(record(20))], (ZSTD,))
+    entries, packed = [], b""
+    for number, inner in enumerate(records):
+        data = zstandard.compress(inner)
+        place = ByteRange(FILE, len(packed), len(data), (ZSTD,))
+        box = ((0,), (shape,))
+        entries.append(tensor(f"t{number}", (shape,), box, ranges=[place], dtype=dtype))
+        packed += data
+    return packed, metadata(*entries)
+
+
+def tensor_record(n_elements: int, seed: int = 0) -> bytes:
+    frame = tensor_frame("float32", (n_elements,))
+    data = random.Random(seed).randbytes(frame.n_data)
+    return frame.before + data + frame.after(crc32(data))
+
+
+def test_compressed_records_are_read_through(tmp_path: Path, pieces: str):
+    inner = tensor_record(2000)
+    data, saved = compressed(inner, tensor_record(2000, seed=1), shape=2000)
     check, findings = compare(tmp_path, data, saved)
     assert findings == []
     assert check.proven.n_bytes == len(data)
 
     broken = bytearray(inner)
     broken[3000] ^= 1
-    data, saved = part_of([zstandard.compress(bytes(broken))], (ZSTD,))
-    _, findings = compare(tmp_path, data, saved)
+    _, findings = compare(tmp_path, *compressed(bytes(broken), shape=2000))
     assert codes(findings) == ["record.crc"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "says"),
+    [
+        (2001, "float32", "it holds a tensor of shape (2000,), its metadata says (2001,)"),
+        (2000, "int32", "it holds float32, its metadata says int32"),
+    ],
+)
+def test_a_compressed_record_of_another_tensor_is_a_finding(
+    tmp_path: Path, shape: int, dtype: str, says: str
+):
+    data, saved = compressed(tensor_record(2000), shape=shape, dtype=dtype)
+    check, (finding,) = compare(tmp_path, data, saved)
+    assert finding.code == "record.mismatch"
+    assert finding.message.endswith(says)
+    assert check.whole
 
 
 @pytest.mark.parametrize("cut", [1, 500])
