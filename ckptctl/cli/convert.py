@@ -12,6 +12,7 @@ from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
     JobsOpt,
+    KeyFileOpt,
     MemoryOpt,
     OnlyOpt,
     PatternOpt,
@@ -20,7 +21,7 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.reshard import only_model
-from ckptctl.cli.values import parse_size
+from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import convert_lines
 
 EXAMPLES = (
@@ -83,6 +84,7 @@ def convert(
     ] = None,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,
+    key_file: KeyFileOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
@@ -108,6 +110,7 @@ def convert(
         accept_unverifiable=accept_unverifiable,
         memory=parse_size("memory", memory),
         jobs=jobs,
+        key=seal_key(key_file),
         on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
         pattern=pattern,
         grace_s=grace,

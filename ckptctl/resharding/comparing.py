@@ -15,7 +15,7 @@ from math import prod
 from ckptctl.checks.byte_pass import OnProgress
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
-from ckptctl.formats.flat_state import NotPlain
+from ckptctl.formats.flat_state import Written
 from ckptctl.formats.record_writing import WRITABLE
 from ckptctl.formats.records import TAIL, parse_directory, tail_needed
 from ckptctl.judge.looking import Looked, look
@@ -23,7 +23,7 @@ from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.resharding.cutting import Box
 from ckptctl.resharding.elements import row_major, slabs
-from ckptctl.resharding.plain_values import read_value
+from ckptctl.resharding.plain_values import read_values
 from ckptctl.resharding.planning import overlaps
 from ckptctl.resharding.reading import Buffers, Damage, Reader, SourceFiles
 from ckptctl.resharding.results import Diff, Difference
@@ -238,10 +238,11 @@ class _Compared:
     def _same_value(self, name: str, left: SourceBytes, right: SourceBytes) -> bool:
         """Whether two values are plain and the same, however their pickles are written."""
         try:
-            one = read_value(self.a.files[name], left, (name,))
-            return one == read_value(self.b.files[name], right, (name,))
-        except (NotPlain, Damage):
+            ((_, one),) = read_values(self.a.files[name], [left])
+            ((_, other),) = read_values(self.b.files[name], [right])
+        except Damage:
             return False
+        return isinstance(one, Written) and one == other
 
 
 def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[Difference]:

@@ -22,7 +22,7 @@ from ckptctl.checks.byte_pass import Limits, OnProgress
 from ckptctl.checks.words import counted
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import FLAT_SUFFIXES, step_name
+from ckptctl.formats.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
 from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked
@@ -59,7 +59,7 @@ from ckptctl.resharding.steps import (
 )
 from ckptctl.resharding.writing import budget
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, join_url
+from ckptctl.storage.opening import base_name, join_url, parent_url
 
 
 def convert(
@@ -74,6 +74,7 @@ def convert(
     accept_unverifiable: bool = False,
     memory: int = DEFAULT_MEMORY,
     jobs: int | None = None,
+    key: bytes | None = None,
     on_progress: OnProgress | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
@@ -96,7 +97,7 @@ def convert(
     it is cut for, 1 if nobody says. Dicts in a file of `torch.save` come apart as
     torch's own checkpoints have it, and what is neither a tensor nor plain is refused by
     its key; tensors of safetensors are put below the key `under`. Nothing in a file runs.
-    The step is proven, sealed and published as by `reshard`.
+    The step is proven, sealed (with `key` where one is given) and published as by `reshard`.
 
     `only_model` leaves out all but the model. Safetensors have no checksums: without a
     seal they are taken with `accept_unverifiable` only.
@@ -127,6 +128,7 @@ def convert(
         accept_unverifiable,
         memory,
         jobs,
+        key,
         on_progress,
     )
     if parse_target(target).name is None:
@@ -167,6 +169,7 @@ class _Asked:
     accept_unverifiable: bool
     memory: int
     jobs: int | None
+    key: bytes | None
     on_progress: OnProgress | None
 
     @property
@@ -196,7 +199,15 @@ class _Asked:
 
 def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
     """A file becomes a step."""
-    is_safetensors = file.file.path.endswith((SUFFIX, INDEX_SUFFIX))
+    name = file.file.path
+    if name == METADATA or shard_rank(name) is not None:
+        step = parent_url(asked.source)
+        raise UsageError(
+            f"{asked.source} is a part of the step {step}",
+            instead_of=asked.source,
+            instead=step,
+        )
+    is_safetensors = name.endswith((SUFFIX, INDEX_SUFFIX))
     _check_makes_step(asked, "one of safetensors" if is_safetensors else "one of torch.save")
     if asked.under and not is_safetensors:
         raise UsageError(
@@ -271,6 +282,7 @@ def _into(asked: _Asked, source: Store, place: Place) -> Into:
         asked.under,
         asked.accept_unverifiable,
         budget(asked.memory, asked.jobs, source, place.store),
+        asked.key,
         asked.on_progress,
         asked.anyway,
     )

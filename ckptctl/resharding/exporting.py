@@ -25,7 +25,7 @@ from ckptctl.formats.values import TensorStub
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.resharding.executing import Place
-from ckptctl.resharding.plain_values import read_value
+from ckptctl.resharding.plain_values import read_values
 from ckptctl.resharding.reading import SourceFiles
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart
 from ckptctl.resharding.whole_files import WholeFile, WholeTensor, write_whole
@@ -121,12 +121,11 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
     leaves: list[Leaf] = []
     others: list[str] = []
     for part in source.parts:
-        for entry in _others(part, only_model):
-            path = part.paths.get(entry.fqn) or (entry.fqn,)
-            try:
-                leaves.append(Leaf(path, read_value(files[part.path], entry, path)))
-            except NotPlain as error:
-                others.append(str(error))
+        for entry, value in read_values(files[part.path], [*_others(part, only_model)]):
+            if isinstance(value, NotPlain):
+                others.append(str(value))
+            else:
+                leaves.append(Leaf(part.paths.get(entry.fqn) or (entry.fqn,), value))
     for number, one in enumerate(tensors.values()):
         tensor = one.tensor.entry
         path = one.part.paths.get(tensor.fqn) or (tensor.fqn,)

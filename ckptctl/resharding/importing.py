@@ -64,6 +64,7 @@ class Into:
     under: str
     accept_unverifiable: bool
     room: Budget
+    key: bytes | None
     on_progress: OnProgress | None
     anyway: str
 
@@ -177,6 +178,7 @@ def _import(
             into.place,
             into.room,
             accept_unverifiable=into.accept_unverifiable,
+            key=into.key,
             on_progress=into.on_progress,
             files=files,
         )
@@ -223,16 +225,16 @@ def _unproven(path: str, why: str, into: Into) -> Finding:
 
 
 def _with_next(report: Report, into: Into) -> Report:
-    """The report, in which what is only unproven says how to take it all the same."""
-    if report.verdict is not Verdict.UNVERIFIABLE:
-        return report
-    findings = tuple(
-        replace(finding, next_command=into.anyway)
-        if finding.verdict is Verdict.UNVERIFIABLE
-        else finding
-        for finding in report.findings
+    """The report, in which what keeps the files from being taken says what helps."""
+    copied = ["cp", "-rL", report.url, f"{report.url}-copy"]
+    helps = {"record.unverifiable": into.anyway, "path.escape": shlex.join(copied)}
+    return replace(
+        report,
+        findings=tuple(
+            replace(finding, next_command=helps.get(finding.code, finding.next_command))
+            for finding in report.findings
+        ),
     )
-    return replace(report, findings=findings)
 
 
 def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[Finding]:

@@ -7,8 +7,10 @@ again; of anything else only the name is known.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
-from ckptctl.formats.flat_state import Leaf, NotPlain, Path, Written, written
+from ckptctl.formats.flat_state import Leaf, NotPlain, Written, written
 from ckptctl.formats.records import (
     View,
     check_headers,
@@ -27,31 +29,42 @@ MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
 
 
-def read_value(files: SourceFiles, entry: SourceBytes, path: Path) -> Written:
-    """The value of an entry, to be written again.
+def read_values(
+    files: SourceFiles, entries: Sequence[SourceBytes]
+) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
+    """Each entry with its value, to be written again, or with why it cannot be.
 
-    Raises `NotPlain` for one that cannot be, `Damage`. Cost: one read.
+    Raises `Damage`. Cost: one read for each, several in flight where that is faster.
     """
+    small = [entry for entry in entries if entry.record.length <= MAX_VALUE_BYTES]
+    spans = [
+        Span(files.in_store(entry.record.file), entry.record.offset, entry.record.length)
+        for entry in small
+    ]
+    for entry, (_, data) in zip(small, files.store.read_spans(spans), strict=True):
+        yield entry, _value(files, entry, data)
+    for entry in entries:
+        if (n_bytes := entry.record.length) > MAX_VALUE_BYTES:
+            why = f"{entry.fqn} takes {n_bytes:,} bytes, of which {MAX_VALUE_BYTES:,} are read"
+            yield entry, NotPlain(why)
+
+
+def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | NotPlain:
     record = entry.record
-    if record.length > MAX_VALUE_BYTES:
-        raise NotPlain(
-            f"{entry.fqn} takes {record.length:,} bytes, of which {MAX_VALUE_BYTES:,} are read"
-        )
     try:
-        pickle = _pickle(files, entry)
-        return written(Leaf(path, decode_state(pickle)))
+        return written(Leaf((entry.fqn,), decode_state(_pickle(files, entry, data))))
+    except NotPlain as error:
+        return error
     except RecordUnreadable as error:
         raise Damage(files.finding("record.framing", record, error.message)) from error
     except MetadataUnsafe as error:
         raise Damage(files.finding("record.unsafe", record, error.message)) from error
     except MetadataUnreadable as error:
-        raise NotPlain(f"{entry.fqn}: {error.message}") from error
+        return NotPlain(f"{entry.fqn}: {error.message}")
 
 
-def _pickle(files: SourceFiles, entry: SourceBytes) -> bytes:
+def _pickle(files: SourceFiles, entry: SourceBytes, data: bytes) -> bytes:
     record = entry.record
-    span = Span(files.in_store(record.file), record.offset, record.length)
-    ((_, data),) = files.store.read_spans([span])
     if record.transforms:
         data = _unpacked(entry, data)
     if not data.startswith(b"PK"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
-from made_steps import grid, octets, write_step
+from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
 from ckptctl.formats.flat_writing import FlatArchive
@@ -345,6 +345,32 @@ def test_safetensors_that_are_not_whole_are_refused(tmp_path, broken):
     assert not (tmp_path / "step_0").exists()
 
 
+def test_links_are_not_followed_and_the_way_round_them_is_told(tmp_path):
+    import torch
+
+    sharded(tmp_path / "blobs")
+    (tmp_path / "model").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "model" / path.name).symlink_to(path)
+    answer = ckptctl.convert(str(tmp_path / "model"), str(tmp_path / "run" / "step_0"))
+    assert (answer.exit_code, answer.written) == (25, False)
+    assert answer.next_command is not None
+    subprocess.run(shlex.split(answer.next_command), check=True)
+    copied = ckptctl.convert(
+        f"{tmp_path}/model-copy", str(tmp_path / "run" / "step_0"), accept_unverifiable=True
+    )
+    assert copied.written
+    assert torch.is_tensor(read_step(tmp_path / "run" / "step_0")["layer.0"])
+
+
+def test_a_step_is_sealed_with_the_key_that_is_given(tmp_path):
+    path = saved(tmp_path, every_dtype({"float32"}))
+    step = str(tmp_path / "run" / "step_0")
+    assert ckptctl.convert(str(path), step, accept_unverifiable=True, key=b"secret" * 3).written
+    assert ckptctl.verify(step, require_seal=True, key=b"secret" * 3).exit_code == 0
+    assert ckptctl.verify(step, require_seal=True, key=b"others" * 3).exit_code == 22
+
+
 def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
     path = saved(tmp_path, every_dtype({"float32"}))
     stat = path.stat()
@@ -374,6 +400,7 @@ def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
             "--strip and --file-size are for a step",
         ),
         (("model.pt", "b.safetensors"), "make the step first"),
+        (("STEP/.metadata", "a.pt"), "is a part of the step"),
         (("model.pt", "run/step_1", "--under", "model"), "is a file of torch.save"),
     ],
 )
@@ -386,7 +413,7 @@ def test_what_the_names_do_not_say_is_refused_with_the_command_that_does_it(
     saved(tmp_path, every_dtype({"float32"}))
     torch.save({"a": torch.ones(3)}, "model.pt")
     step = str(checkpoints / "fsdp_2" / "step_100")
-    done = run_ckptctl("convert", *(step if word == "STEP" else word for word in words))
+    done = run_ckptctl("convert", *(word.replace("STEP", step) for word in words))
     assert done.returncode == 2
     assert said in done.stderr
     following = shlex.split(done.stderr.split("next:")[1])
