@@ -91,7 +91,11 @@ def main() -> None:
                 sys.exit(1 if problems else WITHOUT_DISKS)
         cuts = planned(n_calls, asked)
         print(f"{len(cuts)} power cuts, seed {asked.seed}", flush=True)
-        results = list(cut_all(cuts, base, Path(folder), asked.jobs))
+        results = []
+        for result in cut_all(cuts, base, Path(folder), asked.jobs):
+            results.append(result)
+            if len(results) % 100 == 0:
+                print(f"{len(results)} of {len(cuts)}", flush=True)
     problems += [f"{cut}: {said}\n" for cut, _, said in results if said]
     lines = table(results, n_calls)
     print("\n".join(lines))
@@ -177,12 +181,15 @@ def cut_all(cuts: Sequence[Cut], base: Path, folder: Path, jobs: int) -> Iterato
         os.close(write_fd)
         ends.append((pid, cuts[job::jobs], os.fdopen(read_fd)))
     for pid, own_cuts, told in ends:
-        lines = told.read().splitlines()
-        os.waitpid(pid, 0)
-        for cut, line in zip(own_cuts, lines, strict=False):
+        n_told = 0
+        for cut, line in zip(own_cuts, told, strict=False):
             returned, said = json.loads(line)
+            if said:
+                print(f"{cut}: {said}", flush=True)
             yield cut, returned, said
-        for cut in own_cuts[len(lines) :]:
+            n_told += 1
+        os.waitpid(pid, 0)
+        for cut in own_cuts[n_told:]:
             yield cut, False, "it was not run: the process of the campaign has died"
 
 

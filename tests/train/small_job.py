@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--root", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser.add_argument("--meshes", nargs="+", default=[], help="one for each life, such as 2x2")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8, help="samples, over all ranks")
@@ -144,7 +145,9 @@ def rank_main(
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (n_ranks,))
+        meshes = options.meshes or [str(n_ranks)]
+        shape = meshes[min(life, len(meshes) - 1)].split("x")
+        mesh = init_device_mesh("cpu", tuple(map(int, shape)))
         fully_shard(model.layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

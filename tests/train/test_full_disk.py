@@ -49,7 +49,7 @@ def test_a_save_that_does_not_fit_says_so_and_the_next_one_that_does_is_made(tmp
     last = rows.pop("save")
     assert (last["raised"], last["steps"]) == (None, [f"step_{last['picked']}", "step_3"])
     tries = list(rows.values())
-    assert len(tries) > 10
+    assert len(tries) >= 10
     ends = [row["raised"] for row in tries]
     assert ends.index(None) > 5
     for row in tries[: ends.index(None)]:

@@ -58,6 +58,34 @@ def test_the_samples_go_on_in_one_order_from_four_ranks_to_two_to_three(tmp_path
     assert "saved by 2, loaded on 3: loading as it is will do" in done.stderr
 
 
+@pytest.mark.long
+def test_replicas_of_shards_go_on_to_the_last_bit(tmp_path):
+    job = ("--ranks", 4, "--meshes", "2x2", "--steps", 8)
+    done = run_job(tmp_path, *job, name="unbroken")
+    assert codes_of(done) == [0], done.stderr
+    done = run_job(tmp_path, *job, "--kill", "seal:2")
+    assert codes_of(done) == [-9, 0], done.stderr
+    assert losses(rows_of(tmp_path)) == losses(rows_of(tmp_path, "unbroken"))
+    assert report_of(tmp_path)["step"] == 6
+
+
+@pytest.mark.long
+def test_replicas_of_shards_go_on_as_shards_of_four_ranks_and_of_two(tmp_path):
+    options = ("--batch", 8, "--steps", 8, "--save-every", 2, "--dropout", 0)
+    done = run_job(tmp_path, "--ranks", 4, "--meshes", "2x2", *options, name="unbroken")
+    assert codes_of(done) == [0], done.stderr
+    unbroken = rows_of(tmp_path, "unbroken")
+    lives = ("--ranks", 4, 4, 2, "--meshes", "2x2", "4", "2", "--kill", "seal:1", "seal:2")
+    done = run_job(tmp_path, *lives, *options)
+    assert codes_of(done) == [-9, -9, 0], done.stderr
+    rows = rows_of(tmp_path)
+    assert samples(rows) == samples(unbroken)
+    for step, loss in losses(unbroken).items():
+        assert math.isclose(losses(rows)[step], loss, rel_tol=1e-4), step
+    report = report_of(tmp_path)
+    assert (report["step"], report["saved_world_size"], report["world_size"]) == (6, 4, 2)
+
+
 def test_the_random_numbers_of_one_rank_show_in_the_losses(two_ranks, copy_of):
     exact, forgotten = copy_of(two_ranks), copy_of(two_ranks)
     assert codes_of(run_job(exact, "--ranks", 2, "--steps", 8)) == [0]
