@@ -281,9 +281,10 @@ def _none(
         )
         next_command = f"ckptctl pick {shlex.join(roots)} --skip {last.report.number}"
     elif choice.stopped == "suspect":
+        n_damaged = len(choice.damaged)
         message = (
-            f"{len(choice.damaged)} damaged steps, more than --max-fallback {policy.max_fallback} "
-            "allows: suspect the storage path itself before you trust an older step"
+            f"{n_damaged} damaged step{'s' if n_damaged != 1 else ''}, more than --max-fallback "
+            f"{policy.max_fallback} allows: suspect the storage path itself before you trust an older step"
         )
     elif not choice.passed_over:
         message = f"none of the {n_steps} steps is left by --before and --skip"

@@ -5,7 +5,8 @@
 Four ranks on gloo train a small transformer with dropout, AdamW, a schedule and
 shuffled data. All of them are killed with SIGKILL, at a random time or at a moment of a
 save, and started again with `auto`, ten times a run; then the run may end. Its losses
-must be those of an unbroken run in every digit, and its samples those of one epoch.
+must be those of an unbroken run in every digit, its samples those of one epoch, and
+nothing may be left in its root but the newest three steps, whole and sealed.
 Ends with a code other than 0 where they are not; `--seed` repeats a campaign.
 """
 
@@ -23,8 +24,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "train"), str(HERE.parent.pa
 
 from running import N_SAMPLES, codes_of, losses, rows_of, run_job, samples  # noqa: E402
 
+import ckptctl  # noqa: E402
+
 KILLS_A_RUN = 10
-JOB = ("--ranks", 4, "--batch", 4, "--steps", 24, "--save-every", 2)
+KEEP = 3
+JOB = ("--ranks", 4, "--batch", 4, "--steps", 24, "--save-every", 2, "--keep", KEEP)
 
 
 def main() -> None:
@@ -48,6 +52,7 @@ def main() -> None:
             name = f"run-{n_kills}"
             done = run_job(Path(folder), *JOB, *lazy, "--kill", *moments, name=name)
             check(done, rows_of(Path(folder), name), unbroken, moments)
+            check_left(Path(folder) / name, moments)
             n_kills += sum(code == -9 for code in codes_of(done))
             print(f"{n_kills:3} kills, {time.monotonic() - began_s:.0f} s: {' '.join(moments)}")
     print(f"{n_kills} kills, and every loss and every sample as if there had been none")
@@ -68,6 +73,16 @@ def check(done, rows: dict[int, dict], unbroken: dict[int, dict], moments: list[
         sys.exit(f"the losses differ: {losses(rows)}\nand not {losses(unbroken)}, {said}")
     if sorted(samples(rows)) != list(range(N_SAMPLES)):
         sys.exit(f"not every sample once: {samples(rows)}, {said}")
+
+
+def check_left(root: Path, moments: list[str]) -> None:
+    reports = ckptctl.scan(str(root), require_seal=True, grace_s=0.0).reports
+    if len(reports) != KEEP or not all(report.usable for report in reports):
+        left = ", ".join(f"{report.number}: {report.verdict.value}" for report in reports)
+        sys.exit(f"{left} are left, kills at {' '.join(moments)}")
+    aside = [int(path.name.split(".")[0][5:]) for path in (root / ".ckptctl/aside").glob("*")]
+    if any(number < reports[-1].number for number in aside):
+        sys.exit(f"steps {aside} lie aside, kills at {' '.join(moments)}")
 
 
 if __name__ == "__main__":

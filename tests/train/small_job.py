@@ -147,7 +147,8 @@ def rank_main(
 
         meshes = options.meshes or [str(n_ranks)]
         shape = meshes[min(life, len(meshes) - 1)].split("x")
-        mesh = init_device_mesh("cpu", tuple(map(int, shape)))
+        names = ("replicas", "shards")[-len(shape) :]
+        mesh = init_device_mesh("cpu", tuple(map(int, shape)), mesh_dim_names=names)
         fully_shard(model.layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

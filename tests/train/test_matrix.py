@@ -53,4 +53,4 @@ def test_where_none_may_be_passed_over_all_ranks_end_with_the_same_error(rows: l
     for ranks in ended.values():
         ((how, error, code, said),) = {tuple(rank) for rank in ranks}
         assert (how, error, code) == ("raised", "NothingToResume", 11)
-        assert "1 damaged steps, more than --max-fallback 0 allows" in said
+        assert "1 damaged step, more than --max-fallback 0 allows" in said
