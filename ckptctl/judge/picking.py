@@ -284,7 +284,8 @@ def _none(
         n_damaged = len(choice.damaged)
         message = (
             f"{n_damaged} damaged step{'s' if n_damaged != 1 else ''}, more than --max-fallback "
-            f"{policy.max_fallback} allows: suspect the storage path itself before you trust an older step"
+            f"{policy.max_fallback} allows: suspect the storage path itself before you trust an "
+            "older step"
         )
     elif not choice.passed_over:
         message = f"none of the {n_steps} steps is left by --before and --skip"
