@@ -57,6 +57,7 @@ fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute
 campaign: $(READY) ## Break checkpoints in thirty thousand ways, and count what is missed (half an hour)
 	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/campaign/campaign.py
+	@$(BIN)/python tests/campaign/soak.py
 
 clean: ## Remove all that make has made
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist

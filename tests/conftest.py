@@ -16,10 +16,10 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from made_checkpoints import name_of_checkpoints
 
 pytest_plugins = ["services.plugin"]
 
@@ -59,10 +59,7 @@ def checkpoints() -> Path:
         if done.returncode:
             pytest.fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
 
-    digest = hashlib.sha256(version("torch").encode())
-    for source in sorted((ROOT / "fixtures").rglob("*.py")):
-        digest.update(source.read_bytes())
-    return _made_once(f"checkpoints-{digest.hexdigest()[:16]}", make)
+    return _made_once(name_of_checkpoints(), make)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.formats.layouts import step_name
-from ckptctl.judge.roots import RootListing, read_listing
+from ckptctl.judge.roots import RootListing, check_listed_again, read_listing
 from ckptctl.judge.targets import check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
@@ -41,9 +41,12 @@ def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | N
 
     `UsageError` where it names or is a step, a file, or a folder above the root, and
     where it holds checkpoints whose names give no step number; `StorageUnavailable`
-    where it is a link to nowhere. Cost: one listing for each folder in it, at most
-    `MAX_FOLDERS_TRIED`. What cannot be listed does not count.
+    where it is a link to nowhere, and where a second listing shows steps: nothing is
+    concluded from a single one. Cost: that second listing where storage is not local, and
+    one for each folder in it, at most `MAX_FOLDERS_TRIED`. What cannot be listed does not
+    count.
     """
+    check_listed_again(store, listing, pattern)
     if not (listing.exists and (listing.folders or listing.unnumbered or listing.pointers)):
         _check_path(store.url, exists=listing.exists)
     elif _is_step(base_name(store.url)):

@@ -18,9 +18,11 @@ from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, 
 from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
+from ckptctl.judge.contradictions import left_out, really_changed
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
 from ckptctl.judge.small_values import read_sidecars
+from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo, Level, Step, TrainState
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
@@ -51,31 +53,6 @@ class Looked:
     notes: Notes | None = None
 
 
-def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
-    """The files of a step, paths relative to it. Cost: one listing.
-
-    A step that is one file is listed as that file. Raises `PathNotFound` where
-    there is neither a folder nor a file of that name.
-    """
-    prefix = f"{name}/"
-    try:
-        files = tuple(_below(file, prefix) for file in store.list_tree(name))
-    except PathNotFound:
-        files = ()
-    if files:
-        return files
-    for entry in store.list_dir(""):
-        if entry.path == name:
-            return () if entry.kind == "dir" else (entry,)
-    url = join_url(store.url, name)
-    raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
-
-
-def _below(file: FileInfo, prefix: str) -> FileInfo:
-    path = file.path.removeprefix(prefix)
-    return FileInfo(path, file.size, file.mtime_s, file.identity, file.kind, file.link)
-
-
 def look(
     store: Store,
     named: StepName | str,
@@ -86,6 +63,7 @@ def look(
     files: Sequence[FileInfo] | None = None,
     content: Asked | None = None,
     older: Older | None = None,
+    confirm: bool = True,
 ) -> Looked:
     """Look at one step under a root.
 
@@ -94,7 +72,8 @@ def look(
     to be read at that level, and within which limits. From `structure` on its records are
     compared with those of the first of the `older` steps, where the caller gives these. A
     storage that fails, or a lack of memory, gives a report with the verdict `unknown`,
-    never an exception.
+    never an exception. With `confirm`, files that the listing lacks are asked for by
+    name, see `contradictions`.
 
     Cost: at `listing` one listing and one read for each metadata file, and on file
     systems for each small file of train state, and for the seal and each mark where
@@ -107,9 +86,11 @@ def look(
     step = Step(join_url(store.url, name), name, number, "dcp", (), ())
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
-        return _look_at(store, step, named, conditions, level, at_least, content, older)
+        return _look_at(
+            store, step, named, conditions, level, at_least, content, older, confirm=confirm
+        )
     except (StorageError, MemoryError) as error:
-        finding = _could_not_look(error, step)
+        finding = could_not_look(store, error, step)
         report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
         return Looked(report, step)
 
@@ -128,6 +109,8 @@ def _look_at(
     at_least: Level,
     content: Asked | None,
     older: Older | None,
+    *,
+    confirm: bool,
 ) -> Looked:
     parts = [look_at_part(store, step, part) for part in step.parts]
     reached, reason = _level(store.kind, parts, level, at_least)
@@ -173,6 +156,9 @@ def _look_at(
         findings += said
     if deep:
         findings += check_unchanged(step, list_step(store, step.name))
+    findings = really_changed(store, step, findings)
+    if confirm:
+        findings += left_out(store, step, findings)
     report = report_on(
         step,
         findings,
@@ -323,7 +309,7 @@ def _sources(step: Step, parts: Sequence[PartLook], contents: Mapping[str, objec
     )
 
 
-def _could_not_look(error: StorageError | MemoryError, step: Step) -> Finding:
+def could_not_look(store: Store, error: StorageError | MemoryError, step: Step) -> Finding:
     """What a storage that failed, or a lack of memory, means for the step it was asked for."""
     if isinstance(error, MemoryError):
         said = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
@@ -343,7 +329,7 @@ def _could_not_look(error: StorageError | MemoryError, step: Step) -> Finding:
         code, expected = "step.denied", "leave to list and read"
     else:
         code, expected = "step.unknown", "an answer"
-    return Finding(
+    finding = Finding(
         code,
         step.name,
         error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
@@ -351,6 +337,10 @@ def _could_not_look(error: StorageError | MemoryError, step: Step) -> Finding:
         found=error.message,
         next_command=error.next_command or f"ckptctl verify {step.url}",
     )
+    try:
+        return really_changed(store, step, [finding])[-1]
+    except StorageError:
+        return finding
 
 
 _NOT_KNOWN = {

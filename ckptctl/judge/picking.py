@@ -121,6 +121,7 @@ class Looker:
         self._trees = trees or {}
         self._listings = listings
         self.level = level
+        self.confirm = True
         self.looked: dict[Candidate, Looked] = {}
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
@@ -136,6 +137,7 @@ class Looker:
                 at_least=at_least,
                 files=self._trees.get(candidate.named.name),
                 older=partial(self._older, candidate),
+                confirm=self.confirm,
             )
             self.looked[candidate] = known
         return known.report

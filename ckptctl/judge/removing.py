@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
 from ckptctl.formats.layouts import METADATA, is_own
-from ckptctl.judge.looking import list_step
+from ckptctl.judge.step_files import list_step
 from ckptctl.storage.contract import Store
 from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.storage.opening import absolute_url, is_local, join_url

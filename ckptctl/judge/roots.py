@@ -7,11 +7,12 @@ what is in them is `looking`'s question.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import (
     MAX_POINTER_BYTES,
@@ -125,6 +126,23 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
 def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
     """Those of `steps`, newest first, that are older than step `number` and were finished."""
     return tuple(step for step in steps if step.number < number and not step.unfinished)
+
+
+def check_listed_again(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> None:
+    """Raise `StorageUnavailable` where a second listing shows other steps than `listing`.
+
+    For answers that say that something is not there: a listing that is stale must not
+    give them. A local file system is taken at its word. Cost: one listing.
+    """
+    if store.kind is Kind.LOCAL or list_root(store, pattern).steps == listing.steps:
+        return
+    raise StorageUnavailable(
+        f"{store.url}: two listings in a row show different steps; somebody writes or deletes "
+        "here, or a listing is stale, and nothing is known about what it holds",
+        next_command=f"ckptctl scan {shlex.quote(store.url)}",
+    )
 
 
 def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:

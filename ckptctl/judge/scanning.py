@@ -118,8 +118,9 @@ def _reports(
     on_report: OnReport | None,
 ) -> tuple[Report, ...]:
     reports = []
-    # What decides nothing any more is looked at no deeper than was asked for.
+    # What decides nothing any more is looked at no deeper than was asked for, and once.
     looker.level = level or Level.LISTING
+    looker.confirm = False
     for candidate in shown:
         report = looker(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:

@@ -18,7 +18,7 @@ from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.shape import check_unchanged
 from ckptctl.checks.stored import as_kept, best_of
-from ckptctl.errors import AccessDenied, AlreadyExists, UsageError
+from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
 from ckptctl.formats.checksums import can_compute, checksumming
 from ckptctl.formats.digests import Algorithm, Digests
@@ -34,12 +34,13 @@ from ckptctl.formats.seals import (
 )
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked
-from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.looking import Looked, could_not_look, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Sealed
+from ckptctl.judge.step_files import list_step
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import FileInfo, Level, WorldSize
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
 
 LEVEL = Level.CONTENT
@@ -133,7 +134,11 @@ def seal_found(
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
     limits = Limits(jobs, on_progress=second)
-    files, contradicted = digested(found.store, found.name, sealed, algorithm, limits)
+    try:
+        files, contradicted = digested(found.store, found.name, sealed, algorithm, limits)
+    except (PathNotFound, ShortRead) as error:
+        gone = could_not_look(found.store, error, looked.step)
+        return _refused(_with_findings(looked.report, [gone]))
     changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
     if changed or contradicted:
         return _refused(_with_findings(looked.report, [*changed, *contradicted]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckptctl.checks.shape import SHARDED
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.formats.layouts import StepName, parts_of, step_name
-from ckptctl.judge.roots import RootListing, list_root
+from ckptctl.judge.roots import RootListing, check_listed_again, list_root
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, parent_url
@@ -120,7 +120,8 @@ def named_step(
     """The step that a target names under its root: a `StepName`, or the bare folder name.
 
     `auto` is not decided here. Raises `UsageError` where the root holds no such
-    step. Cost: one listing for a number or `latest`, nothing for a path.
+    step. Cost: one listing for a number or `latest`, nothing for a path; one more before
+    it is said that there is none.
     """
     if target.name is not None:
         return step_name(target.name, pattern) or target.name
@@ -130,6 +131,7 @@ def named_step(
     wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
     if wanted:
         return wanted[0]
+    check_listed_again(store, listing, pattern)
     look = f"ckptctl scan {shlex.quote(store.url)}"
     if not steps:
         raise UsageError(f"{store.url} holds no steps", next_command=look)

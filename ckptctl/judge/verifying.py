@@ -15,10 +15,11 @@ from ckptctl.findings import Report
 from ckptctl.formats.layouts import StepName, compile_pattern, is_flat_file
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.lone_files import check_no_lone_file
-from ckptctl.judge.looking import Looked, list_step, look
+from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.picking import pick
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.roots import list_root, older_steps
+from ckptctl.judge.step_files import list_step
 from ckptctl.judge.targets import check_is_step, named_step, parse_target
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store

@@ -19,8 +19,8 @@ from ckptctl.findings import Report
 from ckptctl.formats.layouts import is_own, is_stage
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Crew
-from ckptctl.judge.looking import list_step
 from ckptctl.judge.sealing import seal_found
+from ckptctl.judge.step_files import list_step
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.journal import entry_path, note, noted, work_folder

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ckptctl.checks.byte_pass import Limits, OnProgress, Piece, read_runs
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
-from ckptctl.judge.looking import list_step
+from ckptctl.judge.step_files import list_step
 from ckptctl.model import DTYPE_SIZES
 from ckptctl.resharding.copying import Crc, FileCopy
 from ckptctl.resharding.cutting import whole

@@ -17,7 +17,7 @@ from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.paths import key_of
-from ckptctl.storage.retrying import retried
+from ckptctl.storage.retrying import Transient, retried
 
 T = TypeVar("T")
 
@@ -223,8 +223,11 @@ class ObjectStore:
         except AlreadyExists:
             # A try before this one may have arrived though its answer did not; the
             # HTTP client, too, sends again on a connection that was closed.
-            if not self._holds(key, data):
-                raise
+            if self._holds(key, data):
+                return
+            if not self._client.exists(key):
+                raise Transient("it is said to be there already, and is not") from None
+            raise
         except CannotCreate:
             self._client.put(key, data, create=False)
             if not self._holds(key, data):

@@ -25,7 +25,7 @@ from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kept
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import error_of
+from ckptctl.storage.s3_answers import error_of, needs_no_key
 
 T = TypeVar("T")
 
@@ -50,13 +50,20 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _KIND = re.compile(r"\bkind: (\w+)")
 
 
+PAGE_KEYS = 1000
+"""Keys that a page of a listing holds at most; a shorter listing had no second page."""
+
+_LAST = "\U0010ffff"
+
+
 class ObstoreClient:
     """See `objects.Client`; `options` have s3fs's names, or those of obstore's `S3Config`.
 
     Keys with empty names between slashes are an error to obstore, and a listing
     that meets one fails. A folder marker comes without its slash; it is told from
     an empty file by the keys below it, so that the marker of an empty folder
-    within the listed one shows as an empty file.
+    within the listed one shows as an empty file. A listing of a page and more costs one
+    request more, because obstore takes a page that lost the token of the next for the last.
     """
 
     def __init__(
@@ -94,7 +101,10 @@ class ObstoreClient:
         token: str | None,  # noqa: ARG002 - there is one page
     ) -> tuple[list[FileInfo], str | None]:
         """See `Client.list_page`; all pages at once, so the token is never used."""
-        found = self._ask(lambda: self._tree(prefix) if deep else self._level(prefix), prefix)
+        with needs_no_key():
+            found = self._ask(lambda: self._tree(prefix) if deep else self._level(prefix), prefix)
+            if len(found) >= PAGE_KEYS:
+                self._check_end(prefix, found)
         if not found and self.exists(f".ckptctl-{os.urandom(8).hex()}"):
             # obstore takes any page for a listing, be it a login page in HTML.
             raise StorageUnavailable(f"s3://{self._bucket}: what answers there is no S3 server")
@@ -119,7 +129,10 @@ class ObstoreClient:
         import obstore
 
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
-        self._ask(lambda: obstore.put(self._store, key, data, mode=mode, use_multipart=False), key)
+        with needs_no_key():
+            self._ask(
+                lambda: obstore.put(self._store, key, data, mode=mode, use_multipart=False), key
+            )
 
     def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
         """See `Client.put_parts`."""
@@ -184,6 +197,16 @@ class ObstoreClient:
 
     def close(self) -> None:
         """Connections go with the object."""
+
+    def _check_end(self, prefix: str, found: list[FileInfo]) -> None:
+        """Raise where keys follow the last one: obstore ends at a page that lost its token."""
+        import obstore
+
+        last = max(f"{info.path}/{_LAST}" if info.kind == "dir" else info.path for info in found)
+        rest = obstore.list(self._store, prefix or None, offset=last, chunk_size=1)
+        more = self._ask(lambda: next(iter(rest), ()), prefix)
+        if len(more):
+            raise Transient("the listing ends before its last key")
 
     def _tree(self, prefix: str) -> list[FileInfo]:
         import obstore

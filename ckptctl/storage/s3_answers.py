@@ -10,7 +10,8 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from ckptctl.errors import (
     AccessDenied,
@@ -47,6 +48,21 @@ _HEALS = _CHANGED_ON_THE_WAY | {"InternalError", "RequestTimeout", "SlowDown", "
 _HEALING_STATUS = frozenset({408, 409, 425, 429})
 
 
+class NoSuchBucket(PathNotFound):
+    """The one 404 that a listing may get: of a prefix without keys it is an empty one."""
+
+
+@contextmanager
+def needs_no_key() -> Iterator[None]:
+    """Around a listing or a write: a 404 for anything but the bucket is no answer to those."""
+    try:
+        yield
+    except NoSuchBucket:
+        raise
+    except PathNotFound as error:
+        raise Transient("404 in answer to a request that needs no object") from error
+
+
 def error_of(status: int, code: str, *, bucket: str, key: str) -> StorageError:
     """The error for an answer with HTTP `status` and S3's error `code` (may be empty).
 
@@ -55,7 +71,7 @@ def error_of(status: int, code: str, *, bucket: str, key: str) -> StorageError:
     where = f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
     answer = f"{status} {code}".strip()
     if code == "NoSuchBucket":
-        return PathNotFound(f"s3://{bucket}: there is no such bucket")
+        return NoSuchBucket(f"s3://{bucket}: there is no such bucket")
     if status in (401, 403) or code in _DENIED:
         return AccessDenied(f"{where}: {_denied(answer)}")
     if code in _HEALS or status in _HEALING_STATUS:

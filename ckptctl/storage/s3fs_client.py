@@ -9,6 +9,7 @@ retries of its own, no HEAD before a read. What an error answer means is
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -19,9 +20,11 @@ from ckptctl.storage.contract import Kept
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import NO_CREDENTIALS, checksums_in, error_of
+from ckptctl.storage.s3_answers import NO_CREDENTIALS, checksums_in, error_of, needs_no_key
 
 T = TypeVar("T")
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 class S3fsClient:
@@ -55,7 +58,8 @@ class S3fsClient:
             arguments["Delimiter"] = "/"
         if token is not None:
             arguments["ContinuationToken"] = token
-        answer = self._ask(self._call("list_objects_v2", **arguments), prefix)
+        with needs_no_key():
+            answer = self._ask(self._call("list_objects_v2", **arguments), prefix)
         try:
             return _page(answer)
         except KeyError as exc:
@@ -67,7 +71,8 @@ class S3fsClient:
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """See `Client.put`."""
-        self._ask(self._put(key, data, create=create), key)
+        with needs_no_key():
+            self._ask(self._put(key, data, create=create), key)
 
     def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
         """See `Client.put_parts`."""
@@ -157,6 +162,11 @@ class S3fsClient:
             data: bytes = await body.read()
         if len(data) != answer["ContentLength"]:
             raise Transient(f"{len(data):,} of {answer['ContentLength']:,} bytes arrived")
+        said = _RANGE.match(answer.get("ContentRange") or "")
+        if said is None and start > 0:
+            raise Transient("the answer does not say which bytes it holds")
+        if said and (int(said[1]), int(said[2])) != (start, start + len(data) - 1):
+            raise Transient(f"{len(data):,} bytes arrived as {said[0]}")
         return data
 
     async def _head(self, key: str) -> Mapping[str, Any]:

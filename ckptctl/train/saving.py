@@ -29,10 +29,11 @@ from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
-from ckptctl.judge.looking import list_step, look
+from ckptctl.judge.looking import look
 from ckptctl.judge.removing import remove_step
 from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
+from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore

@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 
 from broken_files import MAKERS
+from failing_s3 import N_CASES as N_REQUESTS
+from failing_s3 import Bucket, failing_s3
 from failing_storage import N_CHANGES, N_FAULTS, Counts, changing, failing
 from hostile_and_odd import (
     N_HOSTILE,
@@ -23,6 +25,7 @@ from hostile_and_odd import (
 )
 from interrupted import N_CASES as N_INTERRUPTED
 from interrupted import Save, interrupted, saves
+from made_checkpoints import name_of_checkpoints
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
 from short_memory import N_CASES as N_SHORTAGES
@@ -37,6 +40,7 @@ N_CASES = {
     "D": N_INTERRUPTED,
     "F": N_FAULTS,
     "G": N_SHORTAGES,
+    "I": N_REQUESTS,
     "J": N_CHANGES,
     "K": N_HOSTILE,
     "M": N_MUTATIONS,
@@ -60,6 +64,7 @@ class Bench:
         self._saves: list[Save] = []
         self._counts: Counts | None = None
         self._starved: Starved | None = None
+        self._bucket: Bucket | None = None
         _load_all_modules()
         self._watch = Watch()
 
@@ -86,6 +91,10 @@ class Bench:
             elif category == "G":
                 self._starved = self._starved or Starved(self._folder / "starved")
                 short_of_memory(number, chance, subject, self._root, self._starved, outcome)
+            elif category == "I":
+                outcome.step = subjects[0].name
+                self._bucket = self._bucket or Bucket(self._folder / "bucket", subjects[0])
+                failing_s3(number, chance, self._bucket, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
         finally:
@@ -94,8 +103,9 @@ class Bench:
 
     def close(self) -> None:
         """End the processes that were started for the cases."""
-        if self._starved is not None:
-            self._starved.close()
+        for one in (self._starved, self._bucket):
+            if one is not None:
+                one.close()
 
     def _judged(
         self, case: Case, subject: Sound, outcome: Outcome, chance: Random, *, peer: bool = True
@@ -154,7 +164,7 @@ class Bench:
 def _library(folder: Path) -> Library:
     """The checkpoints that the tests use, where they were made before."""
     cache = REPOSITORY / ".cache"
-    made = max(cache.glob("checkpoints-*[0-9a-f]"), key=lambda path: path.stat().st_mtime)
+    made = cache / name_of_checkpoints()
     (versions,) = cache.glob("dcp-versions-*[0-9a-f]/dcp-versions")
     copies = folder / "sound"
     shutil.copytree(made, copies / "made")

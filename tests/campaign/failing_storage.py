@@ -169,10 +169,9 @@ def _asked(name: str, root: Path, outcome: Outcome, *, gone: bool) -> str | None
     if name == "scan":
         return _not_damaged(answer.reports)
     if name == "pick":
-        changed = [one.report.verdict for one in answer.passed_over]
         if answer.chosen is None and answer.exit_code not in (75, 77):
-            return None if changed == [Verdict.CHANGED] * 2 else f"pick ends {answer.exit_code}"
-        if answer.chosen is not None and answer.step != 20 and changed != [Verdict.CHANGED]:
+            return f"pick ends {answer.exit_code}"
+        if answer.chosen is not None and answer.step != 20:
             return f"pick takes {answer.step}"
     elif answer.exit_code not in (0, 26, 75, 77):
         return f"{name} ends with {answer.exit_code}"

@@ -16,6 +16,7 @@ ABOUT = {
     "D": "a save that was interrupted",
     "F": "the storage fails in the k-th call",
     "G": "commands that get too little memory",
+    "I": "an object store fails in the k-th request",
     "J": "the step changes while it is looked at",
     "K": "metadata and records that attack",
     "L": "well-formed and wrong",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import campaign
 import pytest
+import soak
 from cases import N_CASES, Bench
 from table import bound, rows
 
@@ -18,7 +20,13 @@ SEED = 7
 """Which cases the share is made of. Any other finds as little; change it now and then."""
 
 SHARE = 0.05
-PARTS = (("A", "B"), ("C", "L", "O"), ("D", "G", "J"), ("F", "K", "M", "N"))
+PARTS = (
+    ("A", "B"),
+    ("C", "L", "O"),
+    ("D", "G", "J"),
+    ("F", "K", "M", "N"),
+    pytest.param(("I",), marks=[pytest.mark.server, pytest.mark.slow]),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,10 +94,27 @@ def test_a_tool_that_calls_a_failing_storage_damaged_would_be_caught(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ckptctl.judge.looking._could_not_look",
-        lambda error, step: __import__("ckptctl").findings.Finding("shard.missing", "x", "gone"),
+        "ckptctl.judge.looking.could_not_look",
+        lambda *args: __import__("ckptctl").findings.Finding("shard.missing", "x", "gone"),
     )
     assert any(bench.run("F", number).problem for number in range(12))
+
+
+@pytest.mark.slow
+def test_all_that_happens_at_one_root_at_once_leaves_every_answer_true(tmp_path: Path) -> None:
+    root = soak.soak(tmp_path, 0.03, SEED)
+    assert root.problems == []
+    assert {command for command, _ in root.codes} >= {"pick", "verify", "seal", "prune"}
+
+
+def test_a_pick_of_a_damaged_step_would_be_caught_by_the_soak(tmp_path: Path) -> None:
+    root = soak.Root(tmp_path, 0.0, SEED)
+    soak.save(root, random.Random(SEED), 10)
+    root.truth[10].sound = False  # what was saved is whole; what is believed of it is not
+    (me,) = [soak.Caller(root, "picker")]
+    soak.picker(root, me)
+    me.close()
+    assert any("which is not whole" in problem for problem in root.problems)
 
 
 def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:

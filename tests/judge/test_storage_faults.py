@@ -91,14 +91,60 @@ def test_scan_and_verify_never_call_a_step_damaged_that_they_could_not_look_at(
             assert {r.verdict for r in reports} <= {Verdict.COMPLETE, Verdict.UNKNOWN}
 
 
-def test_a_file_that_is_gone_or_shorter_since_the_listing_is_a_change(
+def test_a_file_that_a_read_misses_and_every_listing_shows_is_no_change_and_no_damage(
     root: Path, broken: Callable[..., None]
 ) -> None:
     for error in (PathNotFound("gone"), ShortRead("shorter")):
         for verb in ("read", "span"):
             broken(lambda store, v=verb, e=error: store.fail(v, e))
             report = ckptctl.verify(f"{root}@20", level=Level.STRUCTURE)
-            assert (report.verdict, report.exit_code) == (Verdict.CHANGED, 26)
+            assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 75)
+            assert [f.code for f in report.findings if f.verdict] == ["step.unknown"]
+            assert "contradicts itself" in report.findings[0].message
+            assert ckptctl.pick(str(root), level=Level.STRUCTURE).answer is Answer.UNKNOWN
+
+
+def test_a_file_that_is_deleted_since_the_listing_is_a_change(
+    copy_of: Callable[[Path], Path], root: Path, broken: Callable[..., None]
+) -> None:
+    copy = copy_of(root)
+
+    def order(store: FaultyStore) -> None:
+        def delete(listed):
+            (copy / "step_20" / "__1_0.distcp").unlink(missing_ok=True)
+            return listed
+
+        store.show(delete)
+
+    broken(order)
+    report = ckptctl.verify(f"{copy}/step_20", level=Level.STRUCTURE)
+    assert (report.verdict, report.exit_code) == (Verdict.CHANGED, 26)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_a_listing_that_leaves_out_a_file_is_not_believed_where_storage_is_far_away(
+    root: Path, broken: Callable[..., None], name: str
+) -> None:
+    def order(store: FaultyStore) -> None:
+        store.show(lambda listed: [file for file in listed if not file.path.endswith(name)])
+
+    broken(order, kind=Kind.OBJECT)
+    report = ckptctl.verify(f"{root}@20")
+    assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 75)
+    assert ckptctl.pick(str(root)).answer is Answer.UNKNOWN
+
+
+def test_a_root_that_lists_empty_once_is_no_fresh_run(
+    root: Path, broken: Callable[..., None]
+) -> None:
+    def order(store: FaultyStore) -> None:
+        listings = iter([[]])
+        store.show(lambda listed: next(listings, listed))
+
+    broken(order, kind=Kind.OBJECT)
+    for ask in (lambda: ckptctl.pick(str(root)), lambda: ckptctl.verify(f"{root}@20")):
+        with pytest.raises(StorageUnavailable, match="two listings"):
+            ask()
 
 
 def test_a_step_that_is_saved_over_while_we_look_is_a_change(

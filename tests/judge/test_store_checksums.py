@@ -15,8 +15,8 @@ import ckptctl
 from ckptctl import Level, Report, Severity
 from ckptctl.formats.seals import SEAL, Seal, parse_seal, seal_bytes
 from ckptctl.judge.arguments import conditions
-from ckptctl.judge.looking import list_step
 from ckptctl.judge.sealing import seal_found
+from ckptctl.judge.step_files import list_step
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.storage.contract import Checksum, Kept, Store
 from ckptctl.storage.opening import open_store

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import struct
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +27,7 @@ class Fault(Enum):
     """What the proxy does with a request that it breaks."""
 
     UNAVAILABLE = "503 with S3's SlowDown"
-    DENIED = "403"
+    DENIED = "403 with S3's AccessDenied"
     NOT_IMPLEMENTED = "501 where a condition or a checksum of the whole is asked for"
     RESET = "the connection is reset in the middle of the body"
     SHORT = "the connection ends in order in the middle of the body"
@@ -35,13 +37,41 @@ class Fault(Enum):
     FLIPPED = "one byte of what is sent arrives as another"
     NOT_THERE = "404, whatever is there"
     NO_LISTING = "200 with a page in HTML, like a login page"
+    BROKEN = "500 with S3's InternalError"
+    NO_KEY = "404 with S3's NoSuchKey"
+    THERE = "412, as if the key were there"
+    CONFLICT = "409, as if another writer wrote"
+    CUT = "half of the content, and a length that says so"
+    SHRUNK = "half of the content, as if the object had no more"
+    STALE = "a page that lacks one of its keys"
+    EMPTY = "a page that lacks all of its keys"
+    NO_TOKEN = "half of a page that says that it goes on, and not where"
+
+
+_ANSWERS = {
+    Fault.UNAVAILABLE: (503, b"<Error><Code>SlowDown</Code></Error>"),
+    Fault.BROKEN: (500, b"<Error><Code>InternalError</Code></Error>"),
+    Fault.DENIED: (403, b"<Error><Code>AccessDenied</Code></Error>"),
+    Fault.NOT_THERE: (404, b""),
+    Fault.NO_KEY: (404, b"<Error><Code>NoSuchKey</Code></Error>"),
+    Fault.THERE: (412, b"<Error><Code>PreconditionFailed</Code></Error>"),
+    Fault.CONFLICT: (409, b"<Error><Code>ConditionalRequestConflict</Code></Error>"),
+    Fault.NO_LISTING: (200, b"<html><body>Please log in</body></html>"),
+}
+"""What is answered without asking the server."""
+
+_KEY = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
+_COUNT = re.compile(rb"<KeyCount>\d+</KeyCount>")
+_TRUNCATED = re.compile(rb"<IsTruncated>\w+</IsTruncated>")
+_TOKEN = re.compile(rb"<NextContinuationToken>.*?</NextContinuationToken>", re.DOTALL)
+_FOLDER = re.compile(rb"<CommonPrefixes>.*?</CommonPrefixes>", re.DOTALL)
 
 
 @dataclass
 class _Order:
     verb: str
     nth: int
-    fault: Fault
+    fault: Fault | Callable[[], object]
     lasts: bool
 
 
@@ -79,8 +109,18 @@ class CountingProxy:
             self.counts.clear()
             self._orders.clear()
 
-    def break_request(self, verb: str, fault: Fault, *, nth: int = 1, lasts: bool = False) -> None:
-        """Break the `nth` request of this kind from now on, or it and all later ones."""
+    def break_request(
+        self,
+        verb: str,
+        fault: Fault | Callable[[], object],
+        *,
+        nth: int = 1,
+        lasts: bool = False,
+    ) -> None:
+        """Break the `nth` request of this kind from now on, or it and all later ones.
+
+        A function is called before the request is passed on, which is not broken then.
+        """
         with self._lock:
             self._orders.append(_Order(verb, self.counts[verb] + nth, fault, lasts))
 
@@ -88,11 +128,18 @@ class CountingProxy:
         """Count one request; what to do to it instead of passing it on."""
         with self._lock:
             self.counts[verb] += 1
-            for order in self._orders:
-                n = self.counts[verb]
-                if order.verb == verb and (n >= order.nth if order.lasts else n == order.nth):
-                    return order.fault
+            n = self.counts[verb]
+            told = [
+                order.fault
+                for order in self._orders
+                if order.verb == verb and (n >= order.nth if order.lasts else n == order.nth)
+            ]
+        if not told:
             return None
+        if isinstance(told[0], Fault):
+            return told[0]
+        told[0]()
+        return None
 
     def close(self) -> None:
         """Let go of the port and of requests that were never answered."""
@@ -128,21 +175,12 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.SILENT:
             self.owner.closing.wait()
             return
-        if fault is Fault.UNAVAILABLE:
-            self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
-            return
-        if fault is Fault.DENIED:
-            self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+        if fault in _ANSWERS:
+            self._answer(*_ANSWERS[fault])
             return
         new = self.headers.get("If-None-Match") or self.headers.get("x-amz-checksum-type")
         if fault is Fault.NOT_IMPLEMENTED and new:
             self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
-            return
-        if fault is Fault.NOT_THERE:
-            self._answer(404, b"")
-            return
-        if fault is Fault.NO_LISTING:
-            self._answer(200, b"<html><body>Please log in</body></html>")
             return
         if fault is Fault.FLIPPED and body:
             body = bytes([body[0] ^ 0xFF]) + body[1:]
@@ -150,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.LOST:
             self._reset()
             return
+        if fault is not None:
+            headers, content = _changed(fault, headers, content)
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -208,3 +248,33 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         os.close(self.connection.detach())
+
+
+def _changed(
+    fault: Fault, headers: list[tuple[str, str]], content: bytes
+) -> tuple[list[tuple[str, str]], bytes]:
+    """What the server sent, with what a fault takes away from it."""
+    if fault in (Fault.CUT, Fault.SHRUNK):
+        content = content[: len(content) // 2]
+        headers = [(n, v) for n, v in headers if n.lower() != "content-length"]
+        if fault is Fault.SHRUNK:
+            headers = [(n, _shrunk(v, len(content))) if n.lower() == "content-range" else (n, v)
+                       for n, v in headers]  # fmt: skip
+    elif fault in (Fault.STALE, Fault.EMPTY):
+        content = _KEY.sub(b"", content, count=1 if fault is Fault.STALE else 0)
+        content = _FOLDER.sub(b"", content) if fault is Fault.EMPTY else content
+        content = _COUNT.sub(b"<KeyCount>%d</KeyCount>" % len(_KEY.findall(content)), content)
+        headers = [(n, v) for n, v in headers if n.lower() != "content-length"]
+    elif fault is Fault.NO_TOKEN:
+        content = _TRUNCATED.sub(b"<IsTruncated>true</IsTruncated>", content)
+        content = _TOKEN.sub(b"", content)
+        keys = _KEY.findall(content)
+        for key in keys[len(keys) // 2 :]:
+            content = content.replace(key, b"")
+        headers = [(n, v) for n, v in headers if n.lower() != "content-length"]
+    return headers, content
+
+
+def _shrunk(content_range: str, n_bytes: int) -> str:
+    first = int(re.findall(r"\d+", content_range)[0])
+    return f"bytes {first}-{first + n_bytes - 1}/{first + n_bytes}"
