@@ -19,7 +19,8 @@ from math import prod
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.layouts import METADATA
 from ckptctl.judge.arguments import conditions
-from ckptctl.judge.looking import list_step, look
+from ckptctl.judge.looking import look
+from ckptctl.judge.step_files import list_step
 from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.resharding.cutting import Mesh
 from ckptctl.resharding.planning import Wanted, boxes_for, one_writer, overlaps
