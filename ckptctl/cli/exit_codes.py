@@ -131,6 +131,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "A newer attempt holds the root, what ended the job comes again, or a person said no. "
         "Look before anything is started.",
     ),
+    129: ExitCode("its terminal was closed (signal 1)", "No file was left half written.", "yes"),
     130: ExitCode("interrupted by Ctrl-C (signal 2)", "No file was left half written.", "yes"),
     141: ExitCode(
         "the reader of the output went away (signal 13)",

@@ -34,7 +34,7 @@ def main() -> NoReturn:
     # A start makes many objects and no garbage; looking for it would cost 5 %.
     gc.set_threshold(_FEW_COLLECTIONS)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # A job that was started with a signal ignored wants it ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _stop)

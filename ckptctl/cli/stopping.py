@@ -24,7 +24,7 @@ class Ended(Stop):
 
 @contextmanager
 def ended_by_signals() -> Iterator[Ended]:
-    """Have SIGINT and SIGTERM end a pass first, and the process only when none is running."""
+    """Have a signal that asks us to end do so to a pass first, and to the process if none runs."""
     ended = Ended()
     before: dict[signal.Signals, Any] = {}
 
@@ -35,7 +35,7 @@ def ended_by_signals() -> Iterator[Ended]:
         else:
             before[signal.Signals(number)](number, frame)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if callable(signal.getsignal(each)):
             before[each] = signal.signal(each, end)
     try:

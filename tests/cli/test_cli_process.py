@@ -166,7 +166,9 @@ def test_closed_standard_streams_are_no_crash(sound_root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
 )
 def test_a_signal_ends_it_cleanly(sound_root, tmp_path, number, exit_code):
     # A pipe that is full and that nobody reads holds the command up while it writes.

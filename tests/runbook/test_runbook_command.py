@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -134,6 +135,31 @@ def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
     again = run(root, "--yes", *RESUME)
     assert again.returncode == 2
     assert "nobody knows how it ended" in again.stderr
+
+
+def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(root):
+    started = root.parent / "started"
+    waiting = ("--set", "RESUME=echo $$ > $ROOT/../pid; mv $ROOT/../pid $ROOT/../started; sleep 30")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *COMMAND, "runbook", "run", "rb-7", str(root), "--yes", *waiting],
+        env=clean_environment(TERM="dumb"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    # What is printed must be taken, or the command waits for room.
+    deadline = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < deadline:
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 65536)
+    child = int(started.read_text())
+    os.close(ours)
+    assert process.wait(30) == 129
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert "nobody knows how it ended" in run(root, "--yes", *RESUME).stderr
 
 
 def test_a_person_at_a_terminal_is_asked(root):

@@ -197,12 +197,13 @@ def stop(number, frame):
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGHUP, stop)
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent: signal.Signals):
     (tmp_path / "ckpt").mkdir()
     with subprocess.Popen(
