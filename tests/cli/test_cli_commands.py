@@ -234,3 +234,9 @@ def test_a_mistake_is_told_on_one_line(ckptctl):
     done = ckptctl("runbook")
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == ["next:  ckptctl runbook --help"]
+
+
+def test_under_a_runbook_the_lines_fit_the_terminal_that_shows_them(ckptctl, broken_root):
+    done = ckptctl("scan", broken_root.name, env={"CKPTCTL_COLUMNS": "76"})
+    assert max(map(len, done.stdout.splitlines())) <= 76
+    assert max(map(len, ckptctl("scan", broken_root.name).stdout.splitlines())) > 76
