@@ -37,7 +37,7 @@ class Logs:
         """Why the life failed that ended with this code; None where its logs do not say."""
         with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
             added = []
-            for n, path in enumerate(self._paths):
+            for n, path in enumerate(filter(os.path.isfile, self._paths)):  # a pipe would wait
                 copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
                 # A log that cannot be read says nothing, and keeps no job from its restart.
                 with suppress(OSError):

@@ -17,7 +17,7 @@ from enum import Enum
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.classes import Restart
 from ckptctl.failures.results import Classification
-from ckptctl.findings import EXIT_DENIED
+from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own_files import time_now
 from ckptctl.judge.picking import pick
 from ckptctl.supervise.causes import Logs
@@ -208,8 +208,9 @@ def _ended(
         code = told  # told to stop while it waited for the restart
     if last.decision in (Decision.GIVEN_UP, Decision.NEVER):
         next_command = f"ckptctl scan {shlex.quote(root)}"
-        if last.failure is not None:
-            next_command = shlex.join(["ckptctl", "classify", *logs, "--exit-code", str(code)])
+        if last.failure is not None and code != EXIT_NONE_USABLE:
+            words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
+            next_command = shlex.join(words)
     word = {
         Decision.DONE: "done",
         Decision.STOPPED: "stopped",
