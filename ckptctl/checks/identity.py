@@ -50,6 +50,11 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
     )
 
 
+def claims_further(step: Step, number: int | None) -> bool:
+    """Whether the folder is named after a step further than `number`, as the writer called it."""
+    return step.number is not None and number is not None and step.number > number + _NEAR
+
+
 def earlier_step(step: Step, own_numbers: Collection[int], counted: int | None) -> int | None:
     """The earlier step that metadata and train state agree on; None where they do not.
 
@@ -57,11 +62,11 @@ def earlier_step(step: Step, own_numbers: Collection[int], counted: int | None) 
     in the train state, None where it has none. A folder that claims to be an earlier step
     is no matter: as the beginning of another run it is named so on purpose.
     """
-    if step.number is None or counted is None or len(own_numbers) != 1:
+    if counted is None or len(own_numbers) != 1:
         return None
     (number,) = own_numbers
     agree = abs(counted - number) <= _NEAR
-    return number if agree and step.number > max(number, counted) + _NEAR else None
+    return number if agree and claims_further(step, max(number, counted)) else None
 
 
 def misnamed(step: Step, number: int, further: str) -> Finding:

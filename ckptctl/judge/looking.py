@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.identity import earlier_step
+from ckptctl.checks.identity import claims_further, earlier_step
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
@@ -126,15 +126,15 @@ def _look_at(
         *before,
     ]
     contents: dict[str, object] = {}
-    renamed = any(finding.code == "metadata.foreign" for finding in findings)
-    if deep or renamed or store.kind is not Kind.OBJECT:
+    further = any(claims_further(step, part.own_number) for part in parts)
+    if deep or further or store.kind is not Kind.OBJECT:
         for sidecar in read_sidecars(store, step.name, step.layout, sidecars_of(step), step.url):
             findings += [sidecar.finding] if sidecar.finding else []
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
     state = train_state(_sources(step, parts, contents))
     notes = _notes(store, step, parts, conditions, findings)
     findings += notes.findings if notes else ()
-    if renamed and older is not None:
+    if further and older is not None:
         findings = [*_misnamed(store, step, parts, state, notes, findings, older)]
     seal = notes.seal if notes else None
     n_read, proven = 0, NOTHING_PROVEN

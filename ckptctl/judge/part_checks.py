@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.identity import check_identity, own_number
+from ckptctl.checks.identity import check_identity, claims_further, own_number
 from ckptctl.checks.presence import check_presence
 from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.shape import SHARDED
@@ -97,8 +97,7 @@ def look_at_part(store: Store, step: Step, part: Part) -> PartLook:
         bytes_read=sum(one.n_bytes for one in metadata),
     )
     # A request each on an object store: there they wait for a deeper look, or for a reason.
-    renamed = any(finding.code == "metadata.foreign" for finding in findings)
-    if store.kind is Kind.OBJECT and not renamed:
+    if store.kind is Kind.OBJECT and not claims_further(step, looked.own_number):
         return looked
     return _with_numbers(store, at.folder, looked)
 
