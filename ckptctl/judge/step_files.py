@@ -15,15 +15,19 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     there is neither a folder nor a file of that name.
     """
     prefix = f"{name}/"
+    found = True
     try:
         files = tuple(_below(file, prefix) for file in store.list_tree(name))
     except PathNotFound:
-        files = ()
+        files, found = (), False
     if files:
         return files
     for entry in store.list_dir(""):
+        if entry.path == name and entry.kind != "dir":
+            return (entry,)
         if entry.path == name:
-            return () if entry.kind == "dir" else (entry,)
+            # Not there a moment ago, and there now: no empty folder before it is asked again.
+            return () if found else tuple(_below(file, prefix) for file in store.list_tree(name))
     url = join_url(store.url, name)
     raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
 

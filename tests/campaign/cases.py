@@ -88,13 +88,8 @@ class Bench:
                 self._judged(hostile(number, subject), subject, outcome, chance, peer=False)
             elif category == "O":
                 self._sound(number, chance, outcome)
-            elif category == "G":
-                self._starved = self._starved or Starved(self._folder / "starved")
-                short_of_memory(number, chance, subject, self._root, self._starved, outcome)
-            elif category == "I":
-                outcome.step = subjects[0].name
-                self._bucket = self._bucket or Bucket(self._folder / "bucket", subjects[0])
-                failing_s3(number, chance, self._bucket, outcome)
+            elif category in "GI":
+                self._in_processes(category, number, chance, subject, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
         finally:
@@ -150,6 +145,22 @@ class Bench:
             outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
         if self._watch.events:
             outcome.problem = f"caused {', '.join(sorted(set(self._watch.events)))}"
+
+    def _in_processes(
+        self, category: str, number: int, chance: Random, subject: Sound, outcome: Outcome
+    ) -> None:
+        """What is asked of processes and servers that live for many cases."""
+        try:
+            if category == "G":
+                self._starved = self._starved or Starved(self._folder / "starved")
+                short_of_memory(number, chance, subject, self._root, self._starved, outcome)
+                return
+            subject = self._library.all()[0]
+            outcome.step = subject.name
+            self._bucket = self._bucket or Bucket(self._folder / "bucket", subject)
+            failing_s3(number, chance, self._bucket, outcome)
+        except Exception as error:  # noqa: BLE001 - one case must not end all of them
+            outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
 
     def _new_root(self) -> Path:
         shutil.rmtree(self._root, ignore_errors=True)

@@ -81,14 +81,13 @@ def short_of_memory(
     bad = _spoiled(kind, chance, subject, step)
     older = None if subject.older is None else root / subject.older.name
     before = digest_of(step)
-    outcome.harm = "values" if bad else "none"
     outcome.about = f"{command}, {kind}: {bad or 'nothing wrong'}; {said}"
     answer = starved.ask(argv=_argv(command, root, step), **order)
     outcome.verdict, outcome.said = f"exit {answer['code']}", answer["err"][-300:]
     exact = "from" in order
     outcome.problem = _ended_wrong(answer, exact) or _WRONG[command](answer, step, older, bool(bad))
     if bad and answer["code"] not in (None, 1, COULD_NOT_LOOK) and answer["code"] >= 0:
-        outcome.caught = "content"
+        outcome.harm, outcome.caught = "values", "content"
     generous = order.get("limit", 0) >= LIMITS[0]
     if generous and answer["code"] == COULD_NOT_LOOK:
         outcome.problem = f"could not look with {order['limit'] >> 20} MiB"
