@@ -136,4 +136,12 @@ RULES = (
         ),
         "a data loading worker was killed, mostly for want of memory",
     ),
+    Rule(
+        "memory.worker-gone",
+        "job-oom",
+        Role.CASCADE,
+        ("exited unexpectedly",),
+        (r"RuntimeError: DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly\s*$",),
+        "a data loading worker is gone",
+    ),
 )
