@@ -139,6 +139,7 @@ CODES: Mapping[str, Code] = {
     "format.no-checksums": _remark("a format that carries no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the framework writes last is missing"),
+    "file.cut-short": _warning("a document beside the shards ends too early"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a file beside the shards is damaged"),
     "state.missing": _remark("some train state is not in the step"),
     "state.lost": _remark("some train state is for another world size"),

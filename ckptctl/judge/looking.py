@@ -18,10 +18,11 @@ from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, 
 from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
 from ckptctl.formats import layouts
 from ckptctl.formats.layouts import StepName
+from ckptctl.formats.state_keys import kind_of_file
 from ckptctl.judge.contradictions import left_out, really_changed
 from ckptctl.judge.part_checks import PartLook, look_at_part, look_deeper, n_reads
 from ckptctl.judge.reporting import Conditions, report_on
-from ckptctl.judge.small_values import read_sidecars
+from ckptctl.judge.small_values import check_documents, read_sidecars
 from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo, Level, Step, TrainState
 from ckptctl.storage.contract import Kind, ShortRead, Store
@@ -131,6 +132,7 @@ def _look_at(
         for sidecar in read_sidecars(store, step.name, step.layout, sidecars_of(step), step.url):
             findings += [sidecar.finding] if sidecar.finding else []
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
+        findings += _documents(store, step)
     state = train_state(_sources(step, parts, contents))
     notes = _notes(store, step, parts, conditions, findings)
     findings += notes.findings if notes else ()
@@ -293,6 +295,12 @@ def _level(
     if at_least is Level.LISTING:
         return at_least, why
     return at_least, f"the checksums of its {n_bytes:,} bytes were not compared"
+
+
+def _documents(store: Store, step: Step) -> Iterator[Finding]:
+    needed = layouts.written_last(step.layout, step.parts, step.files)
+    told = [f for f in sidecars_of(step) if kind_of_file(step.layout, f.path) is None]
+    return check_documents(store, step.name, needed, told)
 
 
 def _unfinished(named: StepName | str) -> bool:

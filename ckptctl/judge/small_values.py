@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
@@ -30,6 +30,7 @@ from ckptctl.storage.contract import Span, Store
 
 MAX_SIDECAR_BYTES = 16 * 2**20
 MAX_SIDECARS = 32
+MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_ENDS = 4096
 _TAIL = 98  # `tail_needed` wants as much
 MAX_SCALAR_BYTES = 64 * 2**10
@@ -81,6 +82,50 @@ def read_sidecars(
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
     for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
         yield Sidecar(path, finding=_damaged(path, why, url))
+
+
+def check_documents(
+    store: Store, folder: str, needed: Collection[str], sidecars: Sequence[FileInfo]
+) -> Iterator[Finding]:
+    """Yield a finding for each document in JSON beside the shards that ends too early.
+
+    `file.unreadable` for one that is `needed` to load the step, `file.cut-short` for any
+    other. Those that hold train state are `read_sidecars`'. Cost: at most `MAX_SIDECARS`
+    reads of up to `MAX_DOCUMENT_BYTES`.
+    """
+    wanted = [f for f in sidecars if f.kind == "file" and 0 < f.size <= MAX_DOCUMENT_BYTES]
+    wanted = [f for f in wanted if f.path.endswith(".json")][:MAX_SIDECARS]
+    spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
+    for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
+        if not _ends_early(data):
+            continue
+        code = "file.unreadable" if file.path in needed else "file.cut-short"
+        yield Finding(
+            code,
+            file.path,
+            f"{file.path} ends in the middle of its document: it was not written, or not "
+            "copied, to its end",
+            expected="a whole document in JSON",
+            found=f"{file.size:,} bytes of one",
+            next_command=f"ckptctl explain {code}",
+        )
+
+
+def _ends_early(data: bytes) -> bool:
+    """Whether a document in JSON was begun and not ended; one in another form was not."""
+    import json
+
+    text = data.decode(errors="replace").strip()
+    closing = {"{": "}", "[": "]"}.get(text[:1])
+    if closing is None:
+        return False
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text) or not text.endswith(closing)
+    except RecursionError:
+        return False
+    return False
 
 
 def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileInfo]:

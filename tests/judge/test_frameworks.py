@@ -169,6 +169,37 @@ def test_the_train_state_of_a_later_rank_that_was_cut_short_is_damage_too(
     assert ckptctl.pick(str(root), grace_s=0).step == 20
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "code", "exit_code"),
+    [
+        ("kempnerforge", "step_30/metadata.json", "file.cut-short", 0),
+        ("olmo-core", "step30/config.json", "file.cut-short", 0),
+        ("olmo-core", "step30/.metadata.json", "file.unreadable", 21),
+        ("megatron-core", "iter_0000030/metadata.json", "file.unreadable", 21),
+    ],
+)
+def test_a_document_that_was_cut_short_is_told_and_counts_where_a_load_needs_it(
+    framework_roots: Path, copy_of, name: str, file: str, code: str, exit_code: int
+) -> None:
+    root = copy_of(framework_roots / name / ROOTS[name])
+    path = root / file
+    path.write_bytes(path.read_bytes().rstrip()[:-1])
+    report = ckptctl.verify(f"{root}@30", grace_s=0)
+    told = [f for f in report.findings if f.severity is not Severity.REMARK]
+    assert [(f.code, f.where) for f in told] == [(code, file.split("/", 1)[1])]
+    assert report.exit_code == exit_code
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', "{a: 1}", "no: json", '{"a": NaN}\n'])
+def test_a_document_in_another_form_is_nobody_s_business(
+    framework_roots: Path, copy_of, text: str
+) -> None:
+    root = copy_of(framework_roots / "torchtitan" / ROOTS["torchtitan"])
+    (root / "step-20" / "notes.json").write_text(text)
+    report = ckptctl.verify(f"{root}@20", grace_s=0)
+    assert report.with_severity(Severity.FAULT) == report.with_severity(Severity.WARNING) == ()
+
+
 def test_a_step_that_lacks_its_train_state_file_is_passed_over(
     framework_roots: Path, copy_of
 ) -> None:
