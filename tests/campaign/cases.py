@@ -32,6 +32,9 @@ from short_memory import N_CASES as N_SHORTAGES
 from short_memory import Starved, short_of_memory
 from sound_steps import Harm, Library, Sound, sound_as, tree
 
+import ckptctl
+from ckptctl import Level
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -92,9 +95,21 @@ class Bench:
                 self._in_processes(category, number, chance, subject, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
+            if outcome.problem == "false alarm":
+                self._keep(outcome)
         finally:
             shutil.rmtree(self._root.parent, ignore_errors=True)
         return outcome
+
+    def _keep(self, outcome: Outcome) -> None:
+        """Set aside what was refused for nothing, and say whether it still is."""
+        name = f"{self._seed}-{outcome.category}-{outcome.number}"
+        kept = REPOSITORY / ".cache" / "campaign" / "kept" / name
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(self._root, kept, symlinks=True)
+        chosen = ckptctl.pick(str(self._root), level=Level.CONTENT).chosen
+        again = "pick refuses it" if chosen is None else f"pick takes {chosen.number}"
+        outcome.said += f" (asked again, {again}; the tree is kept in {kept})"
 
     def close(self) -> None:
         """End the processes that were started for the cases."""

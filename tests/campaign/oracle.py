@@ -24,7 +24,7 @@ from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
 
-SUSPICIONS = frozenset({"shard.stale", "shard.newer", "metadata.foreign"})
+SUSPICIONS = frozenset({"shard.stale", "shard.newer", "shard.trailing", "metadata.foreign"})
 """Warnings that a step may not be what it seems; they change no verdict."""
 
 SEEN = {Verdict.UNSAFE, Verdict.CHANGED, Verdict.CORRUPT, Verdict.INCOMPLETE}

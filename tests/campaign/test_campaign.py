@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,12 @@ def test_a_tool_that_refuses_everything_would_be_caught(
 
     refused = [Finding("coverage.gap", "w", "a gap")]
     monkeypatch.setattr("ckptctl.judge.part_checks.check_part_coverage", lambda *args: refused)
-    assert bench.run("O", 1).problem == "false alarm"
+    outcome = bench.run("O", 1)
+    assert outcome.problem == "false alarm"
+    assert "asked again, pick refuses it" in outcome.said
+    kept = Path(outcome.said.rpartition(" kept in ")[2].rstrip(")"))
+    assert any(kept.rglob(".metadata"))
+    shutil.rmtree(kept)
 
 
 def test_a_tool_that_calls_a_failing_storage_damaged_would_be_caught(
