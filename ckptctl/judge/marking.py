@@ -196,7 +196,7 @@ def _nothing_to_lift(report: Report, word: Word, stand: tuple[Mark, ...]) -> Mar
         standing=stand,
         message=f"{report.url} is {what}; nothing was written",
         exit_code=0,
-        next_command=None,
+        next_command=f"ckptctl verify {shlex.quote(report.url)}",
     )
 
 

@@ -142,6 +142,8 @@ PLACES = [
     ("verify notes", 2, "ckptctl explain format.unsupported", "begins like none that"),
     ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
     ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
+    ("accept run@10", 0, "ckptctl verify run/step_10", "nothing was written"),
+    ("pin run@10 --off", 0, "ckptctl verify run/step_10", "nothing was written"),
     # What is behind a word that nobody knows.
     ("explain shard.shrt", 2, "ckptctl explain", "did you mean shard.short"),
     ("scn run", 2, "ckptctl --help", "Did you mean 'scan'"),
