@@ -6,7 +6,8 @@ Four ranks on gloo train a small transformer with dropout, AdamW, a schedule and
 shuffled data. All of them are killed with SIGKILL, at a random time or at a moment of a
 save, and started again with `auto`, ten times a run; then the run may end. Its losses
 must be those of an unbroken run in every digit, its samples those of one epoch, and
-nothing may be left in its root but the newest three steps, whole and sealed.
+nothing may be left in its root but the newest three steps, whole and sealed, and the one
+that was resumed from last.
 Ends with a code other than 0 where they are not; `--seed` repeats a campaign.
 """
 
@@ -22,7 +23,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "train"), str(HERE.parent.parent)]
 
-from running import N_SAMPLES, codes_of, losses, rows_of, run_job, samples  # noqa: E402
+from running import (  # noqa: E402
+    N_SAMPLES,
+    codes_of,
+    losses,
+    report_of,
+    rows_of,
+    run_job,
+    samples,
+)
 
 import ckptctl  # noqa: E402
 
@@ -77,7 +86,9 @@ def check(done, rows: dict[int, dict], unbroken: dict[int, dict], moments: list[
 
 def check_left(root: Path, moments: list[str]) -> None:
     reports = ckptctl.scan(str(root), require_seal=True, grace_s=0.0).reports
-    if len(reports) != KEEP or not all(report.usable for report in reports):
+    resumed_from = report_of(root.parent, root.name)["step"]
+    kept = [report for report in reports if report.number != resumed_from]
+    if len(kept) > KEEP or not all(report.usable for report in reports):
         left = ", ".join(f"{report.number}: {report.verdict.value}" for report in reports)
         sys.exit(f"{left} are left, kills at {' '.join(moments)}")
     aside = [int(path.name.split(".")[0][5:]) for path in (root / ".ckptctl/aside").glob("*")]
