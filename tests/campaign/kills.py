@@ -88,7 +88,7 @@ def check_left(root: Path, moments: list[str]) -> None:
     reports = ckptctl.scan(str(root), require_seal=True, grace_s=0.0).reports
     resumed_from = report_of(root.parent, root.name)["step"]
     kept = [report for report in reports if report.number != resumed_from]
-    if len(kept) > KEEP or not all(report.usable for report in reports):
+    if len(kept) > KEEP or not all(report.usable for report in kept):
         left = ", ".join(f"{report.number}: {report.verdict.value}" for report in reports)
         sys.exit(f"{left} are left, kills at {' '.join(moments)}")
     aside = [int(path.name.split(".")[0][5:]) for path in (root / ".ckptctl/aside").glob("*")]
