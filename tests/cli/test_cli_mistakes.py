@@ -82,7 +82,7 @@ OPTIONS = [
         "ckptctl reshard run@10 out --world-size 2 --memory 256M",
     ),
     ("convert run@10 out --file-size x", "ckptctl convert run@10 out --file-size 1G"),
-    ("convert run@10 out --world-size 2", "ckptctl convert run@10 out"),
+    ("convert run@10 out --world-size 2", "ckptctl reshard run@10 out --world-size 2"),
     ("classify notes --exit-code x", "ckptctl classify notes --exit-code 137"),
     ("runbook run rb-7 run --set x", "ckptctl runbook run rb-7 run --set LOG=train.log"),
     ("run --root run --backoff x -- true a", "ckptctl run --root run --backoff 5m -- true a"),
