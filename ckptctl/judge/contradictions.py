@@ -65,7 +65,8 @@ def really_changed(store: Store, step: Step, findings: Sequence[Finding]) -> lis
     hidden = [path for path in sorted(gone)[:MAX_ASKED] if _is_there(store, step, path)]
     if hidden:
         return [*findings, _not_listed(step, hidden[0])]
-    if any(check_unchanged(step, now)):
+    # Where the first listing failed there is nothing that could have changed since.
+    if step.files and any(check_unchanged(step, now)):
         return list(findings)
     others = [finding for finding in findings if finding.code != "step.changed"]
     where = said[0].where

@@ -138,8 +138,10 @@ def failing_s3(number: int, chance: Random, bucket: Bucket, outcome: Outcome) ->
         _while_it_changes(chance, bucket, name, client, outcome)
     else:
         fault = chance.choice(SLOW if chance.random() < 0.02 else FAULTS[verb])
-        # A store whose every listing is empty is an empty one to everybody.
-        lasts = chance.random() < 0.4 and fault is not Fault.EMPTY
+        # A store whose every listing is empty is an empty one to everybody; to obstore
+        # one that answers every listing with a page in HTML, and all else as S3 does, too.
+        unseen = fault is Fault.EMPTY or (fault is Fault.NO_LISTING and client == "obstore")
+        lasts = chance.random() < 0.4 and not unseen
         also = " on" if lasts else ""
         outcome.about = f"{client}, {name}: {verb} {nth} of {counts[verb]}{also} {fault.name}"
         bucket.proxy.break_request(verb, fault, nth=nth, lasts=lasts)
