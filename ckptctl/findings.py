@@ -102,6 +102,7 @@ NEVER_FINISHED = frozenset(
 # is wrong makes it `corrupt`.
 CODES: Mapping[str, Code] = {
     "metadata.missing": _fault(Verdict.INCOMPLETE, "there is no metadata"),
+    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata names no entry at all"),
     "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata does not decode"),
     "metadata.unsafe": _fault(Verdict.UNSAFE, "the metadata asks for code to run"),
     "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "two metadata compete"),

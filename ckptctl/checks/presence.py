@@ -17,7 +17,8 @@ from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding
-from ckptctl.model import NO_FILE, BytesEntry, FileInfo
+from ckptctl.formats.layouts import METADATA
+from ckptctl.model import NO_FILE, BytesEntry, FileInfo, Metadata
 
 SHARD_SUFFIX = ".distcp"
 
@@ -41,6 +42,26 @@ def check_presence(
     yield from at_most_few(_check_files(ranges, listed, part_path))
     yield from _check_unplaced(ranges, part_path)
     yield from _check_leftovers(ranges, files, part_path)
+
+
+def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Finding]:
+    """Yield `metadata.empty` where the metadata of all parts of a step name no entry at all.
+
+    One part may be empty beside others; a part without metadata says nothing.
+    """
+    if not parts or not all(parts):
+        return
+    if any(one.tensors or one.bytes_entries for part in parts for one in part):
+        return
+    yield Finding(
+        "metadata.empty",
+        METADATA,
+        "the metadata names no tensor and no other entry: there is nothing in the step to "
+        "resume from",
+        expected="tensors",
+        found="no entries",
+        next_command="ckptctl explain metadata.empty",
+    )
 
 
 def escape_reason(path: str) -> str | None:

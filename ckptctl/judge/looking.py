@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.identity import claims_further, earlier_step
+from ckptctl.checks.presence import check_holds_anything
 from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
@@ -124,6 +125,7 @@ def _look_at(
     findings = [
         *check_shape(step, unfinished=_unfinished(named)),
         *(f for part in parts for f in part.findings),
+        *check_holds_anything([part.metadata for part in parts]),
         *before,
     ]
     contents: dict[str, object] = {}

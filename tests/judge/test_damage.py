@@ -346,6 +346,27 @@ def test_an_extra_shard_is_a_remark_and_nothing_more(root: Path) -> None:
     assert [f.code for f in report.findings] == ["shard.orphan"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_step_that_holds_nothing_is_nothing_to_resume_from(root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({}, checkpoint_id=str(root / "step_600"), no_dist=True)
+    report = ckptctl.verify(f"{root}@600", level=Level.LISTING)
+    assert faults(report) == ["metadata.empty"]
+    assert (report.verdict, report.exit_code) == (Verdict.INCOMPLETE, 20)
+    assert ckptctl.pick(str(root)).step == 500
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_that_is_empty_beside_others_is_no_fault(root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = root / "step_600" / "model"
+    shutil.copytree(root / "step_500", model)
+    dcp.save({}, checkpoint_id=str(root / "step_600" / "optimizer"), no_dist=True)
+    assert faults(ckptctl.verify(f"{root}@600", level=Level.LISTING)) == []
+
+
 def test_a_save_without_metadata_is_in_progress_while_it_is_young(root: Path) -> None:
     step = root / "step_500"
     (step / ".metadata").unlink()
