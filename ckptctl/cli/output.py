@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -52,7 +52,9 @@ class Channel(NamedTuple):
     """One of the standard streams, and what can be shown on it.
 
     `width` is None off a terminal, but where a runbook says how wide the one is that it
-    shows our output on. `stream` is None where the caller closed it.
+    shows our output on. `stream` is None where the caller closed it. What is written to
+    standard output `must_arrive`; talk may be lost, where a terminal was closed or a disk is
+    full, and changes neither what a command does nor how it ends.
     """
 
     stream: TextIO | None
@@ -60,12 +62,13 @@ class Channel(NamedTuple):
     width: int | None
     unicode: bool
     color: bool
+    must_arrive: bool
 
     @classmethod
-    def on(cls, stream: TextIO | None, color: Color) -> Channel:
+    def on(cls, stream: TextIO | None, color: Color, *, must_arrive: bool) -> Channel:
         """Find out what a stream can show."""
         if stream is None:
-            return cls(None, terminal=False, width=None, unicode=False, color=False)
+            return cls(None, False, None, unicode=False, color=False, must_arrive=must_arrive)
         terminal = stream.isatty()
         return cls(
             stream,
@@ -73,6 +76,7 @@ class Channel(NamedTuple):
             width=_terminal_width(stream) if terminal else _columns("CKPTCTL_COLUMNS"),
             unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑"),
             color=_wants_color(color, terminal=terminal),
+            must_arrive=must_arrive,
         )
 
     @property
@@ -89,7 +93,8 @@ class Channel(NamedTuple):
         if self.stream is None:
             return
         encoding = self.stream.encoding or "utf-8"
-        _write(self.stream, text.encode(encoding, "backslashreplace").decode(encoding))
+        with nullcontext() if self.must_arrive else suppress(CkptctlError, OSError):
+            _write(self.stream, text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 class Output:
@@ -115,8 +120,8 @@ class Output:
         self._repeated = repeated
         # Colour is worth an import, but not in front of a training job.
         color = Color.NEVER if self.command == "pick" else color
-        self.out = Channel.on(sys.stdout, color)
-        self.err = Channel.on(sys.stderr, color)
+        self.out = Channel.on(sys.stdout, color, must_arrive=True)
+        self.err = Channel.on(sys.stderr, color, must_arrive=False)
         self._progress: Progress | None = None
 
     def step_aside(self) -> None:
@@ -207,7 +212,7 @@ class Output:
             return
         if self._progress is None:
             smart = self.err.terminal and os.environ.get("TERM") != "dumb"
-            self._progress = Progress(self.err.stream, terminal=smart)
+            self._progress = Progress(self.err.write, terminal=smart)
         self._progress.update(said, done, total, unit=unit)
 
     def flush(self) -> None:

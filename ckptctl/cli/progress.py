@@ -7,7 +7,7 @@ plain line every 30 seconds, so that a log shows life and nothing more.
 from __future__ import annotations
 
 import time
-from typing import TextIO
+from collections.abc import Callable
 
 from ckptctl.cli.words import size
 from ckptctl.cost.durations import duration
@@ -19,10 +19,10 @@ _BAR_CELLS = 24
 
 
 class Progress:
-    """Tells on `stream` how far something is; `update` as often as you like."""
+    """Tells by `write` how far something is; `update` as often as you like."""
 
-    def __init__(self, stream: TextIO, *, terminal: bool) -> None:
-        self._stream = stream
+    def __init__(self, write: Callable[[str], None], *, terminal: bool) -> None:
+        self._write = write
         self._terminal = terminal
         self._started_s = time.monotonic()
         self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
@@ -41,19 +41,17 @@ class Progress:
             text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
         if self._terminal:
             bar = _bar(done, total) if total else ""
-            self._stream.write(f"\r\x1b[K{bar}{text}"[: _BAR_CELLS + 56])
+            self._write(f"\r\x1b[K{bar}{text}"[: _BAR_CELLS + 56])
             self._next_s = now_s + _BAR_EVERY_S
         else:
-            self._stream.write(f"{text}\n")
+            self._write(f"{text}\n")
             self._next_s = now_s + _LINE_EVERY_S
-        self._stream.flush()
         self._shown = True
 
     def clear(self) -> None:
         """Take the bar away, before something else is printed."""
         if self._shown and self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            self._write("\r\x1b[K")
             self._shown = False
 
     def _bytes(self, done: int, total: int, now_s: float) -> str:

@@ -142,6 +142,21 @@ def test_an_answer_that_cannot_be_written_is_a_failure(ckptctl, sound_root, argu
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_talk_that_cannot_be_written_changes_no_answer(ckptctl, broken_root):
+    with open("/dev/full", "w") as full:
+        picked = ckptctl("pick", "run", capture_output=False, stdout=subprocess.PIPE, stderr=full)
+        missing = ckptctl("verify", "run@31", capture_output=False, stderr=full)
+        ended = ckptctl(
+            *("run", "--root", "run", "--no-restart-on", "3", "--", "sh", "-c", "exit 3"),
+            capture_output=False,
+            stderr=full,
+        )
+    assert (picked.returncode, picked.stdout) == (0, "run/step_10\n")
+    assert missing.returncode == 2
+    assert ended.returncode == 3
+
+
 def test_a_closed_standard_output_is_a_failure_not_a_crash(sound_root, tmp_path):
     done = subprocess.run(
         ["bash", "-c", f"{shlex.join(COMMAND)} pick run >&-"],

@@ -19,7 +19,7 @@ def clock(monkeypatch):
 
 def told(clock, *, terminal: bool, until_s: float, every_s: float = 0.05) -> str:
     stream = io.StringIO()
-    bar = Progress(stream, terminal=terminal)
+    bar = Progress(stream.write, terminal=terminal)
     for turn in range(int(until_s / every_s) + 1):
         clock[0] = 1000.0 + turn * every_s
         bar.update(f"{turn} steps looked at", turn, int(until_s / every_s))
