@@ -23,10 +23,12 @@ from made_checkpoints import name_of_checkpoints
 
 pytest_plugins = ["services.plugin"]
 
+# Started in the background of a shell, or under nohup: the programs that tests interrupt
+# would inherit deaf ears, and be waited for in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background of a shell: the programs that tests interrupt would
-    # inherit deaf ears, and be waited for in vain.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,11 @@ def test_the_source_is_not_touched(source, target):
 
 def test_killed_at_any_moment_nothing_is_published_and_the_same_call_goes_on(source, target):
     words = ["reshard", source, target, "--world-size", 5, "--apply", "--jobs", 1]
+    began_s = time.monotonic()
+    assert run_ckptctl(*words).returncode == 0
+    took_s = time.monotonic() - began_s
+    shutil.rmtree(target.parent)
+    target.parent.mkdir()
     chance = random.Random(7)
     n_killed = 0
     for _ in range(12):
@@ -148,7 +154,7 @@ def test_killed_at_any_moment_nothing_is_published_and_the_same_call_goes_on(sou
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(chance.uniform(0.05, 0.7))
+        time.sleep(chance.uniform(0.1, 0.9) * took_s)
         process.send_signal(signal.SIGKILL)
         n_killed += process.wait() == -signal.SIGKILL
         if target.exists():

@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +87,20 @@ def why_not() -> str | None:
     return None if os.geteuid() == 0 else "Ceph's daemons are started as root here"
 
 
-def start(folder: Path) -> Gateway:
+def start(folder: Path, tries: int = 3) -> Gateway:
     """Bring up monitor, manager, one disk in memory and the gateway; 10 to 20 s.
 
-    Raises `subprocess.CalledProcessError` or `TimeoutError` where a part of it
-    does not come up; `FOLDER/log` says why.
+    A monitor that is young now and then refuses a command, so it is tried again. Raises
+    `subprocess.CalledProcessError` or `TimeoutError` where a part of it does not come
+    up in the last of the `tries`; `FOLDER/log` says why.
     """
+    for _ in range(tries - 1):
+        with suppress(subprocess.CalledProcessError, TimeoutError):
+            return _start(folder)
+    return _start(folder)
+
+
+def _start(folder: Path) -> Gateway:
     stop(folder)
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("run", "log", "mon", "mgr", "osd", "rgw"):
