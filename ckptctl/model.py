@@ -292,6 +292,10 @@ class PartFormat(str, Enum):
     UNKNOWN = "unknown"
 
 
+SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
+"""The formats that are DCP's own: metadata, and shard files of records."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One folder of tensors in a step: the step itself, `pp0`, `model_and_optim` and the like.

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 from ckptctl.findings import Finding
 from ckptctl.formats import layouts
 from ckptctl.formats.state_keys import kind_of_file
-from ckptctl.model import FileInfo, Part, PartFormat, Step
-
-SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
+from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
     PartFormat.FLAT: (

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import hugging_face_rank, is_stage, rank_local_rank, shard_rank
-from ckptctl.model import FileInfo, Part, PartFormat, TrainState, WorldSize
+from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, TrainState, WorldSize
 
-_SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL, PartFormat.SAFETENSORS)
+_WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
 _RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
 
 
@@ -46,7 +46,7 @@ def saved_world_size(
     ranks from 0 each, so they add up; other parts are written by the same ranks.
     State that exists once per rank can show more ranks than the shard files do.
     """
-    sharded = [part for part in parts if part.format in _SHARDED]
+    sharded = [part for part in parts if part.format in _WITH_RANKS]
     ranks = {part.path: ranks_in(part, named.get(part.path)) for part in sharded}
     stages = [found for path, found in ranks.items() if is_stage(path)]
     others = [found for path, found in ranks.items() if not is_stage(path)]
@@ -75,7 +75,7 @@ def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> It
 
     Pipeline stages share the ranks among them and are counted together.
     """
-    sharded = [part for part in parts if part.format in _SHARDED]
+    sharded = [part for part in parts if part.format in _WITH_RANKS]
     stages = [part for part in sharded if is_stage(part.path)]
     n_in_stages = sum(len(ranks_in(part)) for part in stages)
     if stages and n_in_stages < expected:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.shape import SHARDED
 from ckptctl.checks.state import check_required
 from ckptctl.checks.words import inside
 from ckptctl.checks.world_size import (
@@ -33,7 +32,7 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.layouts import is_own
 from ckptctl.judge.part_checks import PartLook
-from ckptctl.model import FileInfo, Level, Step, TrainState, WorldSize
+from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
 
 if TYPE_CHECKING:
     from ckptctl.formats.seals import Seal

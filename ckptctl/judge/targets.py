@@ -13,11 +13,10 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptctl.checks.shape import SHARDED
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.formats.layouts import StepName, parts_of, step_name
 from ckptctl.judge.roots import RootListing, check_listed_again, list_root
-from ckptctl.model import FileInfo
+from ckptctl.model import SHARDED, FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, parent_url
 

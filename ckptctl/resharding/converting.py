@@ -30,7 +30,7 @@ from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
-from ckptctl.model import Level, PartFormat
+from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.resharding.executing import Place
 from ckptctl.resharding.exporting import (
     Export,
@@ -49,7 +49,7 @@ from ckptctl.resharding.importing import (
 )
 from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.results import Converted, not_converted
-from ckptctl.resharding.sources import SHARDED, Source, check_format, refusal, source_of
+from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
     DEFAULT_MEMORY,
     Opening,
@@ -147,7 +147,7 @@ def convert(
             return _from_file(asked, OneFile(found.store, found.files[0]), opening)
         looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
-        if PartFormat.SAFETENSORS in formats and not formats & {*SHARDED}:
+        if PartFormat.SAFETENSORS in formats and not formats & SHARDED:
             return _from_folder(asked, found, looked, checked, opening)
         if formats == {PartFormat.FLAT}:
             raise _names_no_file(asked, looked)

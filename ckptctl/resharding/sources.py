@@ -19,9 +19,7 @@ from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_r
 from ckptctl.formats.record_writing import WRITABLE
 from ckptctl.formats.state_keys import entry_kinds, kind_of_file
 from ckptctl.judge.looking import Looked
-from ckptctl.model import ByteRange, FileInfo, Metadata, Part, PartFormat, TensorEntry
-
-SHARDED = (PartFormat.DCP, PartFormat.DCP_RANK_LOCAL)
+from ckptctl.model import SHARDED, ByteRange, FileInfo, Metadata, Part, PartFormat, TensorEntry
 
 Dims = tuple[int, ...]
 
