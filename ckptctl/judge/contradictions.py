@@ -70,7 +70,7 @@ def really_changed(store: Store, step: Step, findings: Sequence[Finding]) -> lis
         return list(findings)
     others = [finding for finding in findings if finding.code != "step.changed"]
     where = said[0].where
-    what = f"a read says that {where} is gone or another, and a listing shows it as it was"
+    what = f"one answer has {where} gone or changed, and a listing shows it as it was"
     return [*others, _unknown(step, where, what, said[0].found)]
 
 

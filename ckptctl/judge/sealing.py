@@ -34,6 +34,7 @@ from ckptctl.formats.seals import (
 )
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.bytes_look import Asked
+from ckptctl.judge.contradictions import really_changed
 from ckptctl.judge.looking import Looked, could_not_look, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Sealed
@@ -139,7 +140,8 @@ def seal_found(
     except (PathNotFound, ShortRead) as error:
         gone = could_not_look(found.store, error, looked.step)
         return _refused(_with_findings(looked.report, [gone]))
-    changed = [*check_unchanged(looked.step, list_step(found.store, found.name))]
+    unlike = [*check_unchanged(looked.step, list_step(found.store, found.name))]
+    changed = really_changed(found.store, looked.step, unlike)
     if changed or contradicted:
         return _refused(_with_findings(looked.report, [*changed, *contradicted]))
     made = Seal(
