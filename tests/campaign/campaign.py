@@ -147,10 +147,8 @@ def main() -> int:
     problems = [outcome for outcome in found if outcome["problem"]]
     for outcome in problems[:40]:
         print("PROBLEM", json.dumps(outcome))
-    left = sum(
-        (category, number) not in {(o["category"], o["number"]) for o in found}
-        for category, number in _in_turn(asked)
-    )
+    done = {(outcome["category"], outcome["number"]) for outcome in found}
+    left = sum(case not in done for case in _in_turn(asked))
     if left:
         print(f"{left:,} cases are left: run the same again")
     return 1 if problems or any(job.exitcode for job in jobs) else 0
