@@ -103,7 +103,8 @@ def _rows(options: list[Any]) -> Iterator[str]:
         names = ", ".join(f"`{name}`" for name in option.opts)
         value = "" if option.is_flag else f" `{_value(option)}`"
         meaning = option.help.replace("<", "&lt;")
-        yield f"| {names}{value} | `{option.envvar}` | {_default(option)} | {meaning} |"
+        variable = f"`{option.envvar}`" if option.envvar else ""
+        yield f"| {names}{value} | {variable} | {_default(option)} | {meaning} |"
 
 
 def _value(option: Any) -> str:

@@ -134,7 +134,10 @@ _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
     """The end of the help of a command."""
     # A backspace on a line of its own keeps typer from filling the block below it.
-    variables = "Every option has a variable: --max-fallback is CKPTCTL_MAX_FALLBACK."
+    variables = (
+        "Options have variables (--max-fallback: CKPTCTL_MAX_FALLBACK);\n"
+        "switches that change or remove something have none."
+    )
     shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
     codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
     return f"{variables}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"

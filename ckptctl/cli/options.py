@@ -1,7 +1,8 @@
-"""Which options do the commands share, and how is each written?
+"""Define the options that several commands share, and how an option is declared.
 
-Every option has an environment variable `CKPTCTL_…`. Those that every command
-has are added by `with_common`, so that no command can lack one.
+Every option has an environment variable `CKPTCTL_…`, except those in
+`COMMAND_LINE_ONLY`. The options that every command has are added by
+`with_common`, so that no command can lack one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import inspect
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 
+from ckptctl.cli.lines import Line, line
 from ckptctl.cli.output import Color, Output
 from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options, without_secrets
 from ckptctl.errors import UsageError
@@ -25,9 +27,34 @@ Storage = dict[str, Any]
 """The keyword arguments of the library that say how to reach a storage."""
 
 
+COMMAND_LINE_ONLY = frozenset(
+    {
+        "--apply",
+        "--create",
+        "--notify",
+        "--off",
+        "--replace",
+        "--reset-budget",
+        "--take-over",
+        "--unsealed",
+        "--yes",
+    }
+)
+"""Switches that change or remove something, or that consent to it.
+
+They have no variable: an exported variable acts on every later command, also on
+those of somebody who does not know that it is set.
+"""
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of an option: `--skip` has `CKPTCTL_SKIP`."""
+    return "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
+
+
 def option(*names: str, **about: Any) -> Any:
-    """An option of a command; its variable is its long name: `--skip` has `CKPTCTL_SKIP`."""
-    variable = "CKPTCTL_" + names[0].strip("-").replace("-", "_").upper()
+    """An option of a command, with its variable unless it is in `COMMAND_LINE_ONLY`."""
+    variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
     # Help says once that every option has one, instead of naming each.
     return typer.Option(*names, envvar=variable, show_envvar=False, **about)
 
@@ -341,6 +368,7 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
             report_file=common["report"],
             repeated=repeated,
         )
+        out.lines(_ignored_lines(given), to=out.err)
         if not takes_storage:
             return command(**given, out=out)
         with Watchdog(_PATIENCE * timeout_s, out.error):
@@ -354,6 +382,17 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
+    """Name each variable that is set for an option which is read from the command line only."""
+    for parameter, value in given.items():
+        name = "--" + parameter.replace("_", "-")
+        if name in COMMAND_LINE_ONLY and not value and os.environ.get(variable_of(name)):
+            yield line(
+                f"warning: {variable_of(name)} is set and has no effect: {name} is read from the "
+                "command line only"
+            )
 
 
 def _repeated(common: dict[str, Any], pattern: str | None) -> str:

@@ -116,3 +116,33 @@ def test_quiet_show_spells_out_what_a_terminal_would_obey(capsys, monkeypatch):
     out.configure(quiet=True)
     show("run@1", storage={}, out=out)
     assert capsys.readouterr().out == "w\\x1b[2J\\nnext: rm\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        (("prune", "ROOT", "--keep", "1"), "APPLY"),
+        (("prune", "ROOT", "--keep", "1", "--quiet"), "APPLY"),
+        (("prune", "ROOT", "--keep", "1"), "UNSEALED"),
+        (("pin", "ROOT@30", "--reason", "release"), "OFF"),
+        (("reshard", "ROOT@30", "new", "--world-size", "2"), "APPLY"),
+    ],
+)
+def test_a_switch_that_changes_or_removes_is_not_read_from_the_environment(
+    ckptctl, sound_root, command, variable
+):
+    words = [word.replace("ROOT", str(sound_root)) for word in command]
+    with_variable = ckptctl(*words, env={f"CKPTCTL_{variable}": "1"})
+    option = "--" + variable.lower()
+    expected = f"warning: CKPTCTL_{variable} is set and has no effect: {option} is read from the"
+    assert with_variable.stderr.startswith(expected), with_variable.stderr
+    assert with_variable.returncode == 0
+    steps = sorted(path.name for path in sound_root.iterdir() if path.is_dir())
+    assert {"step_10", "step_20", "step_30"} <= set(steps)
+    marks = sound_root / "step_30" / ".ckptctl" / "marks"
+    assert not any("unpinned" in path.name for path in marks.glob("*.json"))
+
+
+def test_the_same_switch_on_the_command_line_needs_no_warning(ckptctl, sound_root):
+    done = ckptctl("prune", sound_root, "--keep", "3", "--apply", env={"CKPTCTL_APPLY": "1"})
+    assert "has no effect" not in done.stderr

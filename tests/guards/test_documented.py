@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from ckptctl.cli.app import COMMANDS, build_app
 from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.options import COMMAND_LINE_ONLY
 from ckptctl.cli.output import Output
 from ckptctl.cli.pages import all_pages, page
 from ckptctl.cli.pictures import STEP_MARKS
@@ -39,16 +40,35 @@ def test_the_reference_is_what_the_command_line_says():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_variable_a_help_text_and_a_row_in_the_reference(command):
+def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(command):
     for option in options(command):
         name = max(option.opts, key=len)
         if name == "--help":
             continue
         assert option.help, name
         assert option.help.endswith("."), name
-        assert option.envvar == "CKPTCTL_" + name.strip("-").replace("-", "_").upper(), name
         assert f"`{name}`" in REFERENCE, name
-        assert f"`{option.envvar}`" in REFERENCE, name
+        variable = "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
+        if name in COMMAND_LINE_ONLY:
+            # The warning about its variable finds the option by the parameter's name.
+            assert name == "--" + option.name.replace("_", "-")
+            assert option.envvar is None, name
+            assert f"`{variable}`" not in REFERENCE, name
+        else:
+            assert option.envvar == variable, name
+            assert f"`{variable}`" in REFERENCE, name
+
+
+def test_options_without_a_variable_are_those_that_change_or_remove():
+    without = {
+        max(option.opts, key=len)
+        for command in COMMANDS
+        for option in options(command)
+        if option.envvar is None
+    }
+    assert without - {"--help"} <= COMMAND_LINE_ONLY
+    assert {"--apply", "--unsealed", "--yes"} <= without
+    assert "--allow-fresh" not in COMMAND_LINE_ONLY
 
 
 @pytest.mark.parametrize("command", COMMANDS)
