@@ -26,7 +26,7 @@ from ckptctl.errors import (
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Checksum, Kept, ShortRead
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Transient
+from ckptctl.storage.retrying import Throttled, Transient
 from ckptctl.storage.s3_answers import hex_of
 
 T = TypeVar("T")
@@ -204,7 +204,9 @@ class FsspecClient:
             return AlreadyExists(f"{where} is there already; it was kept")
         if isinstance(exc, (NotImplementedError, TypeError)):
             return _Unsupported(f"{where}: {_described(exc)}")
-        if isinstance(exc, OSError) or status >= 500 or status in (408, 429):
+        if status == 429:
+            return Throttled(_described(exc))
+        if isinstance(exc, OSError) or status >= 500 or status == 408:
             return Transient(_described(exc))
         return StorageUnavailable(f"{where}: {_described(exc)}")
 

@@ -32,7 +32,7 @@ from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
 from ckptctl.storage.publishing import make_folder, move, publish
-from ckptctl.storage.retrying import Transient, retried
+from ckptctl.storage.retrying import Retries, Transient, retried
 from ckptctl.storage.room import FULL, free_bytes, full
 from ckptctl.storage.watchdog import busy
 
@@ -45,7 +45,7 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _HEALS = frozenset({errno.ESTALE, errno.EAGAIN})
-_RETRIES = 3
+_RETRIES = Retries(3)
 
 _MAX_DEPTH = 100
 _PIECE = 1 << 30  # Linux reads less than 2 GiB a call

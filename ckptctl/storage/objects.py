@@ -17,7 +17,7 @@ from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
 from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.paths import key_of
-from ckptctl.storage.retrying import Transient, retried
+from ckptctl.storage.retrying import Retries, Transient, retried
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class ObjectStore:
 
     kind = Kind.OBJECT
 
-    def __init__(self, client: Client, *, url: str, retries: int) -> None:
+    def __init__(self, client: Client, *, url: str, retries: Retries) -> None:
         self.url = url
         self._client = client
         self._retries = retries

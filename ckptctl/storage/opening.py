@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from ckptctl.errors import UsageError
 from ckptctl.storage.contract import Store
+from ckptctl.storage.retrying import Retries
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
@@ -24,14 +25,17 @@ def open_store(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
     retries: int = 4,
+    retry_for_s: float = 0.0,
 ) -> Store:
     """The store for a checkpoint root: a path, `file://…`, `s3://…`, or any URL fsspec opens.
 
     `storage_options` go to the client of an object store as they are, and win
     over its environment and configuration; `endpoint_url` is short for the one
     that everybody needs. `timeout_s` bounds each connection and each wait for
-    bytes of an object store, `retries` how often a request is asked again. A
-    mounted file system has its own bounds, and `Watchdog`.
+    bytes of an object store. A request that failed in a way that may pass is
+    repeated `retries` times, and then until `retry_for_s` seconds have passed:
+    `SAVE_RETRY_S` for the store of a save, 0 where somebody waits for an answer.
+    A mounted file system has its own bounds, and `Watchdog`.
 
     Raises `UsageError` for an address that no store can have, and
     `MissingExtra` where the package for it is not installed.
@@ -48,7 +52,12 @@ def open_store(
         options = dict(storage_options or {})
         if endpoint_url:
             options["endpoint_url"] = endpoint_url
-        return open_remote(_without_slash(url), options, timeout_s=timeout_s, retries=retries)
+        return open_remote(
+            _without_slash(url),
+            options,
+            timeout_s=timeout_s,
+            retries=Retries(retries, retry_for_s),
+        )
     from ckptctl.storage.local import LocalStore
 
     start, path = _split(url)

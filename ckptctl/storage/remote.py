@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.storage.contract import Store
 from ckptctl.storage.objects import Client, ObjectStore
+from ckptctl.storage.retrying import Retries
 
 _S3 = frozenset({"s3", "s3a"})
 _BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")
@@ -21,7 +22,7 @@ _S3_CLIENTS = {"s3fs": "s3", "obstore": "obstore"}
 
 
 def open_remote(
-    url: str, options: Mapping[str, object], *, timeout_s: float, retries: int
+    url: str, options: Mapping[str, object], *, timeout_s: float, retries: Retries
 ) -> Store:
     """The store for a URL that is not a folder of this machine.
 

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.storage.contract import Checksum, ShortRead
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Transient
+from ckptctl.storage.retrying import Throttled, Transient
 
 NO_CREDENTIALS = (
     "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
@@ -44,8 +44,9 @@ _NO_SUCH_NAME = frozenset({"InvalidObjectName", "KeyTooLongError"})
 _CHANGED_ON_THE_WAY = frozenset(
     {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 )
-_HEALS = _CHANGED_ON_THE_WAY | {"InternalError", "RequestTimeout", "SlowDown", "ServiceUnavailable"}
-_HEALING_STATUS = frozenset({408, 409, 425, 429})
+_THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
+_HEALS = _CHANGED_ON_THE_WAY | {"InternalError", "RequestTimeout", "ServiceUnavailable"}
+_HEALING_STATUS = frozenset({408, 409, 425})
 
 
 class NoSuchBucket(PathNotFound):
@@ -74,6 +75,8 @@ def error_of(status: int, code: str, *, bucket: str, key: str) -> StorageError:
         return NoSuchBucket(f"s3://{bucket}: there is no such bucket")
     if status in (401, 403) or code in _DENIED:
         return AccessDenied(f"{where}: {_denied(answer)}")
+    if code in _THROTTLED or status == 429:
+        return Throttled(answer)
     if code in _HEALS or status in _HEALING_STATUS:
         return Transient(answer)
     if status == 404 or code in _NO_SUCH_NAME:

@@ -230,6 +230,25 @@ def test_a_storage_that_does_not_heal_is_unavailable_after_bounded_tries(
     assert RETRIES < proxy.counts[verb] <= (RETRIES + 1) * (2 if resent else 1)
 
 
+def test_a_storage_that_is_away_for_more_tries_than_the_count_is_waited_for_while_there_is_time(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+):
+    for verb in ("LIST", "GET", "PUT"):
+        for nth in range(1, 8):
+            proxy.break_request(verb, Fault.BROKEN, nth=nth)
+    with open_store(
+        store.url,
+        storage_options={**s3_moto.options, "client": client},
+        endpoint_url=proxy.url,
+        retries=RETRIES,
+        retry_for_s=600,
+    ) as patient:
+        assert len(patient.list_tree()) == 4
+        assert patient.read("step_1/.metadata", limit=100) == b"metadata"
+        patient.put("seal", b"ours", replace=True)
+    assert proxy.counts == {"LIST": 8, "GET": 8, "PUT": 8}
+
+
 def test_a_listing_whose_second_page_fails_is_an_error_and_not_half_a_listing(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
 ):
