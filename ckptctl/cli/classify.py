@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.views.failures import classification_lines
 
 EXAMPLES = (
-    "ckptctl classify slurm-4711.out dmesg-node017.log --exit-code 1",
+    "ckptctl classify --print nodes slurm-4711.out dmesg-node017.log --exit-code 1",
     "sacct -j 4711 -P -o JobID,State,ExitCode | ckptctl classify slurm-4711.out -",
     "ckptctl classify --state OOMKilled --exit-code 137 --scheduler kubernetes",
 )
@@ -29,6 +30,13 @@ class SchedulerChoice(str, Enum):
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
     SHELL = "shell"
+
+
+class Printed(str, Enum):
+    """What is put on standard output, with the evidence on standard error."""
+
+    WORD = "word"
+    NODES = "nodes"
 
 
 def classify(
@@ -60,6 +68,14 @@ def classify(
         SchedulerChoice | None,
         option("--scheduler", help="Who reports the exit code: 1 of torchrun says nothing."),
     ] = None,
+    printed: Annotated[
+        Printed | None,
+        option(
+            "--print",
+            help="Print only this on standard output, and the evidence on standard error: whose "
+            "failure it is, or the suspected nodes, one a line.",
+        ),
+    ] = None,
     *,
     storage: Storage,
     out: Output,
@@ -68,8 +84,9 @@ def classify(
 
     The first cause is looked for, not the last line: what other ranks say after it is shown as
     its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever
-    the answer; with --quiet one word is printed, for a
-    script to branch on: infrastructure, job, stopped, none or unknown.
+    the answer; with --quiet or --print word one word is printed, for a
+    script to branch on: infrastructure, job, stopped, none or unknown. Hardware that the kernel,
+    the driver or the scheduler reports is named also where it did not decide. Nothing is drained.
     """
     answer = ckptctl.classify(
         logs or (),
@@ -78,9 +95,13 @@ def classify(
         scheduler=scheduler.value if scheduler else None,
         **storage,
     )
-    out.answer(
-        lambda: classify_document(answer),
-        lambda: classification_lines(answer),
-        bare=(answer.domain.value,),
-    )
+    document = partial(classify_document, answer)
+    lines = partial(classification_lines, answer)
+    bare = answer.nodes if printed is Printed.NODES else (answer.domain.value,)
+    if printed is None or not out.talks:
+        out.answer(document, lines, bare=bare)
+    else:
+        out.save(document)
+        out.lines(lines(), to=out.err)
+        out.bare(bare)
     return answer.exit_code

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.errors import UsageError
 from ckptctl.failures.classes import CLASSES, Action, Domain, FailureClass, Restart
-from ckptctl.failures.deciding import Decision, decide
+from ckptctl.failures.deciding import Decision, decide, hardware
 from ckptctl.failures.evidence import Evidence
 from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_of_state
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import Classification
+from ckptctl.failures.suspects import suspects_in
 from ckptctl.storage.log_lines import logs_below, read_blocks
 
 _FINISHED = ("COMPLETED", "Completed", "Succeeded", "SUCCEEDED")
@@ -116,6 +117,7 @@ def _answer(
         node=node,
         device=decisive.device if decisive else None,
         rank=decisive.rank if decisive else None,
+        suspects=suspects_in(hardware(decision)),
         evidence=((decisive, *decision.agreeing) if decisive else ())[:_SHOWN],
         consequences=decision.consequences[:_SHOWN],
         others=decision.others[:_SHOWN],

@@ -62,6 +62,23 @@ def decide(
     )
 
 
+_HARDWARE = ("infra-node", "infra-fabric")
+
+
+def hardware(decision: Decision) -> tuple[Evidence, ...]:
+    """The evidence against hardware, the decisive first; survived errors are not among it.
+
+    Where hardware did not decide, only what the kernel, the driver or the scheduler
+    reported counts: programs blame the fabric for every lost peer.
+    """
+    first = decision.decisive
+    if first is None:
+        return ()
+    led = (first, *decision.agreeing) if first.failure in _HARDWARE else ()
+    rest = (*decision.others, *decision.consequences)
+    return (*led, *(e for e in rest if e.failure in _HARDWARE and e.role is Role.CAUSE))
+
+
 def _leads(evidence: Evidence) -> bool:
     return evidence.role in (Role.CAUSE, Role.ROOT, Role.SUSPECT)
 
@@ -87,7 +104,24 @@ def _first_root(
         named = [each for each in roots if each.rank == first_failed[1]]
         first = _first(named) or first
     better = [each for each in roots if _knows_better(each, first)]
-    return _first(better) or first
+    first = _first(better) or first
+    worse = [each for each in roots if _outranks(each, first)]
+    return _first(worse) or first
+
+
+_OF_THE_JOB = ("job-", "bad-checkpoint")
+
+
+def _outranks(other: Evidence, first: Evidence) -> bool:
+    """Whether `other` demands that a node leaves the pool and `first` would resume on it.
+
+    A failure of the job's own keeps its place: it stops a resume as well.
+    """
+    if other.role is not Role.CAUSE or other.failure != "infra-node" or other.action:
+        return False
+    if first.failure == "infra-node":
+        return bool(first.action)
+    return first.failure != "infra-fabric" and not first.failure.startswith(_OF_THE_JOB)
 
 
 def _knows_better(other: Evidence, first: Evidence) -> bool:

@@ -9,6 +9,7 @@ from command_line import run_ckptctl, validated
 
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.failures.suspects import host_names
 
 LOST_GPU = (
     "Nov 20 03:12:44 node017 kernel: [12345.678901] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, "
@@ -99,3 +100,93 @@ def test_exit_codes_and_states_say_what_they_can(given, failure):
 def test_what_is_no_exit_code_is_a_usage_error():
     with pytest.raises(UsageError, match="137, -9 or 0:9"):
         ckptctl.classify(exit_code="SIGKILL")
+
+
+SCANCEL = (
+    "Nov 20 01:00:00 login1 slurmctld[77]: _slurm_rpc_kill_job: REQUEST_KILL_JOB JobId=4711 "
+    "uid=1000\n"
+)
+CODE = (
+    "2026-11-20 01:00:00 Traceback (most recent call last):\n"
+    '  File "train.py", line 3, in main\n'
+    "2026-11-20 01:00:00 KeyError: 'tokens'\n"
+)
+CONTAINED = LOST_GPU.replace("79, pid=1234, GPU has fallen off the bus.", "94, Contained error")
+
+
+def test_the_suspected_nodes_are_printed_one_a_line_with_the_evidence_beside(tmp_path):
+    other = LOST_GPU.replace("node017", "node018")
+    (tmp_path / "dmesg.log").write_text(LOST_GPU + LOST_GPU.replace("3b", "af") + other)
+    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "dmesg.log")
+    assert (ran.stdout, ran.returncode) == ("node017\nnode018\n", 0)
+    assert "suspected: node017 (PCI:0000:3b:00, PCI:0000:af:00)" in ran.stderr
+    assert "dmesg.log:1" in ran.stderr
+    quiet = run_ckptctl("classify", "--print", "nodes", "-q", tmp_path / "dmesg.log")
+    assert (quiet.stdout, quiet.stderr) == ("node017\nnode018\n", "")
+    document = validated(run_ckptctl("classify", tmp_path / "dmesg.log", "--json").stdout)
+    assert document["suspects"] == [
+        {"node": "node017", "devices": ["PCI:0000:3b:00", "PCI:0000:af:00"], "ranks": []},
+        {"node": "node018", "devices": ["PCI:0000:3b:00"], "ranks": []},
+    ]
+
+
+def test_the_word_is_printed_alone_with_the_evidence_beside(tmp_path):
+    (tmp_path / "dmesg.log").write_text(LOST_GPU)
+    ran = run_ckptctl("classify", "--print", "word", tmp_path / "dmesg.log")
+    assert (ran.stdout, ran.returncode) == ("infrastructure\n", 0)
+    assert "Xid 79" in ran.stderr
+
+
+def test_no_node_is_printed_for_a_failure_of_the_job(tmp_path):
+    (tmp_path / "job.log").write_text("srun: error: node016: task 3: Exited\n" + CODE)
+    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "job.log")
+    assert (ran.stdout, ran.returncode) == ("", 0)
+
+
+def test_hardware_that_the_kernel_names_decides_over_an_earlier_stop(tmp_path):
+    (tmp_path / "a.log").write_text(SCANCEL + LOST_GPU)
+    answer = ckptctl.classify(str(tmp_path / "a.log"))
+    assert (answer.failure, answer.nodes) == ("infra-node", ("node017",))
+
+
+def test_a_failure_of_the_job_keeps_its_word_and_the_lost_device_is_named(tmp_path):
+    (tmp_path / "a.log").write_text(CODE + LOST_GPU)
+    answer = ckptctl.classify(str(tmp_path / "a.log"))
+    assert (answer.domain.value, answer.nodes) == ("job", ("node017",))
+
+
+def test_the_worst_of_several_demands_on_a_device_decides(tmp_path):
+    (tmp_path / "a.log").write_text(CONTAINED + LOST_GPU.replace("79, pid=1234, GPU has", "95, x"))
+    answer = ckptctl.classify(str(tmp_path / "a.log"))
+    assert (answer.action.value, answer.restart.value) == ("drain", "yes")
+    alone = tmp_path / "b.log"
+    alone.write_text(CONTAINED)
+    assert ckptctl.classify(str(alone)).action.value == "resume"
+
+
+@pytest.mark.parametrize(
+    ("host", "nodes"),
+    [
+        ("node031", ("node031",)),
+        ("node[009-011,20],gpu-a.b", ("node009", "node010", "node011", "node20", "gpu-a.b")),
+        ("node[0-9999999]", ()),
+        ("-rf", ()),
+        ("$(reboot)", ()),
+        ("a b", ()),
+        ("a;b", ()),
+        ("node[", ()),
+        ("node[1-x]", ()),
+        ("", ()),
+    ],
+)
+def test_only_host_names_are_taken_for_nodes(host, nodes):
+    assert host_names(host) == nodes
+
+
+def test_a_device_without_its_node_is_a_suspect_without_a_name(tmp_path):
+    (tmp_path / "dmesg.log").write_text(LOST_GPU.replace("Nov 20 03:12:44 node017 kernel: ", ""))
+    answer = ckptctl.classify(str(tmp_path / "dmesg.log"))
+    assert [(each.node, each.devices) for each in answer.suspects] == [(None, ("PCI:0000:3b:00",))]
+    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "dmesg.log")
+    assert ran.stdout == ""
+    assert "a node that the logs do not name (PCI:0000:3b:00)" in ran.stderr

@@ -9,7 +9,7 @@ from ckptctl.cli.views.common import next_line, section
 from ckptctl.cli.words import count
 from ckptctl.failures.classes import Domain
 from ckptctl.failures.evidence import Evidence, Role
-from ckptctl.failures.results import Classification
+from ckptctl.failures.results import Classification, Suspect
 
 _STYLES: dict[Domain, Style] = {
     Domain.INFRASTRUCTURE: "bad",
@@ -34,6 +34,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("what followed", answer.consequences)),
         *section(_listed("other evidence", answer.others)),
         *section(_listed("training went on after", answer.survived)),
+        *_suspected(answer.suspects),
         line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(
@@ -51,6 +52,14 @@ _RESTART = {
     "once": "once; when the same comes again, stop",
     "no": "no, not before a person has looked",
 }
+
+
+def _suspected(suspects: Sequence[Suspect]) -> Iterator[Line]:
+    for each in suspects:
+        parts = [*each.devices, *(f"rank {rank}" for rank in each.ranks)]
+        inside = f" ({', '.join(parts)})" if parts else ""
+        node = each.node or "a node that the logs do not name"
+        yield line("suspected: ", Span(node, "bad"), inside, hang=4)
 
 
 def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:
