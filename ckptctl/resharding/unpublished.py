@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store
+from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store, Upload
 
 
 class WithFiles:
@@ -86,6 +86,14 @@ class WithFiles:
     def remove(self, path: str) -> None:
         """See `Store.remove`."""
         self._store.remove(path)
+
+    def list_uploads(self, path: str = "") -> Sequence[Upload]:
+        """See `Store.list_uploads`."""
+        return self._store.list_uploads(path)
+
+    def abort_upload(self, upload: Upload) -> None:
+        """See `Store.abort_upload`."""
+        self._store.abort_upload(upload)
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -48,6 +48,13 @@ class TooLarge(StorageError):
     code = "storage.too-large"
 
 
+class NotSupported(StorageError):
+    """The storage, or the client that talks to it, has no such operation."""
+
+    exit_code = 2
+    code = "storage.not-supported"
+
+
 class Kind(str, Enum):
     """What a read costs: nearly nothing, a round trip, or a request."""
 
@@ -92,6 +99,19 @@ class Kept:
     etag: str = ""
     version: str = ""
     why_none: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload of the object at `path` that was begun and not ended.
+
+    It is in no listing, and its parts are billed until it is completed or aborted.
+    `begun_s` is Unix time by the storage's clock, if known.
+    """
+
+    path: str
+    id: str
+    begun_s: float | None = None
 
 
 class OpenFile(Protocol):
@@ -188,6 +208,22 @@ class Store(Protocol):
 
     def remove(self, path: str) -> None:
         """Remove a file; nothing where it is not there."""
+        ...
+
+    def list_uploads(self, path: str = "") -> Sequence[Upload]:
+        """The multipart uploads of objects below `path` that nobody ended, sorted by path.
+
+        A killed save leaves them. Uploads that are running are among them: who aborts one
+        must know that its writer is gone. Empty for a storage that has no such thing.
+        Raises `NotSupported` where the client cannot list them. One request per 1,000.
+        """
+        ...
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Remove the parts of an upload; nothing where it has ended meanwhile.
+
+        A writer that is still alive fails at its next part, and begins a new upload.
+        """
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,9 +24,9 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Checksum, Kept, ShortRead
+from ckptctl.storage.contract import Checksum, Kept, NotSupported, ShortRead, Upload
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Throttled, Transient
+from ckptctl.storage.retrying import Retries, Throttled, Transient
 from ckptctl.storage.s3_answers import hex_of
 
 T = TypeVar("T")
@@ -38,6 +38,10 @@ _OF_OBJECTS = frozenset(
 
 
 _GOOGLE = frozenset({"gs", "gcs"})
+
+# Source: Cloud Storage, resumable uploads, and Azure, Put Block: both discard what was not
+# completed within a week, and bill nothing for it.
+_EXPIRE = _GOOGLE | {"memory", "az", "abfs", "abfss"}
 
 
 class FsspecClient:
@@ -87,7 +91,14 @@ class FsspecClient:
         except _Unsupported as exc:
             raise CannotCreate(f"{key}: {exc.message}") from exc
 
-    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+    def put_parts(
+        self,
+        key: str,
+        parts: Iterator[bytes],
+        *,
+        retries: Retries,  # noqa: ARG002 - the implementations repeat parts, or cannot
+        what: str,  # noqa: ARG002
+    ) -> None:
         """See `Client.put_parts`; for stores of whole objects only."""
         self._check_writes()
         if self._protocol == "memory":  # shows a file as soon as it is opened
@@ -138,6 +149,23 @@ class FsspecClient:
             str(item.get("generation", "")),
             "" if value else "the store keeps none",
         )
+
+    def list_uploads(
+        self,
+        prefix: str,
+        *,
+        token: object,  # noqa: ARG002 - there is one page
+    ) -> tuple[Sequence[Upload], object]:
+        """See `Client.list_uploads`."""
+        if self._protocol in _OF_OBJECTS - _EXPIRE:
+            raise NotSupported(
+                f"{self._address(prefix)}: unfinished uploads cannot be listed through fsspec; "
+                "set a lifecycle rule of the bucket that aborts them"
+            )
+        return (), None
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """See `Client.abort_upload`."""
 
     def close(self) -> None:
         """The implementations let go by themselves."""

@@ -27,7 +27,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
+from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge, Upload
 from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of
@@ -150,6 +150,14 @@ class LocalStore:
                 return free_bytes(self._there())
             except OSError as exc:
                 raise self._error("", exc) from exc
+
+    def list_uploads(self, path: str = "") -> Sequence[Upload]:
+        """See `Store.list_uploads`: a file system has none."""
+        parts_of(path)
+        return ()
+
+    def abort_upload(self, upload: Upload) -> None:
+        """See `Store.abort_upload`."""
 
     def close(self) -> None:
         """Nothing to let go of."""

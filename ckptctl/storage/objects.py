@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge
+from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge, Upload
 from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.paths import key_of
 from ckptctl.storage.retrying import Retries, Transient, retried
@@ -63,8 +63,23 @@ class Client(Protocol):
         """Write the object; `create` raises `AlreadyExists` or `CannotCreate`."""
         ...
 
-    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
-        """Write the object from parts of at least 5 MiB, but for the last; whole or not at all."""
+    def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
+        """Write the object from parts of at least 5 MiB, but for the last; whole or not at all.
+
+        The one verb that repeats its requests: a part that failed is sent again, by itself, as
+        far as `retries` allows. `Transient` means that only the whole object can be sent again.
+        """
+        ...
+
+    def list_uploads(self, prefix: str, *, token: object) -> tuple[Sequence[Upload], object]:
+        """A page of the multipart uploads of keys that start with `prefix`, and the next token.
+
+        Paths are complete keys; the token of the first page and of none is None.
+        """
+        ...
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Remove the parts of an upload; nothing where there is none."""
         ...
 
     def delete(self, key: str) -> None:
@@ -155,7 +170,12 @@ class ObjectStore:
             if size <= n_part:
                 self._client.put(key, b"".join(map(bytes, pieces())), create=False)
             else:
-                self._client.put_parts(key, _in_parts(pieces(), n_part))
+                self._client.put_parts(
+                    key,
+                    _in_parts(pieces(), n_part),
+                    retries=self._retries,
+                    what=self._named(path),
+                )
 
         self._tried(path, once)
 
@@ -163,6 +183,27 @@ class ObjectStore:
         """See `Store.remove`; a bucket that keeps versions keeps this one, too."""
         key = self._key(path)
         self._tried(path, lambda: self._client.delete(key))
+
+    def list_uploads(self, path: str = "") -> Sequence[Upload]:
+        """See `Store.list_uploads`."""
+        prefix = self._prefix(path)
+        found: list[Upload] = []
+        token: object = None
+        while True:
+            page, token = self._tried(path, self._uploads_page(prefix, token))
+            found += page
+            if token is None:
+                break
+        root = self._n_root
+        return sorted(
+            (with_fields(upload, path=upload.path[root:]) for upload in found),
+            key=attrgetter("path", "id"),
+        )
+
+    def abort_upload(self, upload: Upload) -> None:
+        """See `Store.abort_upload`."""
+        key = self._key(upload.path)
+        self._tried(upload.path, lambda: self._client.abort_upload(key, upload.id))
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -175,8 +216,7 @@ class ObjectStore:
         self.close()
 
     def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
-        key = self._client.prefix if not path else self._key(path)
-        prefix = f"{key}/" if key else ""
+        prefix = self._prefix(path)
         found: list[FileInfo] = []
         token: str | None = None
         while True:
@@ -187,9 +227,8 @@ class ObjectStore:
             if following == token:
                 raise StorageUnavailable(f"{self._named(path)}: the listing never ends")
             token = following
-        root = len(self._client.prefix) + 1 if self._client.prefix else 0
         return sorted(
-            (_relative(info, root) for info in found if not _is_marker(info, prefix)),
+            (_relative(info, self._n_root) for info in found if not _is_marker(info, prefix)),
             key=attrgetter("path"),
         )
 
@@ -197,6 +236,11 @@ class ObjectStore:
         self, prefix: str, *, deep: bool, token: str | None
     ) -> Callable[[], tuple[list[FileInfo], str | None]]:
         return lambda: self._client.list_page(prefix, deep=deep, token=token)
+
+    def _uploads_page(
+        self, prefix: str, token: object
+    ) -> Callable[[], tuple[Sequence[Upload], object]]:
+        return lambda: self._client.list_uploads(prefix, token=token)
 
     def _span(self, span: Span) -> bytes:
         if span.length == 0:
@@ -242,6 +286,15 @@ class ObjectStore:
             return not data
         except PathNotFound:
             return False
+
+    @property
+    def _n_root(self) -> int:
+        """How many characters of a key are the root's."""
+        return len(self._client.prefix) + 1 if self._client.prefix else 0
+
+    def _prefix(self, path: str) -> str:
+        key = self._client.prefix if not path else self._key(path)
+        return f"{key}/" if key else ""
 
     def _key(self, path: str) -> str:
         if not path:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ckptctl.errors import (
     AccessDenied,
@@ -22,10 +24,14 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept
+from ckptctl.storage import retrying
+from ckptctl.storage.contract import Kept, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
-from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import error_of, needs_no_key
+from ckptctl.storage.retrying import Retries, Transient
+from ckptctl.storage.s3_answers import ChangedOnTheWay, NoSuchUpload, error_of, needs_no_key
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
 
 T = TypeVar("T")
 
@@ -44,6 +50,8 @@ _NO_CREDENTIALS = (
 
 # obstore would end a read after 30 s in all, however well it comes along.
 _NO_TOTAL = "1000d"
+_NO_TIME = timedelta(days=1000)
+_NO_COUNT = 1_000_000
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -78,18 +86,19 @@ class ObstoreClient:
         endpoint = _endpoint(config)
         if endpoint and not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"the endpoint is {endpoint}; http://… or https://… is expected")
+        self._open = partial(
+            S3Store,
+            bucket,
+            config=cast("Any", config),
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": f"{timeout_s:g}s",
+                "read_timeout": f"{timeout_s:g}s",
+                "timeout": _NO_TOTAL,
+            },
+        )
         try:
-            self._store = S3Store(
-                bucket,
-                config=cast("Any", config),
-                client_options={
-                    "allow_http": endpoint.startswith("http://"),
-                    "connect_timeout": f"{timeout_s:g}s",
-                    "read_timeout": f"{timeout_s:g}s",
-                    "timeout": _NO_TOTAL,
-                },
-                retry_config={"max_retries": 0},
-            )
+            self._store = self._open(retry_config={"max_retries": 0})
         except (BaseError, ValueError) as exc:
             raise UsageError(f"s3://{bucket}: {_first_line(exc)}") from exc
 
@@ -134,12 +143,16 @@ class ObstoreClient:
                 lambda: obstore.put(self._store, key, data, mode=mode, use_multipart=False), key
             )
 
-    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
-        """See `Client.put_parts`."""
+    def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
+        """See `Client.put_parts`; obstore repeats parts by itself, as far as `retries` allows.
+
+        Parts that arrive changed it does not send again: then the whole object is.
+        """
         import obstore
 
         from ckptctl.storage.objects import PART_BYTES
 
+        store = self._open(retry_config=_retry_config(retries))
         failed: list[BaseException] = []
 
         def told() -> Iterator[bytes]:
@@ -153,7 +166,7 @@ class ObstoreClient:
         try:
             self._ask(
                 lambda: obstore.put(
-                    self._store,
+                    store,
                     key,
                     told(),
                     use_multipart=True,
@@ -162,10 +175,33 @@ class ObstoreClient:
                 ),
                 key,
             )
+        except Transient as error:
+            if failed:
+                raise failed[0] from None
+            if isinstance(error, ChangedOnTheWay | NoSuchUpload):
+                raise
+            raise StorageUnavailable(f"{what}: no answer to a part ({error.message})") from error
         except BaseException:
             if failed:
                 raise failed[0] from None
             raise
+
+    def list_uploads(
+        self,
+        prefix: str,
+        *,
+        token: object,  # noqa: ARG002 - see `Client`
+    ) -> tuple[Sequence[Upload], object]:
+        """See `Client.list_uploads`; obstore has no such request."""
+        raise NotSupported(
+            f"s3://{self._bucket}/{prefix}: obstore cannot list unfinished uploads; "
+            "--storage-option client=s3fs can, and a lifecycle rule of the bucket "
+            "(AbortIncompleteMultipartUpload) removes them"
+        )
+
+    def abort_upload(self, key: str, upload_id: str) -> None:  # noqa: ARG002 - see `Client`
+        """See `Client.abort_upload`; obstore has no such request."""
+        raise NotSupported(f"s3://{self._bucket}/{key}: obstore cannot abort an upload by its id")
 
     def delete(self, key: str) -> None:
         """See `Client.delete`."""
@@ -252,6 +288,19 @@ class ObstoreClient:
         kind = _KIND.search(text)
         what = first.rpartition(" - ")[2]
         return Transient(f"{what} ({kind[1]})" if kind else what)
+
+
+def _retry_config(retries: Retries) -> RetryConfig:
+    """The same bounds in obstore's words: it stops at whichever comes first."""
+    return {
+        "max_retries": _NO_COUNT if retries.for_s else retries.count,
+        "retry_timeout": timedelta(seconds=retries.for_s) if retries.for_s else _NO_TIME,
+        "backoff": {
+            "init_backoff": timedelta(seconds=retrying.FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=retrying.LONGEST_PAUSE_S * retrying.THROTTLED),
+            "base": 2,
+        },
+    }
 
 
 def _config(options: Mapping[str, object]) -> dict[str, Any]:

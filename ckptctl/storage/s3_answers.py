@@ -45,12 +45,23 @@ _CHANGED_ON_THE_WAY = frozenset(
     {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 )
 _THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
-_HEALS = _CHANGED_ON_THE_WAY | {"InternalError", "RequestTimeout", "ServiceUnavailable"}
+_HEALS = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable"})
 _HEALING_STATUS = frozenset({408, 409, 425})
 
 
 class NoSuchBucket(PathNotFound):
     """The one 404 that a listing may get: of a prefix without keys it is an empty one."""
+
+
+class ChangedOnTheWay(Transient):
+    """The bytes that arrived are not those that were sent."""
+
+
+class NoSuchUpload(Transient):
+    """The multipart upload has ended: completed, aborted, or expired by a lifecycle rule.
+
+    Seen by a writer whose answer to completing it was lost, too.
+    """
 
 
 @contextmanager
@@ -73,10 +84,14 @@ def error_of(status: int, code: str, *, bucket: str, key: str) -> StorageError:
     answer = f"{status} {code}".strip()
     if code == "NoSuchBucket":
         return NoSuchBucket(f"s3://{bucket}: there is no such bucket")
+    if code == "NoSuchUpload":
+        return NoSuchUpload(answer)
     if status in (401, 403) or code in _DENIED:
         return AccessDenied(f"{where}: {_denied(answer)}")
     if code in _THROTTLED or status == 429:
         return Throttled(answer)
+    if code in _CHANGED_ON_THE_WAY:
+        return ChangedOnTheWay(answer)
     if code in _HEALS or status in _HEALING_STATUS:
         return Transient(answer)
     if status == 404 or code in _NO_SUCH_NAME:

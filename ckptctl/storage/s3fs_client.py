@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from ckptctl.errors import AccessDenied, StorageError, UsageError
+from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable, UsageError
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept
+from ckptctl.storage.contract import Kept, Upload
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Transient
-from ckptctl.storage.s3_answers import NO_CREDENTIALS, checksums_in, error_of, needs_no_key
+from ckptctl.storage.retrying import Retries, Transient, retried
+from ckptctl.storage.s3_answers import (
+    NO_CREDENTIALS,
+    NoSuchUpload,
+    checksums_in,
+    error_of,
+    needs_no_key,
+)
 
 T = TypeVar("T")
 
@@ -74,39 +81,56 @@ class S3fsClient:
         with needs_no_key():
             self._ask(self._put(key, data, create=create), key)
 
-    def put_parts(self, key: str, parts: Iterator[bytes]) -> None:
+    def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
         """See `Client.put_parts`."""
-        upload, summed = self._begin_parts(key)
+        upload, summed = retried(lambda: self._begin_parts(key), what=what, retries=retries)
+        named = {"Key": key, "UploadId": upload}
+
+        def send(number: int, part: bytes) -> dict[str, object]:
+            arguments = {**named, "PartNumber": number, "Body": part, **summed}
+            sent = self._ask(self._call("upload_part", **arguments), key)
+            names = ("ETag", "ChecksumCRC32")
+            return {"PartNumber": number, **{name: sent[name] for name in names if name in sent}}
+
+        def complete() -> None:
+            arguments = {**named, "MultipartUpload": {"Parts": done}}
+            self._ask(self._call("complete_multipart_upload", **arguments), key)
+
         done: list[dict[str, object]] = []
         try:
             for number, part in enumerate(parts, 1):
-                sent = self._ask(
-                    self._call(
-                        "upload_part",
-                        Key=key,
-                        UploadId=upload,
-                        PartNumber=number,
-                        Body=part,
-                        **summed,
-                    ),
-                    key,
-                )
-                told = {name: sent[name] for name in ("ETag", "ChecksumCRC32") if name in sent}
-                done.append({"PartNumber": number, **told})
-            self._ask(
-                self._call(
-                    "complete_multipart_upload",
-                    Key=key,
-                    UploadId=upload,
-                    MultipartUpload={"Parts": done},
-                ),
-                key,
-            )
+                once = partial(send, number, part)
+                done.append(retried(once, what=f"{what}, part {number}", retries=retries))
+            retried(complete, what=what, retries=retries)
         except BaseException:
-            # Parts that nobody completes are kept, and paid for.
+            # The parts of an upload that is not completed are kept, and billed.
             with suppress(StorageError, UsageError):
-                self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload), key)
+                self.abort_upload(key, upload)
             raise
+
+    def list_uploads(self, prefix: str, *, token: object) -> tuple[Sequence[Upload], object]:
+        """See `Client.list_uploads`; 1,000 a page."""
+        markers = token if isinstance(token, dict) else {}
+        with needs_no_key():
+            answer = self._ask(
+                self._call("list_multipart_uploads", Prefix=prefix, **markers), prefix
+            )
+        found = [
+            Upload(item["Key"], item["UploadId"], item["Initiated"].timestamp())
+            for item in answer.get("Uploads", ())
+        ]
+        if not answer.get("IsTruncated"):
+            return found, None
+        names = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        following = {name: answer[next_name] for name, next_name in names.items()}
+        if following == markers:
+            raise StorageUnavailable(f"s3://{self._bucket}/{prefix}: the listing never ends")
+        return found, following
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """See `Client.abort_upload`."""
+        with suppress(NoSuchUpload):
+            self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload_id), key)
 
     def _begin_parts(self, key: str) -> tuple[str, dict[str, str]]:
         """The id of a new upload, and what each part of it must say."""

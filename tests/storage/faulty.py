@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store
+from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store, Upload
 
-VERBS = ("list_dir", "list_tree", "read", "read_spans", "open_file", "kept", "put", "remove")
+VERBS = (
+    *("list_dir", "list_tree", "read", "read_spans", "open_file", "kept"),
+    *("put", "remove", "list_uploads", "abort_upload"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,16 @@ class FaultyStore:
         """See `Store.remove`."""
         self._count("remove", path)
         self._store.remove(path)
+
+    def list_uploads(self, path: str = "") -> Sequence[Upload]:
+        """See `Store.list_uploads`."""
+        self._count("list_uploads", path)
+        return self._store.list_uploads(path)
+
+    def abort_upload(self, upload: Upload) -> None:
+        """See `Store.abort_upload`."""
+        self._count("abort_upload", upload.path)
+        self._store.abort_upload(upload)
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
-from ckptctl.storage.contract import Checksum, Kind, ShortRead, Span, Store, TooLarge
+from ckptctl.storage.contract import Checksum, Kind, NotSupported, ShortRead, Span, Store, TooLarge
 from ckptctl.storage.opening import join_url, open_store
 
 LOCAL = ("local",)
@@ -287,6 +287,21 @@ def test_a_root_that_is_not_there_yet_is_made_by_the_first_write(opened: Open):
     root = opened("new")
     root.put("a/b/c", b"1")
     assert [info.path for info in root.list_tree()] == ["a/b/c"]
+
+
+def test_no_upload_is_left_by_writes_that_ended(opened: Open, where: str):
+    store = opened("runs/uploads")
+    data = bytes(18 << 20)
+    store.put_pieces("step_1/__0_0.distcp", lambda: iter([memoryview(data)]), len(data))
+    with pytest.raises(ZeroDivisionError):
+        store.put_pieces("step_1/x", lambda: (memoryview(data)[: 1 // n] for n in (1, 0)), 18 << 20)
+    if where.endswith("obstore"):
+        with pytest.raises(NotSupported, match="client=s3fs can"):
+            store.list_uploads()
+    else:
+        assert [*store.list_uploads()] == [*store.list_uploads("step_1")] == []
+        with pytest.raises(PathEscape):
+            store.list_uploads("../other")
 
 
 @pytest.mark.parametrize(

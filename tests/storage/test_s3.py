@@ -201,6 +201,115 @@ def test_the_second_page_is_asked_again_and_the_first_is_not(
     assert proxy.counts == {"LIST": 3 if client == "s3fs" else 5}
 
 
+PARTS = 6
+
+
+@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.UNAVAILABLE, Fault.LOST], ids=str)
+def test_a_part_that_fails_is_sent_again_and_the_others_are_not(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str, fault: Fault
+):
+    data = os.urandom(PART_BYTES * (PARTS - 1) + 1)
+    asked: list[int] = []
+
+    def pieces() -> Iterator[memoryview]:
+        asked.append(1)
+        yield memoryview(data)
+
+    # More failures than any single request may have.
+    for nth in range(1, 2 * PARTS, 3):
+        proxy.break_request("PUT", fault, nth=nth)
+    store.put_pieces("step_1/big", pieces, len(data))
+    assert asked == [1]
+    assert proxy.counts["POST"] == 2
+    assert PARTS < proxy.counts["PUT"] <= 2 * PARTS + 2
+    assert store.read("step_1/big", limit=len(data)) == data
+
+
+def test_an_upload_whose_part_never_passes_ends_after_bounded_tries_and_is_aborted(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, prefix: str
+):
+    data = bytes(PART_BYTES * 2)
+    proxy.break_request("PUT", Fault.BROKEN, nth=2, lasts=True)
+    with pytest.raises(StorageUnavailable, match=r"step_1/big"):
+        store.put_pieces("step_1/big", lambda: iter([memoryview(data)]), len(data))
+    assert RETRIES + 2 <= proxy.counts["PUT"] <= 2 * (RETRIES + 2)
+    assert not uploads(s3_moto, f"{prefix}/")
+
+
+@pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.LOST], ids=str)
+def test_an_upload_whose_end_is_not_answered_is_whole_all_the_same(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, fault: Fault
+):
+    data = os.urandom(PART_BYTES + 1)
+    for nth in (1, 3):  # to begin, and to complete
+        proxy.break_request("POST", fault, nth=nth)
+    store.put_pieces("step_1/big", lambda: iter([memoryview(data)]), len(data))
+    assert store.read("step_1/big", limit=len(data)) == data
+
+
+_UPLOAD = """
+import sys
+from ckptctl.storage.opening import open_store
+url, endpoint, client = sys.argv[1:]
+def pieces():
+    while True:
+        yield memoryview(bytes(1 << 20))
+store = open_store(url, storage_options={"client": client}, endpoint_url=endpoint)
+store.put_pieces("step_2/__0_0.distcp", pieces, 1 << 40)
+"""
+
+
+def uploads(server: S3Server, prefix: str) -> list[str]:
+    """The keys of unfinished uploads below `prefix`."""
+    found = server.client.list_multipart_uploads(Bucket=server.bucket, Prefix=prefix)
+    return [item["Key"] for item in found.get("Uploads", ())]
+
+
+@pytest.fixture(params=["moto", "ceph"])
+def server(request: pytest.FixtureRequest) -> S3Server:
+    """Each server in turn."""
+    found: S3Server = request.getfixturevalue(f"s3_{request.param}")
+    return found
+
+
+def test_uploads_that_a_killed_save_left_are_listed_and_aborted(
+    server: S3Server, counting_proxy: Callable[[str], CountingProxy], prefix: str, client: str
+):
+    proxy = counting_proxy(server.endpoint)
+    url = f"s3://{server.bucket}/{prefix}"
+    command = [sys.executable, "-c", _UPLOAD, url, proxy.url, client]
+    environment = {**os.environ, **server.environment}
+    with subprocess.Popen(command, env=environment) as process:
+        wait_until(lambda: proxy.counts["PUT"] > 1, what="the first part")
+        process.kill()
+    options = {**server.options, "client": "s3fs"}
+    with open_store(url, storage_options=options, endpoint_url=proxy.url) as store:
+        assert [*store.list_uploads("step_1")] == [*store.list_uploads("step_")] == []
+        proxy.break_request("GET", Fault.BROKEN)
+        (left,) = store.list_uploads("step_2")
+        assert [left] == [*store.list_uploads()]
+        assert left.path == "step_2/__0_0.distcp"
+        assert left.begun_s is not None
+        assert left.begun_s > 1.2e9  # moto gives one date of 2010 to all
+        proxy.break_request("DELETE", Fault.LOST)
+        store.abort_upload(left)
+        store.abort_upload(left)
+        assert [*store.list_uploads()] == []
+
+
+def test_unfinished_uploads_are_listed_over_more_than_one_page(s3_ceph: S3Server, prefix: str):
+    keys = [f"step_1/{n:04}" for n in range(1003)]
+
+    def begin(key: str) -> None:
+        s3_ceph.client.create_multipart_upload(Bucket=s3_ceph.bucket, Key=f"{prefix}/{key}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(begin, [*keys, keys[5]]))
+    options = {**s3_ceph.options, "client": "s3fs"}
+    with open_store(f"s3://{s3_ceph.bucket}/{prefix}", storage_options=options) as store:
+        assert [found.path for found in store.list_uploads()] == sorted([*keys, keys[5]])
+
+
 # Answers that do not heal
 
 
