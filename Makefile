@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench fuzz campaign clean
+.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench shape fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ power-cuts: $(READY) ## Cut the power at every step of all that is written (root
 
 trips: $(READY) ## Send thousands of random steps there and back, cut anew or in another format (ten minutes)
 	@$(BIN)/python tests/campaign/round_trips.py
+
+shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retired words
+	@$(BIN)/python tools/shape.py
 
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

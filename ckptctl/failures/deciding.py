@@ -19,12 +19,12 @@ SAME_MOMENT_S = 60.0
 # What a program says of a failure whose cause another may know better.
 _YIELDING = (
     *("python.", "cuda.", "nccl.", "collective.", "compile."),
-    *("told.", "exit.", "divergence.loss"),
+    *("stop.", "exit.", "divergence.loss"),
 )
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that every other one explains: ranks wait, or lose a peer, for any reason.
 _WEAK = (
-    *("nccl.", "collective.", "told.sigkill", "slurm.task-killed"),
+    *("nccl.", "collective.", "stop.sigkill", "slurm.task-killed"),
     *("exit.", "divergence.loss", "xid.other"),
 )
 

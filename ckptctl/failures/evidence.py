@@ -1,4 +1,4 @@
-"""What is one piece of evidence, and what is a rule that finds it?
+"""One piece of evidence of a failure.
 
 Plain data. `rules` holds the rules, `matching` applies them to lines, `deciding`
 weighs what they found.
@@ -29,32 +29,6 @@ class Role(str, Enum):
     def weight(self) -> int:
         """0 for the weightiest."""
         return list(Role).index(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Patterns in the text of a line, and what they are evidence of.
-
-    One of `patterns` is searched for, without regard to case, in the message: timestamps,
-    rank prefixes and logger names are taken off before. Groups `host`, `device`, `rank`
-    say who is meant. `needles` are texts in lower case of which the line holds one, or
-    the pattern is not tried. `quotable`: also inside of quotes and in advice, since the
-    form itself is proof. `level` is the lowest level of a logging line that counts:
-    10 debug, 20 info, 30 warning, 40 error. `restart` and `action` are given where they
-    differ from those of the class.
-    """
-
-    name: str
-    failure: str
-    role: Role
-    needles: tuple[str, ...]
-    patterns: tuple[str, ...]
-    says: str
-    quotable: bool = False
-    level: int = 30
-    kernel: bool = False
-    action: str = ""
-    restart: str = ""
 
 
 @dataclass(frozen=True, slots=True)

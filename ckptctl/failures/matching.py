@@ -12,16 +12,14 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ckptctl.failures.evidence import Evidence, Role, Rule
+from ckptctl.failures.evidence import Evidence, Role
+from ckptctl.failures.literals import find_literals
 from ckptctl.failures.loglines import LogLine, clock_of, take_apart
-from ckptctl.failures.needles import find_needles
-from ckptctl.failures.rules import RULES
+from ckptctl.failures.rules import RULES, Rule
 
 _MAX_TEXT = 400
 _MAX_RANKS = 4096
 
-
-_PATTERNS = tuple(re.compile("|".join(rule.patterns), re.IGNORECASE) for rule in RULES)
 
 # A clause that speaks of an error without being one, up to where the error is named.
 _SPOKEN_OF = re.compile(
@@ -95,7 +93,7 @@ class LogReader:
         Before one is yielded, nothing has been taken of the lines behind it. Where a block
         ends changes nothing.
         """
-        hits = find_needles([raw for _, raw in block])
+        hits = find_literals([raw for _, raw in block])
         for index, (number, raw) in enumerate(block):
             if index in hits.losses:
                 self._progress(raw)
@@ -169,7 +167,7 @@ class LogReader:
             return None
         for which in asked:
             rule = RULES[which]
-            match = _PATTERNS[which].search(message)
+            match = RULES[which].pattern.search(message)
             if match is None or not _may_speak(rule, line, message, match):
                 continue
             return self._evidence(number, line, rule, match, message, in_traceback=in_traceback)
@@ -197,7 +195,7 @@ class LogReader:
             rule=rule.name,
             failure=rule.failure,
             role=role,
-            says=rule.says,
+            says=rule.message,
             file=self.name,
             line=number,
             text=message[:_MAX_TEXT],

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptctl
+from ckptctl.failures.literals import _ONLY_SEEMS, find_literals
 from ckptctl.failures.matching import LogReader
-from ckptctl.failures.needles import _ONLY_SEEMS, find_needles
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.log_lines import read_blocks
 
@@ -56,8 +56,8 @@ def test_any_split_into_blocks_finds_what_is_found_line_by_line(lines, data):
 
 
 @given(st.lists(st.sampled_from(LINES), max_size=40))
-def test_every_rule_is_asked_on_the_lines_that_hold_one_of_its_needles(lines):
-    hits = find_needles(lines)
+def test_every_rule_is_asked_on_the_lines_that_hold_one_of_its_literals(lines):
+    hits = find_literals(lines)
     for index, line in enumerate(lines):
         lower = line.lower()
         for only_seems in _ONLY_SEEMS.values():
@@ -65,7 +65,7 @@ def test_every_rule_is_asked_on_the_lines_that_hold_one_of_its_needles(lines):
         asked = {
             number
             for number, rule in enumerate(RULES)
-            if any(needle in lower for needle in rule.needles)
+            if any(literal in lower for literal in rule.literals)
         }
         assert hits.rules.get(index, frozenset()) == asked
         assert (index in hits.losses) == ("loss" in lower)
@@ -73,8 +73,8 @@ def test_every_rule_is_asked_on_the_lines_that_hold_one_of_its_needles(lines):
 
 @given(st.lists(st.sampled_from(LINES), min_size=1, max_size=40))
 def test_no_needle_is_found_across_the_end_of_a_line(lines):
-    one_by_one = [find_needles([line]).rules.get(0) for line in lines]
-    together = find_needles(lines).rules
+    one_by_one = [find_literals([line]).rules.get(0) for line in lines]
+    together = find_literals(lines).rules
     assert [together.get(index) for index in range(len(lines))] == one_by_one
 
 

@@ -32,4 +32,4 @@ def test_a_rank_that_was_killed_beats_those_that_torchrun_stopped_because_of_it(
     assert "Signal 15 (SIGTERM) received" in log.read_text()
     found = ckptctl.classify([str(log)])
     assert found.domain.value == "unknown"
-    assert found.evidence[0].rule == "told.sigkill"
+    assert found.evidence[0].rule == "stop.sigkill"

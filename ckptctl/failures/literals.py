@@ -1,0 +1,100 @@
+"""Find the lines of a block that can match a rule, by the literals of the rules.
+
+There are hundreds of literals, and nearly every line holds none. The block is searched as
+one text: the set of its words tells which literals it can hold, and only those are
+searched for. A line that is returned need not match: `matching` tries the patterns.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ckptctl.failures.rules import RULES
+
+# Text of healthy logs, on line after line, that contains a literal. All patterns want `inf` as
+# a word, or `infinity`; the others are columns of Megatron-LM's line of a step.
+_ONLY_SEEMS = {
+    b"inf": b"info",
+    b"nan": b"number of nan iterations:",
+    b"batch size": b"global batch size:",
+    b"sample": b"consumed samples:",
+}
+_FRAMES = (b"traceback (most recent", b"root cause (first")
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What the lines of a block hold, by their index in it.
+
+    `rules`: the rules of which the line holds a literal; empty where the literal is part of
+    healthy output. `frames`: lines that may begin a traceback or a report. `losses`: lines
+    that mention a loss.
+    """
+
+    rules: Mapping[int, frozenset[int]]
+    frames: frozenset[int]
+    losses: frozenset[int]
+
+
+def _by_literal() -> Mapping[bytes, frozenset[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for number, rule in enumerate(RULES):
+        for literal in rule.literals:
+            found[literal].add(number)
+    return {literal.encode(): frozenset(numbers) for literal, numbers in found.items()}
+
+
+def _by_word(literals: Mapping[bytes, frozenset[int]]) -> Mapping[bytes, tuple[bytes, ...]]:
+    """The literals by the longest run of letters in each; `b""` for those without letters."""
+    found: dict[bytes, list[bytes]] = defaultdict(list)
+    for literal in literals:
+        found[max(re.findall(b"[a-z]*", literal), key=len)].append(literal)
+    return {word: tuple(each) for word, each in found.items()}
+
+
+_LITERALS = _by_literal()
+_BY_WORD = _by_word(_LITERALS)
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+_ONLY_LETTERS = bytes(byte if byte in _LETTERS else 32 for byte in range(256))
+
+
+def find_literals(texts: Sequence[str]) -> Hits:
+    """Return what `matching` has to try on these lines; no text contains a line end.
+
+    Cost: what it takes to find the words of the block, and a search for each literal whose
+    word is there.
+    """
+    block = "\n".join(texts).lower().encode("utf-8", "surrogatepass")
+    ends = tuple(accumulate(len(line) + 1 for line in block.split(b"\n")))
+    words = b" ".join({*block.translate(_ONLY_LETTERS).split()})
+    rules: dict[int, frozenset[int]] = defaultdict(frozenset)
+    for word, literals in _BY_WORD.items():
+        if word not in words:
+            continue
+        for literal in literals:
+            for line in _lines_with(literal, block, ends):
+                only_seems = literal in _ONLY_SEEMS and _only_seems(literal, block, line, ends)
+                rules[line] |= frozenset() if only_seems else _LITERALS[literal]
+    return Hits(
+        rules,
+        frozenset(line for frame in _FRAMES for line in _lines_with(frame, block, ends)),
+        frozenset(_lines_with(b"loss", block, ends)),
+    )
+
+
+def _lines_with(literal: bytes, block: bytes, ends: Sequence[int]) -> Iterator[int]:
+    at = block.find(literal)
+    while at >= 0:
+        line = bisect_right(ends, at)
+        yield line
+        at = block.find(literal, ends[line])
+
+
+def _only_seems(literal: bytes, block: bytes, line: int, ends: Sequence[int]) -> bool:
+    within = (ends[line - 1] if line else 0, ends[line])
+    return block.count(literal, *within) == block.count(_ONLY_SEEMS[literal], *within)

@@ -1,0 +1,59 @@
+"""The rules that turn lines of a log into evidence.
+
+The rules are data: `rules/*.toml` are edited by hand, `tools/failure_rules.py` writes
+`rules.json` from them, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+
+from ckptctl.failures.evidence import Role
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Patterns in the text of a line, and what they are evidence of.
+
+    One of `patterns` is searched for, ignoring case, in the message: timestamps, rank
+    prefixes and logger names are removed before. Groups `host`, `device` and `rank` name
+    what failed. `literals` are texts in lower case; the patterns are tried only on a line
+    that holds one of them. `quotable`: the form itself is proof, so it counts inside quotes
+    and advice too. `level` is the lowest level of a logging line that counts: 10 debug,
+    20 info, 30 warning, 40 error. `restart` and `action` are given where they differ from
+    those of the class.
+    """
+
+    name: str
+    failure: str
+    role: Role
+    message: str
+    literals: tuple[str, ...]
+    patterns: tuple[str, ...]
+    quotable: bool = False
+    level: int = 30
+    kernel: bool = False
+    action: str = ""
+    restart: str = ""
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """All patterns as one. Compiled on first use: compiling every rule takes 100 ms."""
+        return re.compile("|".join(self.patterns), re.IGNORECASE)
+
+
+def _rules() -> tuple[Rule, ...]:
+    text = (resources.files("ckptctl") / "failures" / "rules.json").read_text("utf-8")
+    lists = ("literals", "patterns")
+    return tuple(
+        Rule(**{**entry, "role": Role(entry["role"]), **{key: tuple(entry[key]) for key in lists}})
+        for entry in json.loads(text)
+    )
+
+
+RULES = _rules()
+"""Every rule in the order in which they are tried: the first that matches a line decides."""

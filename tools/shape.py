@@ -1,0 +1,338 @@
+"""Measure the shape of the tree: size, layers, parameters, words, hops.
+
+    python tools/shape.py            # print the figures
+    python tools/shape.py --names    # and what each figure counts, name by name
+
+The static figures are read from the sources. The dynamic ones trace real calls: `pick`
+on a step, `Checkpointer.save` and `Checkpointer.resume` of a small model. They describe
+how easy the tree is to follow; they are no aim in themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "ckptctl"
+MANY_PARAMETERS = 7
+STEP = 7_340_033
+"""A step number that is no other number of the trace."""
+
+RETIRED_MODULES = frozenset(
+    """
+    judge gate checkup crew group alone leg legs life lives border borders speakers chorus
+    needles standing tainted told said known words lines talking telling notices boxes
+    cutting placing shelf desk fate place looking inert
+    """.split()  # noqa: SIM905
+)
+RETIRED_NAMES = frozenset(
+    """
+    look looks looked looker gate checkup crew crews leg legs speaker speakers chorus
+    needle needles tainted boxes box hot inert shelf desk misnamed forged lapsed
+    """.split()  # noqa: SIM905
+)
+RETIRED_CODES = frozenset("misnamed forged weak lapsed coarse raised short cut-short".split())  # noqa: SIM905
+
+
+def modules() -> dict[str, ast.Module]:
+    """Each module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """The modules of the package that `tree` imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in whole if name in names)
+            if node.module in names and any(name not in names for name in whole):
+                yield node.module
+
+
+def imports_at_start(tree: ast.Module, names: set[str]) -> Iterator[str]:
+    """The same without functions and what only type checkers read."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            yield from imports(node, names)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle (Tarjan's components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def long_signatures(trees: dict[str, ast.Module]) -> list[str]:
+    """Functions outside the public surface with more parameters than a reader can hold."""
+    sys.path.insert(0, str(REPOSITORY))
+    import ckptctl
+    import ckptctl.train
+
+    public = {getattr(ckptctl, name) for name in ckptctl.__all__}
+    public |= {getattr(ckptctl.train, name) for name in ckptctl.train.__all__}
+    surface = {
+        (one.__module__, one.__qualname__)
+        for one in public
+        if hasattr(one, "__qualname__") and hasattr(one, "__module__")
+    }
+    found = []
+    for module, tree in trees.items():
+        if module.startswith("ckptctl.cli."):
+            continue  # a command's parameters are its options
+        for qualname, node in functions(tree):
+            owner = qualname.removesuffix(".__init__")
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            n = len([one for one in arguments if one.arg not in ("self", "cls")])
+            if n > MANY_PARAMETERS and (module, owner) not in surface:
+                found.append(f"{module}.{qualname}: {n}")
+    return found
+
+
+def functions(
+    tree: ast.AST, above: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with its qualified name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{above}{node.name}", node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from functions(node, f"{above}{node.name}.")
+
+
+def retired(trees: dict[str, ast.Module]) -> list[str]:
+    """Modules, classes, functions and finding codes that bear a retired word."""
+    found = []
+    for module, tree in trees.items():
+        words = re.split(r"[._]", module)
+        found += [module] if RETIRED_MODULES & set(words) else []
+        names = [name.rpartition(".")[2] for name, _ in functions(tree)]
+        names += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for name in names:
+            words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+            if RETIRED_NAMES & {word.lower() for word in words}:
+                found.append(f"{module}.{name}")
+    from ckptctl.findings import CODES
+
+    found += [code for code in CODES if RETIRED_CODES & set(code.partition(".")[2].split("-"))]
+    found += [code for code in CODES if code.partition(".")[2] in RETIRED_CODES]
+    return sorted(set(found))
+
+
+@contextmanager
+def traced(on: Any) -> Iterator[None]:
+    """Call `on(frame, event, argument)` for each call, of C functions too."""
+    sys.setprofile(on)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def stack_of(frame: FrameType | None) -> list[tuple[str, str]]:
+    """Module and function of each frame of the package, outermost first."""
+    found = []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+        if module.startswith("ckptctl") and not name.startswith("<"):
+            found.append((module, name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def hops(root: str) -> list[tuple[str, str]]:
+    """The calls between `pick` and the opening of the first `.metadata`."""
+    import ckptctl
+
+    found: list[list[tuple[str, str]]] = []
+    waiting = False
+
+    def on(event: str, arguments: tuple[Any, ...]) -> None:
+        if waiting and not found and event == "open" and str(arguments[0]).endswith(".metadata"):
+            found.append(stack_of(sys._getframe(1)))
+
+    sys.addaudithook(on)
+    ckptctl.pick(root)  # imports are no hops
+    waiting = True
+    ckptctl.pick(root)
+    waiting = False
+    return found[0] if found else []
+
+
+class Way:
+    """Where a step number goes: each call of the package that it is handed to."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[str, str]] = []
+        self.names: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """Note a call that bears the number, itself or in a field of an argument."""
+        module = frame.f_globals.get("__name__", "")
+        if event != "call" or not module.startswith("ckptctl"):
+            return
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        borne = {name for name in names if frame.f_locals.get(name) == STEP}
+        for name in names:
+            value = frame.f_locals.get(name)
+            if type(value) is str and str(STEP) in value:
+                borne.add(name)
+        if borne:
+            stop = (module, code.co_name)
+            if not self.stops or self.stops[-1] != stop:
+                self.stops.append(stop)
+            self.names |= borne
+
+    def figures(self, layers: dict[str, int]) -> dict[str, int]:
+        """How long the way is, and how often it turns back."""
+        path = [module for module, _ in self.stops]
+        layer = [layers.get(module.split(".")[1] if "." in module else "", 0) for module in path]
+        left: set[str] = set()
+        returns = 0
+        for before, after in pairwise(path):
+            if before != after:
+                left.add(before)
+                returns += after in left
+        return {
+            "stops": len(self.stops),
+            "modules": len(set(path)),
+            "climbs to a higher layer": sum(b > a for a, b in pairwise(layer)),
+            "returns to a module": returns,
+            "names of the number": len(self.names),
+        }
+
+
+def layers() -> dict[str, int]:
+    """The layer of each package, from the guard that keeps them."""
+    import runpy
+
+    guard = runpy.run_path(str(REPOSITORY / "tests" / "guards" / "test_floors.py"))
+    return dict(guard["FLOORS"])
+
+
+def dynamic(show: bool) -> dict[str, object]:
+    """What is traced: it needs torch."""
+    import warnings
+
+    import torch
+
+    from ckptctl.train import Checkpointer
+
+    warnings.simplefilter("ignore")
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as root:
+
+        def checkpointer() -> Checkpointer:
+            model = torch.nn.Linear(4, 4)
+            return Checkpointer(root, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+        ours = checkpointer()
+        ours.resume("auto")
+        ours.save(1, tokens=1)
+        way = Way()
+        with traced(way):
+            ours.save(STEP, tokens=2)
+        counted: Counter[str] = Counter()
+
+        def on(frame: FrameType, event: str, _argument: Any) -> None:
+            name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+            if event == "call" and name in COUNTED:
+                counted[COUNTED[name]] += 1
+
+        resumed = checkpointer()
+        with traced(on):
+            resumed.resume("auto")
+        path = hops(root)
+        found["calls from pick to the first .metadata"] = len(path)
+        found["modules on that way"] = len({module for module, _ in path})
+        for name, n in way.figures(layers()).items():
+            found[f"step number through save: {name}"] = n
+        for name in dict.fromkeys(COUNTED.values()):
+            found[f"{name} per resume"] = counted[name]
+        if show:
+            print("\n".join(f"  hop {module}.{name}" for module, name in path))
+            print("\n".join(f"  stop {module}.{name}" for module, name in way.stops))
+    return found
+
+
+COUNTED = {
+    "ckptctl.formats.metadata.decode_metadata": "metadata decodes",
+    "ckptctl.storage.opening.open_store": "stores opened",
+}
+
+
+def main() -> int:
+    """Print the figures."""
+    show = "--names" in sys.argv[1:]
+    trees = modules()
+    names = set(trees)
+    importers: dict[str, set[str]] = defaultdict(set)
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        graph[module] = set(imports_at_start(tree, names)) - {module}
+        for other in set(imports(tree, names)) - {module}:
+            importers[other].add(module)
+    real = [name for name, tree in trees.items() if len(tree.body) > 1]
+    once = [name for name in real if len(importers[name]) == 1]
+    lists = {
+        "modules imported from one place": once,
+        f"functions with more than {MANY_PARAMETERS} parameters": long_signatures(trees),
+        "circular imports": [" ".join(group) for group in cycles(graph)],
+        "retired words": retired(trees),
+    }
+    n_lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
+    figures: dict[str, object] = {"lines": n_lines, "modules": len(trees)}
+    for what, found in lists.items():
+        figures[what] = len(found)
+        if show:
+            print("\n".join(f"  {what}: {one}" for one in found))
+    figures |= dynamic(show)
+    for what, figure in figures.items():
+        print(f"{figure:>8,}  {what}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
