@@ -34,7 +34,7 @@ from ckptctl.storage.paths import parts_of
 from ckptctl.storage.publishing import make_folder, move, publish
 from ckptctl.storage.retrying import Retries, Transient, retried
 from ckptctl.storage.room import FULL, free_bytes, full
-from ckptctl.storage.watchdog import busy
+from ckptctl.storage.watchdog import beat, busy
 
 T = TypeVar("T")
 
@@ -143,6 +143,23 @@ class LocalStore:
             except IsADirectoryError:
                 os.rmdir(parts[-1], dir_fd=folder.fd)
 
+    def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
+        """Remove a folder and all that is in it.
+
+        `first` are groups of files in it, by their paths below it: each group is gone,
+        durably, before anything of the next one or of the rest goes. Every folder on the
+        way is opened as itself and emptied through its descriptor: one that has been
+        replaced by a link raises `PathEscape`, and nothing is removed behind the link.
+        """
+        parts = parts_of(path)
+        with self._writing(path), self._folder(parts[:-1]) as above:
+            with self._below(above, parts[-1], _FOLDER) as folder:
+                for group in first:
+                    self._unlink_below(folder, group)
+                self._empty(folder, depth=0)
+            os.rmdir(parts[-1], dir_fd=above.fd)
+            os.fsync(above.fd)
+
     def free_bytes(self) -> int:
         """How many bytes can still be written where the root is, or will be."""
         with busy(self.url):
@@ -187,6 +204,31 @@ class LocalStore:
                     make_folder(name, within=above.fd)
             with self._folder(parts[:-1], make=True) as folder:
                 publish(parts[-1], data, within=folder.fd, replace=replace)
+
+    def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
+        """Unlink files by their paths below an open folder, and flush the folders they were in."""
+        for path in paths:
+            *names, name = parts_of(path)
+            with self._walk(Descriptor(os.dup(folder.fd)), names) as inner:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=inner.fd)
+                os.fsync(inner.fd)
+
+    def _empty(self, folder: Descriptor, *, depth: int) -> None:
+        """Remove everything in an open folder; a link is removed, and what it names stays."""
+        if depth > _MAX_DEPTH:
+            raise OSError(errno.ELOOP, f"folders nested more than {_MAX_DEPTH} deep")
+        with os.scandir(folder.fd) as entries:
+            names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_folder in names:
+            beat()
+            if is_folder:
+                with self._below(folder, name, _FOLDER) as inner:
+                    self._empty(inner, depth=depth + 1)
+                os.rmdir(name, dir_fd=folder.fd)
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder.fd)
 
     @contextmanager
     def _writing(self, path: str, size: int | None = None) -> Iterator[None]:
@@ -301,7 +343,11 @@ class LocalStore:
         return file
 
     def _folder(self, parts: Sequence[str], *, make: bool = False) -> Descriptor:
-        here = self._open_root()
+        return self._walk(self._open_root(), parts, make=make)
+
+    def _walk(self, start: Descriptor, parts: Sequence[str], *, make: bool = False) -> Descriptor:
+        """The folder that `parts` lead to from `start`, which is closed."""
+        here = start
         for name in parts:
             with here:
                 if make:

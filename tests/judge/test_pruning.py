@@ -17,9 +17,12 @@ from services.plugin import S3Server
 from services.processes import wait_until
 
 import ckptctl
-from ckptctl.errors import AccessDenied, UsageError
-from ckptctl.judge import pruning
+from ckptctl.errors import AccessDenied, StorageError, UsageError
+from ckptctl.judge import pruning, removing
 from ckptctl.judge.arguments import conditions
+from ckptctl.judge.step_files import list_step
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
 
@@ -244,3 +247,79 @@ def test_the_document_holds_to_its_schema(root: Path):
 
 def test_without_a_number_nothing_is_planned(root: Path):
     assert run_ckptctl("prune", root).returncode == 2
+
+
+# What changes between the listing and the removal
+
+
+def another_run(root: Path) -> Path:
+    """A sound step of another run, beside the root."""
+    return Path(shutil.copytree(root / "step_500", root.parent / "another" / "step_7"))
+
+
+def in_its_place(monkeypatch: pytest.MonkeyPatch, step: Path, act: Callable[[], object]) -> None:
+    """Have `act` take place right after `step` has been listed for the last time."""
+    listed = removing.list_step
+
+    def then_act(store: Store, name: str) -> tuple[FileInfo, ...]:
+        files = listed(store, name)
+        if name == step.name:
+            act()
+        return files
+
+    monkeypatch.setattr(removing, "list_step", then_act)
+
+
+def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    step = root / "step_100"
+
+    def replaced() -> None:
+        step.rename(root / "moved")
+        step.symlink_to(other)
+
+    in_its_place(monkeypatch, step, replaced)
+    with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
+        removing.remove_step(store, "step_100")
+    assert sorted(path.name for path in other.rglob("*")) == before
+    assert ckptctl.verify(str(root / "moved")).usable
+    assert step.is_symlink()
+
+
+def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    notes = root / "step_100" / ".ckptctl"
+
+    def replaced() -> None:
+        shutil.rmtree(notes)
+        notes.symlink_to(other / ".ckptctl")
+
+    in_its_place(monkeypatch, root / "step_100", replaced)
+    with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
+        removing.remove_step(store, "step_100")
+    assert sorted(path.name for path in other.rglob("*")) == before
+
+
+def test_links_in_a_step_are_removed_and_not_followed(root: Path):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    (root / "step_100" / "elsewhere").symlink_to(other)
+    (root / "step_100" / "shard").symlink_to(other / "__0_0.distcp")
+    with open_store(str(root)) as store:
+        assert removing.remove_step(store, "step_100")
+    assert there(root) == {200, 300, 400, 500}
+    assert sorted(path.name for path in other.rglob("*")) == before
+
+
+def test_a_step_that_is_not_as_it_was_seen_stays(root: Path):
+    with open_store(str(root)) as store:
+        seen = list_step(store, "step_100")
+        ckptctl.mark(f"{root}@100", "pinned")
+        assert not removing.remove_step(store, "step_100", seen=seen)
+    assert ckptctl.verify(f"{root}@100").usable
