@@ -157,6 +157,7 @@ def preflight(
             advice, next_command = _advice(root, store, picked.chosen, asked_size, endpoint_url)
             checks = [
                 _check_pick(picked),
+                _check_state(picked),
                 *check_nodes(root, nodes, room),
                 probe,
                 check_damage(store, reports, scan_command(root)),
@@ -208,6 +209,17 @@ def _check_pick(picked: Pick) -> Check:
     if picked.answer is Answer.FRESH:
         next_command = f"ckptctl preflight {shlex.join(picked.roots)} --allow-fresh"
     return Check("step", outcome, picked.message + looked, picked.exit_code, next_command)
+
+
+_CORRECT_RESUME = {"model", "optimizer", "rng", "dataloader"}
+
+
+def _check_state(picked: Pick) -> Check | None:
+    """What the chosen step restores. What no step holds is worth a look, and stops nothing."""
+    if picked.chosen is None:
+        return None
+    short = _CORRECT_RESUME.intersection(picked.absent)
+    return Check("state", Outcome.WARNING if short else Outcome.OK, picked.about_state)
 
 
 def _advice(

@@ -13,7 +13,7 @@ from itertools import groupby
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.layouts import StepName
 from ckptctl.judge.results import PassedOver
-from ckptctl.model import Level
+from ckptctl.model import STATE_KINDS, Level
 
 MAX_PREDECESSORS = 10
 """How many older steps are asked whether they hold the optimizer that a newer one lacks."""
@@ -151,7 +151,7 @@ def refusal(report: Report, policy: Policy) -> str | None:
 
 
 def _lacking(report: Report, older: Sequence[Candidate], look: Look, policy: Policy) -> str | None:
-    missing = [kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held]
+    missing = absent_kinds(report)
     if policy.weights_ok or not (missing or _may_lack_more(report)):
         return None
     # A step that lacks nothing for certain is worth one more look, not ten.
@@ -173,6 +173,22 @@ def _lacking(report: Report, older: Sequence[Candidate], look: Look, policy: Pol
 
 
 _KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+
+
+def absent_kinds(report: Report) -> tuple[str, ...]:
+    """The kinds of train state that the step lacks, and must hold where a step before it does."""
+    return tuple(kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held)
+
+
+def demanded(chosen: Report, require: Collection[str], policy: Policy) -> tuple[str, ...]:
+    """The kinds of train state that were demanded of a chosen step.
+
+    `require`, and what the comparison with the steps before demands: it lets a step
+    through that lacks a kind only where they lack it too.
+    """
+    absent = _KINDS_THAT_COUNT if policy.weights_ok else absent_kinds(chosen)
+    by_steps = set(_KINDS_THAT_COUNT).difference(absent)
+    return tuple(kind for kind in STATE_KINDS if kind in by_steps or kind in require)
 
 
 def _may_lack_more(report: Report) -> bool:

@@ -12,13 +12,23 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
-from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.choosing import (
+    Candidate,
+    Choice,
+    Policy,
+    absent_kinds,
+    choose,
+    demanded,
+    in_order,
+    suspect_storage,
+)
 from ckptctl.judge.empty_roots import check_empty, check_restart
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
@@ -174,7 +184,9 @@ def _pick(
     roots = tuple(store.url for store in stores)
     if choice.chosen is not None:
         absent = [store.url for store, one in zip(stores, listings, strict=True) if not one.exists]
-        return _found(roots, choice, choice.chosen, findings, looker, absent)
+        found = _found(roots, choice, choice.chosen, findings, looker, absent)
+        required = demanded(choice.chosen, asked.require, policy)
+        return replace(found, required=required, absent=absent_kinds(choice.chosen))
     if len(choice.no_steps) == len(candidates):
         for store, listing in zip(stores, listings, strict=True):
             check_empty(store, listing, pattern)

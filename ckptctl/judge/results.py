@@ -63,7 +63,10 @@ class Pick:
     `level` is how deep the chosen step was looked at, `level_reason` why not
     deeper and what that would cost, None where the level was asked for.
     `exit_code` is 0, 10, 11, 75 or 77; `--detailed-exitcode` turns 0 into 3 for
-    `fell-back`. `message` is the answer in one line.
+    `fell-back`. `message` is the answer in one line. `required` are the kinds of train
+    state that were demanded of the chosen step: by the caller, and because the steps
+    before it hold them. `absent` are the kinds that it does not restore; unless
+    `weights_ok` was given, the step before it does not hold them either.
     """
 
     answer: Answer
@@ -76,6 +79,8 @@ class Pick:
     message: str
     exit_code: int
     next_command: str | None
+    required: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -94,6 +99,14 @@ class Pick:
                 self.message, exit_code=self.exit_code, next_command=self.next_command
             )
         return self.chosen.number
+
+    @property
+    def about_state(self) -> str:
+        """Which train state was demanded, what is not restored, and what changes that."""
+        words = f"requires {', '.join(self.required) or 'nothing'}"
+        if self.absent:
+            words += f"; does not restore {', '.join(self.absent)}"
+        return f"{words} (--require KIND,... demands more, --weights-ok less)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,11 +180,14 @@ def test_every_verdict_has_a_command_that_comes_next(made, command):
 
 
 def test_pick_says_why_newer_steps_were_refused():
-    lines = text(pick_lines(pick(report(1200), (report(1400, short(3)), "incomplete: too short"))))
+    refused = (report(1400, short(3)), "incomplete: too short")
+    found = pick(report(1200), refused, required=("model", "optimizer"), absent=("rng",))
+    lines = text(pick_lines(found))
     assert lines == [
         "resume from step 1200",
         "  not step 1400: incomplete: too short",
         "  looked at: listing; the bytes themselves were not read",
+        f"  train state: {found.about_state}",
     ]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
 
 import ckptctl
@@ -70,7 +71,9 @@ def message(found: ckptctl.Preflight, name: str) -> str:
 def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
     found = ckptctl.preflight(str(root), mtbf_s=24 * 3600)
     assert (found.chosen, found.step, found.exit_code) == (f"{root}/step_300", 300, 0)
-    assert outcomes(found) == dict.fromkeys(("step", "storage", "capacity", "cadence"), Outcome.OK)
+    assert outcomes(found) == dict.fromkeys(
+        ("step", "state", "storage", "capacity", "cadence"), Outcome.OK
+    )
     (node,) = found.nodes
     assert (node.host, node.n_names, node.error) == (socket.gethostname(), 3, None)
     assert node.read_bytes > 0
@@ -114,6 +117,38 @@ def test_none_usable_is_a_failure_with_no_path(root: Path):
     assert (found.exit_code, found.path) == (11, None)
     with pytest.raises(NothingToResume):
         _ = found.chosen
+
+
+def without(root: Path, kind: str, *numbers: int) -> None:
+    """Write the train state of some steps anew, without one kind."""
+    for number in numbers:
+        file = root / f"step_{number}" / "train_state.pt"
+        state = torch.load(file, weights_only=False)
+        del state[kind]
+        torch.save(state, file)
+
+
+@pytest.mark.parametrize("kind", ["rng", "dataloader"])
+def test_a_step_that_lost_a_kind_is_passed_over_unasked(root: Path, kind: str):
+    without(root, kind, 300)
+    found = ckptctl.preflight(str(root))
+    assert (found.step, found.exit_code) == (200, 0)
+    assert f"lacks {kind}, which step 200 holds" in found.pick.passed_over[0].reason
+    assert kind in found.pick.required
+    assert outcomes(found)["state"] is Outcome.OK
+
+
+def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: Path):
+    without(root, "rng", 100, 200, 300)
+    found = ckptctl.preflight(str(root))
+    assert (found.step, found.exit_code, found.pick.absent) == (300, 0, ("rng",))
+    assert outcomes(found)["state"] is Outcome.WARNING
+    assert message(found, "state") == (
+        "requires model, optimizer, scheduler, dataloader, step; does not restore rng "
+        "(--require KIND,... demands more, --weights-ok less)"
+    )
+    demanding = ckptctl.preflight(str(root), require=["rng"])
+    assert (demanding.path, demanding.exit_code) == (None, 11)
 
 
 def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path: Path):

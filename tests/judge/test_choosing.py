@@ -7,7 +7,15 @@ import pytest
 from ckptctl.checks.state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
 from ckptctl.formats.layouts import StepName
-from ckptctl.judge.choosing import Candidate, Policy, choose, in_order, suspect_storage
+from ckptctl.judge.choosing import (
+    Candidate,
+    Policy,
+    absent_kinds,
+    choose,
+    demanded,
+    in_order,
+    suspect_storage,
+)
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 
 ALL = STATE_KINDS
@@ -266,3 +274,22 @@ def test_every_verdict_but_complete_keeps_a_step_from_being_taken():
         assert taken == (
             2 if verdict is Verdict.COMPLETE else None if verdict is Verdict.UNKNOWN else 1
         )
+
+
+def test_what_is_demanded_of_a_step_is_what_the_steps_before_it_hold():
+    held = ("model", "optimizer", "rng", "dataloader", "step")
+    made = steps(report(3, held=held), report(2, held=held))
+    chosen = made.choose().chosen
+    assert demanded(chosen, (), Policy()) == held
+    assert absent_kinds(chosen) == ("scheduler",)
+    assert demanded(chosen, ("tokens",), Policy()) == (*held, "tokens")
+    assert demanded(chosen, ("model",), Policy(weights_ok=True)) == ("model",)
+
+
+@pytest.mark.parametrize("kind", ["rng", "dataloader", "scheduler", "optimizer", "step"])
+def test_a_step_that_lost_a_kind_is_passed_over_for_one_of_which_it_is_demanded(kind: str):
+    less = tuple(one for one in ALL if one != kind)
+    choice = steps(report(3, held=less), report(2)).choose()
+    assert choice.chosen.number == 2
+    assert kind in choice.passed_over[0].reason
+    assert kind in demanded(choice.chosen, (), Policy())

@@ -24,6 +24,8 @@ def pick_lines(pick: Pick) -> list[Line]:
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""
         lines.append(line(f"  looked at: {pick.level.value}{reason}", hang=4))
+    if pick.chosen is not None:
+        lines.append(line(f"  train state: {pick.about_state}", hang=4))
     findings = (*pick.findings, *_to_be_known(pick.chosen))
     return [*lines, *finding_lines(findings), *next_line(pick.next_command)]
 
