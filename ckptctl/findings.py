@@ -188,6 +188,7 @@ CODES: Mapping[str, Code] = {
     "mark.lapsed": _remark("a mark speaks of an earlier save of the step"),
     "step.duplicate": _warning("two folders stand for one step"),
     "pointer.differs": _remark("a pointer file names another step"),
+    "root.unavailable": _warning("an optional root is absent or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),

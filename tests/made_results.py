@@ -72,6 +72,7 @@ def scan(*reports: Report, chosen: int | None = None, **changes: object) -> Scan
     """A scan that found `reports`, newest first."""
     made = Scan(
         root=ROOT,
+        roots=(ROOT,),
         exists=True,
         reports=reports,
         chosen=None if chosen is None else f"{ROOT}/step_{chosen}",

@@ -70,6 +70,16 @@ RootsArg = Annotated[
         "root is preferred.",
     ),
 ]
+OptionalRootOpt = Annotated[
+    list[str] | None,
+    option(
+        "--optional-root",
+        metavar="ROOT",
+        help="Another root of the same run that may be absent or not answer, such as a local "
+        "disk; may be given several times. It comes after the others, or keeps its place where "
+        "it is named among them too.",
+    ),
+]
 StepArg = Annotated[
     str,
     typer.Argument(

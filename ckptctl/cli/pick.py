@@ -17,6 +17,7 @@ from ckptctl.cli.options import (
     LevelOpt,
     MarksOpt,
     MaxFallbackOpt,
+    OptionalRootOpt,
     PatternOpt,
     RequireOpt,
     RequireSealOpt,
@@ -51,6 +52,7 @@ class Printed(str, Enum):
 
 def pick(
     roots: RootsArg,
+    optional_root: OptionalRootOpt = None,
     level: LevelOpt = None,
     require: RequireOpt = None,
     weights_ok: WeightsOpt = False,
@@ -88,6 +90,7 @@ def pick(
     """
     found = ckptctl.pick(
         *roots,
+        optional_roots=optional_root or (),
         level=level_of(level),
         require=parse_kinds(require),
         weights_ok=weights_ok,

@@ -18,10 +18,11 @@ from ckptctl.cli.options import (
     LevelOpt,
     MarksOpt,
     MaxFallbackOpt,
+    OptionalRootOpt,
     PatternOpt,
     RequireOpt,
     RequireSealOpt,
-    RootArg,
+    RootsArg,
     SavedWorldSizeOpt,
     SkipOpt,
     Storage,
@@ -41,7 +42,8 @@ EXIT_CODES = (0, 2, 10, 11, 75, 77)
 
 
 def preflight(
-    root: RootArg,
+    roots: RootsArg,
+    optional_root: OptionalRootOpt = None,
     level: LevelOpt = None,
     require: RequireOpt = None,
     weights_ok: WeightsOpt = False,
@@ -93,7 +95,8 @@ def preflight(
     with ExitStack() as stack:
         crew = crew_of_this_process(stack, out)
         found = ckptctl.preflight(
-            root,
+            *roots,
+            optional_roots=optional_root or (),
             level=level_of(level),
             require=parse_kinds(require),
             weights_ok=weights_ok,

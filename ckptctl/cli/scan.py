@@ -1,4 +1,4 @@
-"""`ckptctl scan`: every step under a root, and which one to resume from."""
+"""`ckptctl scan`: every step under one root or several, and which one to resume from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ckptctl.cli.options import (
     KeyFileOpt,
     LevelOpt,
     MarksOpt,
+    OptionalRootOpt,
     PatternOpt,
     RequireOpt,
     RequireSealOpt,
-    RootArg,
+    RootsArg,
     SavedWorldSizeOpt,
     Storage,
     WeightsOpt,
@@ -34,7 +35,8 @@ EXIT_CODES = (0, 2, 10, 11, 75, 77)
 
 
 def scan(
-    root: RootArg,
+    roots: RootsArg,
+    optional_root: OptionalRootOpt = None,
     last: Annotated[
         int | None,
         option("--last", metavar="N", min=1, help="Only the newest N steps."),
@@ -58,9 +60,11 @@ def scan(
     Steps are shown newest first, as soon as each has been looked at. With --quiet the
     addresses of the usable steps are printed, one a line.
     """
-    shown = _Shown(out)
+    named = dict.fromkeys((*roots, *(optional_root or ())))
+    shown = _Shown(out, tuple(each.rstrip("/") or each for each in named))
     found = ckptctl.scan(
-        root,
+        *roots,
+        optional_roots=optional_root or (),
         level=level_of(level),
         last=last,
         pattern=pattern,
@@ -82,8 +86,9 @@ def scan(
 class _Shown:
     """Prints rows as they come, held back until the verdict can be said first."""
 
-    def __init__(self, out: Output) -> None:
+    def __init__(self, out: Output, roots: tuple[str, ...]) -> None:
         self._out = out
+        self._roots = roots if len(roots) > 1 else ()
         self._waiting: list[Report] = []
         self._table: StepTable | None = None
 
@@ -116,9 +121,10 @@ class _Shown:
 
     def _begin(self, chosen: str | None) -> None:
         out = self._out.out
-        table = StepTable(self._waiting[0], chosen, time.time(), out.width, out.unicode)
+        first = self._waiting[0]
+        table = StepTable(first, chosen, time.time(), out.width, out.unicode, self._roots)
         self._table = table
-        self._out.lines([table.head()])
+        self._out.lines(table.head())
         for report in self._waiting:
             newer = chosen is not None and report.url != chosen
             self._out.lines(table.row(report, passed_over=newer))

@@ -8,8 +8,9 @@ same answer.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ckptctl.cost.measuring import Measured, measured_in
@@ -19,14 +20,15 @@ from ckptctl.gate.node import check_nodes, look_from_here
 from ckptctl.gate.probing import StorageProbe, check_probe
 from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight
 from ckptctl.gate.sizing import check_cadence, check_capacity, check_resharding, ranks_in
-from ckptctl.gate.suspects import check_damage, scan_command
+from ckptctl.gate.suspects import check_damage
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.scanning import scan
+from ckptctl.judge.tiers import Roots, roots_in
 from ckptctl.model import Level
 from ckptctl.resharding.advising import Advice, advise, command
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, open_store
+from ckptctl.storage.opening import base_name, join_url, open_store
 from ckptctl.train.cluster import cluster_context
 from ckptctl.train.group import Outcome as Told
 from ckptctl.train.group import outcome_of
@@ -58,8 +60,8 @@ class _Alone:
 
 
 def preflight(
-    root: str,
-    *,
+    *roots: str,
+    optional_roots: Collection[str] = (),
     level: Level | None = None,
     require: Collection[str] = (),
     weights_ok: bool = False,
@@ -84,6 +86,10 @@ def preflight(
     timeout_s: float = 30.0,
 ) -> Preflight:
     """Look at everything that a job needs from its storage before it starts.
+
+    Several roots, and `optional_roots`, are those of `pick`. Each mandatory one is looked at
+    on every node, and the one that holds the chosen step; saves go into the first, so that is
+    where there must be room and what a probe writes to.
 
     `world_size` is how many ranks will load; None takes what torchrun or SLURM say. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
@@ -115,7 +121,8 @@ def preflight(
 
     def choose() -> Pick:
         return pick(
-            root,
+            *roots,
+            optional_roots=optional_roots,
             level=level,
             require=require,
             weights_ok=weights_ok,
@@ -135,8 +142,27 @@ def preflight(
         )
 
     picked = _first(crew, choose)
-    with open_store(root, **to_storage) as store:  # type: ignore[arg-type]
-        nodes = crew.everyone(look_from_here(store, picked.chosen, crew.rank))
+    named = roots_in(roots, optional_roots)
+    with ExitStack() as stack:
+        # Steps are saved into the first root; the chosen step may be in an optional one.
+        opened = {
+            url: stack.enter_context(open_store(url, **to_storage))  # type: ignore[arg-type]
+            for url in dict.fromkeys((named.first, *named.urls))
+        }
+        stores = {
+            url: one
+            for url, one in opened.items()
+            if url not in named.optional or _holds(one, picked.chosen)
+        }
+        store = stores[named.first]
+        nodes = {
+            url: crew.everyone(
+                look_from_here(
+                    one, picked.chosen if _holds(one, picked.chosen) else None, crew.rank
+                )
+            )
+            for url, one in stores.items()
+        }
         probe = _probed(store, crew) if probe_storage else None
 
         def judge() -> tuple[tuple[Check, ...], Advice | None]:
@@ -145,7 +171,8 @@ def preflight(
             reports = _reports(picked)
             if probe_storage and reports:
                 deep = scan(
-                    root,
+                    *roots,
+                    optional_roots=optional_roots,
                     level=Level.LISTING,
                     last=_DEEP_LOOK,
                     pattern=pattern,
@@ -154,21 +181,39 @@ def preflight(
                 known = {one.url for one in reports}
                 reports += tuple(one for one in deep.reports if one.url not in known)
             seen = measured_in(store, pattern) if picked.chosen else Measured(0)
-            advice, next_command = _advice(root, store, picked.chosen, asked_size, endpoint_url)
+            advice, next_command = _advice(stores, picked.chosen, asked_size, endpoint_url)
             checks = [
-                _check_pick(picked),
+                _check_pick(picked, named),
                 _check_state(picked),
-                *check_nodes(root, nodes, room),
+                *_check_roots(named, nodes, room),
                 probe,
-                check_damage(store, reports, scan_command(root)),
+                check_damage(store, reports, f"ckptctl scan {named.words} --level content"),
                 check_capacity(asked_size, source, picked.chosen, seen),
                 check_resharding(advice, next_command),
-                check_cadence(root, mtbf_s, seen) if picked.chosen else None,
+                check_cadence(named.first, mtbf_s, seen) if picked.chosen else None,
             ]
             return tuple(one for one in checks if one is not None), advice
 
         checks, advice = _first(crew, judge)
-    return _answer(root, picked, checks, nodes, advice)
+    everyone = tuple(one for each in nodes.values() for one in each)
+    return _answer(named.first, picked, checks, everyone, advice)
+
+
+def _holds(store: Store, chosen: Report | None) -> bool:
+    """Whether the chosen step is in this root."""
+    return chosen is not None and join_url(store.url, base_name(chosen.url)) == chosen.url
+
+
+def _check_roots(
+    named: Roots, nodes: Mapping[str, tuple[NodeFacts, ...]], room: int | None
+) -> Iterator[Check]:
+    """What all processes see of each root, and whether the next saves fit into the first."""
+    for url, facts in nodes.items():
+        if url in named.optional:  # a local disk holds other steps on each node
+            facts = tuple(replace(one, listing="") for one in facts)
+        for check in check_nodes(url, facts, room if url == named.first else None):
+            several = len(nodes) > 1
+            yield replace(check, message=f"{url}: {check.message}") if several else check
 
 
 def _first(crew: Crew, act: Callable[[], T]) -> T:
@@ -198,17 +243,19 @@ def _reports(picked: Pick) -> tuple[Report, ...]:
     return over if picked.chosen is None else (*over, picked.chosen)
 
 
-def _check_pick(picked: Pick) -> Check:
+def _check_pick(picked: Pick, named: Roots) -> Check:
     outcome = Outcome.OK
-    if picked.answer is Answer.FELL_BACK:
+    absent = [one for one in picked.findings if one.code == "root.unavailable"]
+    if picked.answer is Answer.FELL_BACK or absent:
         outcome = Outcome.WARNING
     if picked.exit_code:
         outcome = Outcome.FAILED
     looked = f" (looked at: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
     if picked.answer is Answer.FRESH:
-        next_command = f"ckptctl preflight {shlex.join(picked.roots)} --allow-fresh"
-    return Check("step", outcome, picked.message + looked, picked.exit_code, next_command)
+        next_command = f"ckptctl preflight {named.words} --allow-fresh"
+    message = "; ".join([picked.message + looked, *(one.message for one in absent)])
+    return Check("step", outcome, message, picked.exit_code, next_command)
 
 
 _CORRECT_RESUME = {"model", "optimizer", "rng", "dataloader"}
@@ -223,14 +270,18 @@ def _check_state(picked: Pick) -> Check | None:
 
 
 def _advice(
-    root: str, store: Store, chosen: Report | None, world_size: int | None, endpoint: str | None
+    stores: Mapping[str, Store],
+    chosen: Report | None,
+    world_size: int | None,
+    endpoint: str | None,
 ) -> tuple[Advice | None, str]:
     """Whether resharding first would pay, where the ranks are not those that saved."""
     saved = chosen.world_size if chosen else None
     if chosen is None or world_size is None or saved is None or saved.size == world_size:
         return None, ""
     name = base_name(chosen.url)
-    return advise(store, name, world_size), command(root, name, world_size, endpoint)
+    root = next(url for url, one in stores.items() if _holds(one, chosen))
+    return advise(stores[root], name, world_size), command(root, name, world_size, endpoint)
 
 
 def _answer(

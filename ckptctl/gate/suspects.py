@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
 from collections.abc import Sequence
 
 from ckptctl.errors import StorageError
@@ -92,8 +91,3 @@ def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
 def _utc(seconds: float) -> str:
     at = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return at.strftime("%Y-%m-%d %H:%M UTC")
-
-
-def scan_command(root: str) -> str:
-    """The command that shows every step of a root with its damage."""
-    return f"ckptctl scan {shlex.quote(root)} --level content"

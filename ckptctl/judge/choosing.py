@@ -21,10 +21,15 @@ MAX_PREDECESSORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One step under one of the roots; `tier` is the place of its root in the argument list."""
+    """One step under one of the roots; `tier` is the place of its root in the argument list.
+
+    `optional` says that its root may be absent: then a step in it that does not
+    answer stops nothing.
+    """
 
     tier: int
     named: StepName
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,15 @@ class Choice:
     `damaged` are the numbers of those that are damaged. `stopped` says why the search
     ended before the steps did: `unknown` for a step that could not be looked at,
     `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
-    that turned out to be something else.
+    that turned out to be something else, `unknown` the copies of the step at which the
+    search stopped that could not be looked at.
     """
 
     chosen: Report | None = None
     no_steps: list[Candidate] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
     damaged: list[int | None] = field(default_factory=list)
+    unknown: list[Report] = field(default_factory=list)
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
 
@@ -88,21 +95,15 @@ def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choic
     """
     choice = Choice()
     n_seen = 0
-    for number, group in groupby(candidates, key=lambda c: c.named.number):
+    for _, group in groupby(candidates, key=lambda c: c.named.number):
         copies = list(group)
         n_seen += len(copies)
         older = candidates[n_seen : n_seen + MAX_PREDECESSORS]
         if _take_one_of(copies, older, look, policy, choice):
             return choice
-        tried = [over.report for over in choice.passed_over[-len(copies) :]]
-        unknown = [
-            report
-            for report in tried
-            if report.number == number and report.verdict is Verdict.UNKNOWN
-        ]
-        if unknown:
+        if choice.unknown:
             choice.stopped = "unknown"
-            choice.exit_code = max(report.exit_code for report in unknown)
+            choice.exit_code = max(report.exit_code for report in choice.unknown)
             return choice
         if len(choice.damaged) > policy.max_fallback:
             choice.stopped = "suspect"
@@ -124,12 +125,28 @@ def _take_one_of(
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
             choice.no_steps.append(candidate)
             continue
-        reason = refusal(report, policy) or _lacking(report, older, look, policy)
+        others = [one for one in copies if one.tier != candidate.tier]
+        reason = (
+            refusal(report, policy)
+            or _marked_elsewhere(report, others, look)
+            or _lacking(report, older, look, policy)
+        )
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
         choice.pass_over(report, reason)
+        if report.verdict is Verdict.UNKNOWN and not candidate.optional:
+            choice.unknown.append(report)
     return False
+
+
+def _marked_elsewhere(report: Report, others: Sequence[Candidate], look: Look) -> str | None:
+    """Why a step is refused for a mark on the copy of the same save in another root."""
+    for other in (look(one, Level.LISTING) for one in others):
+        same_save = bool(report.digests) and other.digests == report.digests
+        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
+            return f"{other.verdict.value} in {other.url}, which holds the same save"
+    return None
 
 
 def refusal(report: Report, policy: Policy) -> str | None:
@@ -229,7 +246,8 @@ def _predecessors(
     says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
     for candidate in older:
         report = look(candidate, level)
-        if report.verdict in says_nothing:
+        absent = candidate.optional and report.verdict is Verdict.UNKNOWN
+        if absent or report.verdict in says_nothing:
             continue
         yield report
         if not ask_all:

@@ -9,13 +9,11 @@ exit codes: there is none at all (10), none is usable (11), we could not look
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
@@ -40,13 +38,13 @@ from ckptctl.judge.roots import (
     list_root,
     older_steps,
 )
-from ckptctl.model import FileInfo, Level
-from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import open_store
+from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in, unavailable
+from ckptctl.model import Level
 
 
 def pick(
     *roots: str,
+    optional_roots: Collection[str] = (),
     level: Level | None = None,
     require: Collection[str] = (),
     weights_ok: bool = False,
@@ -69,11 +67,12 @@ def pick(
     """Choose the newest step that may be resumed from, under one root or several.
 
     With several roots (tiers) the newest usable step of all is taken, from the
-    earlier root where two hold it. `before` excludes that step and all newer
-    ones, `skip` single ones. `require` names the kinds of train state that must
-    be there; without it a step is passed over only if it lacks what an older one
-    holds, unless `weights_ok`. `max_fallback` is how many damaged steps may be
-    passed over. With `allow_fresh` a root without steps has exit code 0. `level`
+    earlier root where two hold it. `optional_roots` may be absent or not answer, which is
+    a `root.unavailable` in the findings; each of the others must.
+    `before` excludes that step and all newer ones, `skip` single ones. `require` names
+    the kinds of train state that must be there; without it a step is passed over only if it
+    lacks what an older one holds, unless `weights_ok`. `max_fallback` is how many damaged
+    steps may be passed over. With `allow_fresh` a root without steps has exit code 0. `level`
     None means as deep as is cheap on that storage. `grace_s`: how long after its
     last write a save without metadata counts as running, in seconds. `require_seal`
     takes no step that a seal does not prove, made with `key` where one is given.
@@ -85,8 +84,7 @@ def pick(
     Cost: one listing of each root, one listing and one read for each step looked
     at: on a healthy run one step, and its predecessor where it lacks some state.
     """
-    if not roots:
-        raise UsageError("no checkpoint root is given", next_command="ckptctl pick ROOT")
+    named = roots_in(roots, optional_roots)
     asked = conditions(
         require,
         world_size,
@@ -101,18 +99,15 @@ def pick(
     level = known_level(level)
     compiled = compile_pattern(pattern)
     with ExitStack() as stack:
-        stores = [
-            stack.enter_context(
-                open_store(
-                    root,
-                    storage_options=storage_options,
-                    endpoint_url=endpoint_url,
-                    timeout_s=timeout_s,
-                )
-            )
-            for root in roots
-        ]
-        return _pick(stores, compiled, asked, policy, level, allow_fresh=allow_fresh)
+        tiers = open_tiers(
+            stack,
+            named,
+            lambda store: (list_root(store, compiled), {}),
+            storage_options=storage_options,
+            endpoint_url=endpoint_url,
+            timeout_s=timeout_s,
+        )
+        return _pick(named, tiers, compiled, asked, policy, level, allow_fresh=allow_fresh)
 
 
 class Looker:
@@ -120,16 +115,12 @@ class Looker:
 
     def __init__(
         self,
-        stores: Sequence[Store],
+        tiers: Sequence[Tier],
         asked: Conditions,
         level: Level | None,
-        listings: Sequence[RootListing],
-        trees: Mapping[str, Sequence[FileInfo]] | None = None,
     ) -> None:
-        self._stores = stores
+        self._tiers = tiers
         self._asked = asked
-        self._trees = trees or {}
-        self._listings = listings
         self.level = level
         self.confirm = True
         self.looked: dict[Candidate, Looked] = {}
@@ -138,14 +129,14 @@ class Looker:
         """The report on a candidate, as deep as the caller asked for and `at_least` deep."""
         known = self.looked.get(candidate)
         if known is None or known.report.level.depth < at_least.depth:
-            store = self._stores[candidate.tier]
+            tier = self._tiers[candidate.tier]
             known = look(
-                store,
+                tier.store,
                 candidate.named,
                 self._asked,
                 level=self.level,
                 at_least=at_least,
-                files=self._trees.get(candidate.named.name),
+                files=tier.trees.get(candidate.named.name),
                 older=partial(self._older, candidate),
                 confirm=self.confirm,
             )
@@ -153,7 +144,7 @@ class Looker:
         return known.report
 
     def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
-        steps = self._listings[candidate.tier].steps
+        steps = self._tiers[candidate.tier].listing.steps
         return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
@@ -164,7 +155,8 @@ class Looker:
 
 
 def _pick(
-    stores: Sequence[Store],
+    named: Roots,
+    tiers: Sequence[Tier],
     pattern: re.Pattern[str] | None,
     asked: Conditions,
     policy: Policy,
@@ -172,35 +164,56 @@ def _pick(
     *,
     allow_fresh: bool,
 ) -> Pick:
-    listings = [list_root(store, pattern) for store in stores]
-    candidates = candidates_of(listings)
-    looker = Looker(stores, asked, level, listings)
+    candidates = candidates_of(tiers)
+    looker = Looker(tiers, asked, level)
     choice = choose(in_order(candidates, policy), looker, policy)
-    findings = [*suspect_storage(choice)]
-    number = choice.chosen.number if choice.chosen else None
-    for store, listing in zip(stores, listings, strict=True):
-        findings += duplicates(listing.steps)
-        findings += check_pointers(store, listing, number, pattern)
-    roots = tuple(store.url for store in stores)
+    findings = root_findings(tiers, choice, pattern)
     if choice.chosen is not None:
-        absent = [store.url for store, one in zip(stores, listings, strict=True) if not one.exists]
-        found = _found(roots, choice, choice.chosen, findings, looker, absent)
+        found = _found(named.urls, choice, choice.chosen, findings, looker)
         required = demanded(choice.chosen, asked.require, policy)
         return replace(found, required=required, absent=absent_kinds(choice.chosen))
     if len(choice.no_steps) == len(candidates):
-        for store, listing in zip(stores, listings, strict=True):
-            check_empty(store, listing, pattern)
-        check_restart(stores[0].url, listings)
+        check_all_empty(tiers, pattern)
+        check_restart(named.first, [one.listing for one in tiers])
         gone = [finding for finding in findings if finding.code == "pointer.differs"]
         if gone:
-            return _gone(roots, findings, gone[0])
-        return _fresh(roots, listings, findings, allow_fresh=allow_fresh)
-    return _none(roots, choice, findings, policy, n_steps=len(candidates))
+            return _gone(named, findings, gone[0])
+        return _fresh(named, [one.listing for one in tiers], findings, allow_fresh=allow_fresh)
+    return _none(named, choice, findings, policy, n_steps=len(candidates))
 
 
-def candidates_of(listings: Sequence[RootListing]) -> list[Candidate]:
+def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:
     """The steps of all roots, each with the place of its root."""
-    return [Candidate(tier, named) for tier, one in enumerate(listings) for named in one.steps]
+    return [
+        Candidate(place, named, tier.optional)
+        for place, tier in enumerate(tiers)
+        for named in tier.listing.steps
+    ]
+
+
+def root_findings(
+    tiers: Sequence[Tier], choice: Choice, pattern: re.Pattern[str] | None
+) -> list[Finding]:
+    """What is to say about the roots themselves, not about a step."""
+    number = choice.chosen.number if choice.chosen else None
+    findings = [*unavailable(tiers), *suspect_storage(choice)]
+    for tier in tiers:
+        findings += duplicates(tier.listing.steps)
+        findings += check_pointers(tier.store, tier.listing, number, pattern)
+    return findings
+
+
+def check_all_empty(tiers: Sequence[Tier], pattern: re.Pattern[str] | None) -> None:
+    """Raise where roots without any step are not those of a fresh run; see `check_empty`.
+
+    An optional root that is absent holds nothing; one that did not answer may hold the
+    only step, so its error is raised.
+    """
+    for tier in tiers:
+        if tier.error is not None:
+            raise tier.error
+        if tier.is_there or not tier.optional:
+            check_empty(tier.store, tier.listing, pattern)
 
 
 def _found(
@@ -209,15 +222,12 @@ def _found(
     chosen: Report,
     findings: Sequence[Finding],
     looker: Looker,
-    absent: Sequence[str],
 ) -> Pick:
     newer = [over for over in choice.passed_over if over.report.number != chosen.number]
     message = f"resume from step {chosen.number}"
     if newer:
         steps = ", ".join(str(over.report.number) for over in newer)
         message += f", falling back past {'steps' if len(newer) > 1 else 'step'} {steps}"
-    if absent:
-        message += f"; {_listed(absent)} {'does' if len(absent) == 1 else 'do'} not exist"
     return Pick(
         answer=Answer.FELL_BACK if newer else Answer.FOUND,
         roots=roots,
@@ -237,54 +247,53 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _fresh(
-    roots: tuple[str, ...],
+    roots: Roots,
     listings: Sequence[RootListing],
     findings: Sequence[Finding],
     *,
     allow_fresh: bool,
 ) -> Pick:
     absent = " (it does not exist yet)" if not any(one.exists for one in listings) else ""
-    holds = "holds" if len(roots) == 1 else "hold"
+    holds = "holds" if len(roots.urls) == 1 else "hold"
     return Pick(
         answer=Answer.FRESH,
-        roots=roots,
+        roots=roots.urls,
         chosen=None,
         passed_over=(),
         findings=tuple(findings),
         level=None,
         level_reason=None,
-        message=f"{_listed(roots)} {holds} no step at all{absent}: this is a fresh run",
+        message=f"{_listed(roots.urls)} {holds} no step at all{absent}: this is a fresh run",
         exit_code=0 if allow_fresh else EXIT_FRESH,
-        next_command=None if allow_fresh else f"ckptctl pick {shlex.join(roots)} --allow-fresh",
+        next_command=None if allow_fresh else f"ckptctl pick {roots.words} --allow-fresh",
     )
 
 
-def _gone(roots: tuple[str, ...], findings: Sequence[Finding], pointer: Finding) -> Pick:
+def _gone(roots: Roots, findings: Sequence[Finding], pointer: Finding) -> Pick:
     return Pick(
         answer=Answer.NONE_USABLE,
-        roots=roots,
+        roots=roots.urls,
         chosen=None,
         passed_over=(),
         findings=tuple(findings),
         level=None,
         level_reason=None,
-        message=f"no step is left in {_listed(roots)}, but {pointer.where} names "
+        message=f"no step is left in {_listed(roots.urls)}, but {pointer.where} names "
         f"{pointer.found}: what was saved here is gone; do not start fresh before you know why",
         exit_code=EXIT_NONE_USABLE,
-        next_command=f"ckptctl scan {shlex.quote(roots[0])}",
+        next_command=f"ckptctl scan {roots.words}",
     )
 
 
 def _none(
-    roots: tuple[str, ...],
+    roots: Roots,
     choice: Choice,
     findings: Sequence[Finding],
     policy: Policy,
     *,
     n_steps: int,
 ) -> Pick:
-    root = roots[0]
-    next_command = f"ckptctl scan {shlex.quote(root)}"
+    next_command = f"ckptctl scan {roots.words}"
     answer = Answer.NONE_USABLE
     if choice.stopped == "unknown":
         last = choice.passed_over[-1]
@@ -293,7 +302,7 @@ def _none(
             f"step {last.report.number} could not be looked at, so no older one is taken: "
             f"{last.reason}"
         )
-        next_command = f"ckptctl pick {shlex.join(roots)} --skip {last.report.number}"
+        next_command = f"ckptctl pick {roots.words} --skip {last.report.number}"
     elif choice.stopped == "suspect":
         n_damaged = len(choice.damaged)
         message = (
@@ -311,7 +320,7 @@ def _none(
         )
     return Pick(
         answer=answer,
-        roots=roots,
+        roots=roots.urls,
         chosen=None,
         passed_over=tuple(choice.passed_over),
         findings=tuple(findings),

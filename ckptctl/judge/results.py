@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Every step under a root, newest first.
+    """Every step under a root, or under several, newest first.
 
-    `chosen` is the address of the step that `pick` would take, None where it
-    would take none. `findings` speak of the root, not of a step. `n_steps` counts
-    the steps under the root, also those that `last` left out of `reports`. `exists`
-    is false where there is no such folder.
+    `root` is the first of the `roots` that is not optional. `chosen` is the address of
+    the step that `pick` would take, None where it would take none. `findings` speak of the
+    root, not of a step. `n_steps` counts the steps under the root, also those that `last`
+    left out of `reports`. `exists` is false where there is no such folder.
     """
 
     root: str
+    roots: tuple[str, ...]
     exists: bool
     reports: tuple[Report, ...]
     chosen: str | None

@@ -10,25 +10,19 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl.findings import EXIT_FRESH, Report
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.judge.arguments import conditions, known_level
-from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order, suspect_storage
-from ckptctl.judge.empty_roots import check_empty
-from ckptctl.judge.picking import Looker, candidates_of
+from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order
+from ckptctl.judge.picking import Looker, candidates_of, check_all_empty, root_findings
 from ckptctl.judge.results import Scan
-from ckptctl.judge.roots import (
-    RootListing,
-    check_pointers,
-    duplicates,
-    list_root,
-    read_listing,
-)
+from ckptctl.judge.roots import RootListing, list_root, read_listing
+from ckptctl.judge.tiers import Roots, Tier, Trees, open_tiers, roots_in
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Kind, Store
-from ckptctl.storage.opening import open_store
 
 OnReport = Callable[[Report, bool], None]
 
@@ -36,8 +30,8 @@ _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
 
 def scan(
-    root: str,
-    *,
+    *roots: str,
+    optional_roots: Collection[str] = (),
     level: Level | None = None,
     last: int | None = None,
     pattern: str | None = None,
@@ -54,7 +48,7 @@ def scan(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Scan:
-    """Look at every step under a root, newest first, and at the one that `pick` would take.
+    """Look at every step under a root or several, newest first, and at what `pick` would take.
 
     `level` None looks at the steps that decide the choice as `pick` would, and at
     the others at `listing`. `last` keeps to the newest so many. `on_report` gets
@@ -76,24 +70,30 @@ def scan(
         key=key,
         marks=marks,
     )
+    named = roots_in(roots, optional_roots)
     level = known_level(level)
     compiled = compile_pattern(pattern)
-    with open_store(
-        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
-        listing, trees = _list_all(store, compiled, flat=last is None)
-        looker = Looker([store], asked, level, [listing], trees)
+    with ExitStack() as stack:
+        tiers = open_tiers(
+            stack,
+            named,
+            lambda store: _list_all(store, compiled, flat=last is None),
+            storage_options=storage_options,
+            endpoint_url=endpoint_url,
+            timeout_s=timeout_s,
+        )
+        looker = Looker(tiers, asked, level)
         policy = Policy(weights_ok=weights_ok)
-        candidates = in_order(candidates_of([listing]), policy)
+        candidates = in_order(candidates_of(tiers), policy)
         choice = choose(candidates, looker, policy)
         shown = [c for c in candidates if c not in choice.no_steps][:last]
         reports = _reports(shown, looker, choice, level, on_report)
-        return _answer(store, listing, choice, reports, len(candidates), compiled)
+        return _answer(named, tiers, choice, reports, len(candidates), compiled)
 
 
 def _list_all(
     store: Store, pattern: re.Pattern[str] | None, *, flat: bool
-) -> tuple[RootListing, Mapping[str, Sequence[FileInfo]]]:
+) -> tuple[RootListing, Trees]:
     """The root's listing, and where it came with it, the files of each step."""
     if store.kind is not Kind.OBJECT or not flat:
         return list_root(store, pattern), {}
@@ -132,41 +132,40 @@ def _reports(
 
 
 def _answer(
-    store: Store,
-    listing: RootListing,
+    named: Roots,
+    tiers: Sequence[Tier],
     choice: Choice,
     reports: tuple[Report, ...],
     n_steps: int,
     pattern: re.Pattern[str] | None,
 ) -> Scan:
     chosen = choice.chosen
-    findings = [
-        *suspect_storage(choice),
-        *duplicates(listing.steps),
-        *check_pointers(store, listing, chosen.number if chosen else None, pattern),
-    ]
+    findings = root_findings(tiers, choice, pattern)
     empty = len(choice.no_steps) == n_steps
     gone = empty and any(finding.code == "pointer.differs" for finding in findings)
     if empty:
-        check_empty(store, listing, pattern)
+        check_all_empty(tiers, pattern)
     return Scan(
-        root=store.url,
-        exists=listing.exists,
+        root=named.first,
+        roots=named.urls,
+        exists=any(one.listing.exists for one in tiers),
         reports=reports,
         chosen=chosen.url if chosen else None,
         findings=tuple(findings),
         n_steps=n_steps - len(choice.no_steps),
         exit_code=0 if chosen else choice.exit_code if gone or not empty else EXIT_FRESH,
-        next_command=_next_command(store, listing, chosen),
+        next_command=_next_command(tiers, chosen),
     )
 
 
-def _next_command(store: Store, listing: RootListing, chosen: Report | None) -> str | None:
+def _next_command(tiers: Sequence[Tier], chosen: Report | None) -> str | None:
     if chosen is not None:
         deeper = _DEEPER.get(chosen.level)
         if deeper is None:
             return f"ckptctl show {shlex.quote(chosen.url)}"
         return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"
-    if listing.steps:
-        return f"ckptctl verify {shlex.quote(store.url)}@latest"
+    with_steps = [one for one in tiers if one.listing.steps]
+    if with_steps:
+        newest = max(with_steps, key=lambda one: one.listing.steps[0].number)
+        return f"ckptctl verify {shlex.quote(newest.store.url)}@latest"
     return f"ckptctl explain {EXIT_FRESH}"

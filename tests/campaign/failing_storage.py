@@ -24,7 +24,7 @@ from storage.faulty import VERBS, FaultyStore
 import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.errors import AccessDenied, CkptctlError, PathNotFound, StorageUnavailable
-from ckptctl.judge import marking, picking, scanning, sealing, verifying
+from ckptctl.judge import marking, sealing, tiers, verifying
 from ckptctl.judge.looking import look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.storage import descriptors, local
@@ -65,7 +65,7 @@ def store_that(order: Callable[[FaultyStore], None]) -> Iterator[list[FaultyStor
         made.append(store)
         return store
 
-    modules: list[ModuleType] = [marking, picking, scanning, sealing, verifying]
+    modules: list[ModuleType] = [marking, sealing, tiers, verifying]
     before = [(module, module.open_store) for module in modules if hasattr(module, "open_store")]
     for module, _ in before:
         module.open_store = opened

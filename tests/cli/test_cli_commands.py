@@ -83,10 +83,56 @@ def test_scan_ends_with_the_look_that_goes_deeper_than_its_own(ckptctl, sound_ro
     assert last == f"next: ckptctl {deeper.format(f'{sound_root}/step_30')}"
 
 
-def test_pick_says_which_of_its_roots_does_not_exist(ckptctl, sound_root):
-    done = ckptctl("pick", sound_root, f"{sound_root}-copy")
-    assert done.returncode == 0
-    assert done.stderr.startswith(f"resume from step 30; {sound_root}-copy does not exist\n")
+def test_pick_does_not_decide_while_one_of_its_roots_is_not_there(ckptctl, sound_root):
+    copy = f"{sound_root}-copy"
+    done = ckptctl("pick", sound_root, copy)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert f"{copy} does not exist, and {sound_root} holds 3 steps" in done.stderr
+    assert done.stderr.endswith(f"next:  ckptctl pick {sound_root} --optional-root {copy}\n")
+    allowed = ckptctl("pick", sound_root, "--optional-root", copy)
+    assert (allowed.returncode, allowed.stdout) == (0, f"{sound_root}/step_30\n")
+    assert "root.unavailable" in allowed.stderr
+
+
+def test_a_root_that_is_only_optional_is_a_mistake(ckptctl, sound_root):
+    done = ckptctl("pick", sound_root, "--optional-root", sound_root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "at least one must be mandatory" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["scan", "preflight", "pick"])
+def test_several_roots_are_one_decision(ckptctl, sound_root, tmp_path, command):
+    local = tmp_path / "nvme"
+    shutil.copytree(sound_root, local, symlinks=True)
+    shutil.rmtree(sound_root / "step_30")
+    room = ["--room-for", "0"] if command == "preflight" else []
+    given = [command, sound_root, "--optional-root", local, *room, "--json"]
+    document = validated(ckptctl(*given).stdout)
+    chosen = document["chosen"] if command == "scan" else document["path"]
+    assert chosen == f"{local}/step_30"
+    shutil.rmtree(local)
+    document = validated(ckptctl(*given).stdout)
+    chosen = document["chosen"] if command == "scan" else document["path"]
+    assert (document["exit_code"], chosen) == (0, f"{sound_root}/step_20")
+    findings = (document["pick"] if command == "preflight" else document)["findings"]
+    assert "root.unavailable" in [each["code"] for each in findings]
+
+
+def test_scan_names_the_root_of_each_step_where_there_are_several(ckptctl, sound_root, tmp_path):
+    local = shutil.copytree(sound_root, tmp_path / "nvme", symlinks=True)
+    shutil.rmtree(sound_root / "step_30")
+    done = ckptctl("scan", sound_root, local)
+    rows = [line.split() for line in done.stdout.splitlines() if "complete" in line]
+    assert [f"root 1: {sound_root}", f"root 2: {local}"] == [
+        line.strip() for line in done.stdout.splitlines() if line.strip().startswith("root ")
+    ]
+    assert [(row[1], row[2]) for row in rows if row[1].isdigit()] == [
+        ("30", "2"),
+        ("20", "1"),
+        ("20", "2"),
+        ("10", "1"),
+        ("10", "2"),
+    ]
 
 
 def test_quiet_scan_gives_addresses_for_a_script(ckptctl, broken_root):

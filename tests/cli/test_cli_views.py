@@ -25,7 +25,10 @@ def text(lines) -> list[str]:
 
 def rows(width, *reports, chosen=None):
     table = StepTable(reports[0], chosen, NOW_S, width, unicode=True)
-    return [table.head().text, *(each.text for one in reports for each in table.row(one))]
+    return [
+        *(each.text for each in table.head()),
+        *(each.text for one in reports for each in table.row(one)),
+    ]
 
 
 def test_scan_begins_with_the_step_to_resume_from_and_ends_with_a_command():

@@ -13,7 +13,7 @@ from storage.faulty import VERBS, FaultyStore
 import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailable, Verdict
 from ckptctl.errors import PathNotFound
-from ckptctl.judge import picking, scanning, verifying
+from ckptctl.judge import tiers, verifying
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import open_store
 
@@ -38,7 +38,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             order(store)
             return store
 
-        for module in (picking, scanning, verifying):
+        for module in (tiers, verifying):
             monkeypatch.setattr(module, "open_store", opened)
 
     yield breaks

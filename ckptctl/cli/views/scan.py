@@ -52,7 +52,7 @@ class StepTable:
 
     `chosen` is the address of the step that `pick` takes. `width` is the terminal's,
     None off a terminal: then the reason stands at the end of its row, however long,
-    for `grep`.
+    for `grep`. `roots` are there where they are several: each row has the number of its root.
     """
 
     newest: Report
@@ -60,11 +60,14 @@ class StepTable:
     now_s: float
     width: int | None
     unicode: bool
+    roots: tuple[str, ...] = ()
 
-    def head(self) -> Line:
-        """The names of the columns."""
-        cells = ("step", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
-        return line(" ", *self._cells(cells, ""))
+    def head(self) -> Iterator[Line]:
+        """The names of the columns, below those of the roots."""
+        for number, root in enumerate(self.roots, start=1):
+            yield line(f"  root {number}: ", Span(root, "name"), solid=True)
+        cells = ("step", "root", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
+        yield line(" ", *self._cells(cells, ""))
 
     def row(self, report: Report, *, passed_over: bool = False) -> Iterator[Line]:
         """One step: a row, and its reason beside or below it.
@@ -76,6 +79,7 @@ class StepTable:
         written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
         cells = (
             step_name(report),
+            self._root_of(report),
             mark.word,
             size(report.n_bytes),
             _ranks(report.world_size),
@@ -93,16 +97,21 @@ class StepTable:
             yield row
             yield line("    ", reason, hang=4)
 
+    def _root_of(self, report: Report) -> str:
+        under = [i for i, root in enumerate(self.roots, 1) if report.url.startswith(f"{root}/")]
+        return str(max(under, key=lambda i: len(self.roots[i - 1]))) if under else ""
+
     def _pointer(self, report: Report) -> tuple[Span, ...]:
         if report.url != self.chosen:
             return ()
         return (Span("  "), Span("← pick" if self.unicode else "<- pick", "strong"))
 
     def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[Span]:
-        step, verdict, n_bytes, ranks, written, written_utc, state = cells
+        step, root, verdict, n_bytes, ranks, written, written_utc, state = cells
         wide = self.width is None or self.width >= _WIDE
         columns = [
             padded(step, max(4, len(step_name(self.newest))), right=True),
+            *([padded(root, 4, right=True)] if self.roots else []),
             padded(verdict, 12, verdict_style),
             padded(n_bytes, 9, right=True),
             padded(ranks, 5, right=True),
