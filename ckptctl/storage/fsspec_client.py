@@ -50,6 +50,8 @@ class FsspecClient:
     def __init__(self, protocol: str, url: str, options: Mapping[str, object]) -> None:
         import fsspec
 
+        if protocol in _OF_OBJECTS - {"memory"} and url.startswith(f"{protocol}:///"):
+            raise UsageError(f"{url}: no name of a bucket; {protocol}://BUCKET/PREFIX is expected")
         fs_class = fsspec.get_filesystem_class(protocol)
         self._fs = fs_class(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
         self._protocol = protocol

@@ -16,6 +16,9 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.retrying import Retries
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_ONE_SLASH = re.compile(r"(file|s3a?|gc?s|az|abfss?|https?|memory):(?!//)", re.IGNORECASE)
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+_FIRST_PRINTABLE = 0x20
 
 
 def open_store(
@@ -40,15 +43,10 @@ def open_store(
     Raises `UsageError` for an address that no store can have, and
     `MissingExtra` where the package for it is not installed.
     """
-    if not url or "\0" in url:
-        raise UsageError("the checkpoint root is empty, or has a NUL in it")
-    if "::" in url and "://" in url:
-        raise UsageError(f"{url}: chained URLs are not opened; a cache could answer for a storage")
+    check_address(url)
     if not is_local(url):
         from ckptctl.storage.remote import open_remote
 
-        if not _split(url)[1].strip("/"):
-            raise UsageError(f"{url} names no bucket and no host")
         options = dict(storage_options or {})
         if endpoint_url:
             options["endpoint_url"] = endpoint_url
@@ -63,6 +61,60 @@ def open_store(
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
     return LocalStore(root, url=start + root)
+
+
+def check_address(url: str) -> None:
+    """Raise `UsageError` for an address that storages or their clients read in different ways.
+
+    An address that is read as another, empty place is a fresh run over a whole one: the
+    clients of object stores drop, keep or refuse an empty name between slashes, which is
+    what an unset variable leaves (`s3://bucket/$PREFIX/run`).
+    """
+    if not url or "\0" in url:
+        raise UsageError("the checkpoint root is empty, or has a NUL in it")
+    if url.rstrip("\r\n") != url or (url.strip() != url and not is_local(url.strip())):
+        raise UsageError(
+            f"{url!r} begins or ends with white space; a file with Windows line ends, or a "
+            "quoted variable, leaves it there"
+        )
+    if "::" in url and "://" in url:
+        raise UsageError(f"{url}: chained URLs are not opened; a cache could answer for a storage")
+    if slip := _ONE_SLASH.match(url):
+        raise UsageError(
+            f"{url}: {slip[1]}:// is expected, with two slashes; a folder of that name is ./{url}"
+        )
+    start, path = _split(url)
+    if not is_local(url):
+        _check_names(url, url[len(start) :])
+    elif start and not path.startswith("/"):
+        raise UsageError(
+            f"{url}: a file:// address is file:///FOLDER, without a host; "
+            f"a folder of this machine needs no file:// at all"
+        )
+    elif start and _ESCAPE.search(path):
+        raise UsageError(
+            f"{url}: %XX in a file:// address is an escape to some programs and a name to "
+            "others; give the folder as a plain path"
+        )
+
+
+def _check_names(url: str, path: str) -> None:
+    first, *names = path.removesuffix("/").split("/")
+    if first in (".", "..") or not (first or any(names)):
+        raise UsageError(f"{url} names no bucket and no host")
+    if "" in names:
+        raise UsageError(
+            f"{url} has an empty name between two slashes, as a variable that is not set leaves "
+            "it; what clients read there differs"
+        )
+    if "." in names or ".." in names:
+        raise UsageError(f"{url}: . and .. mean nothing on this storage; give the whole address")
+    if any(ord(char) < _FIRST_PRINTABLE or char == "\x7f" for char in path):
+        raise UsageError(f"{url!r} has a control character in it")
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise UsageError(f"{url!r} is not UTF-8, as addresses of this storage are") from exc
 
 
 def is_local(url: str) -> bool:
@@ -89,7 +141,12 @@ def join_url(base: str, name: str) -> str:
 
 
 def parent_url(url: str) -> str:
-    """The address of the folder that holds `url`; a root of a storage is its own parent."""
+    """The address of the folder that holds `url`; a root of a storage is its own parent.
+
+    Raises `UsageError` where `check_address` does: without its last name such an address may
+    be a sound one, of another place.
+    """
+    check_address(url)
     start, path = _split(url)
     above, slash, _ = path.rpartition("/")
     if is_local(url):

@@ -47,6 +47,11 @@ def _s3_client(
 ) -> Client:
     bucket, _, prefix = path.partition("/")
     if not _BUCKET.fullmatch(bucket):
+        if "@" in bucket:  # it may hold a secret
+            raise UsageError(
+                "an s3:// address holds no credentials; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
         raise UsageError(
             f"{url}: {bucket!r} is no name of a bucket; s3://BUCKET/PREFIX is expected"
         )

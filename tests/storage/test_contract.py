@@ -329,6 +329,24 @@ def test_odd_names_are_kept(store: Store, name: str):
     assert store.read(f"odd/{name}", limit=1) == b"x"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["sp ace", "pl+us", "per%2ecent", "%2F", "ümlaut", "u\u0308mlaut", "q?x=1&y", "#hash", "a:b",
+     "*", "~", "{x}", "b@ck\\slash"],
+)  # fmt: skip
+def test_a_root_of_an_odd_name_is_the_same_root_for_every_client(
+    store: Store, opened: Open, name: str
+):
+    store.put(f"{name}/step_1/a", b"x")
+    assert store.list_dir(name)
+    root = opened(f"runs/a/{name}")
+    assert [info.path for info in root.list_dir()] == ["step_1"]
+    assert root.read("step_1/a", limit=1) == b"x"
+    root.put("step_1/b", b"y")
+    assert [info.path for info in opened(f"runs/a/{name}/").list_tree()] == ["step_1/a", "step_1/b"]
+    assert len(store.list_tree(name)) == 2
+
+
 def test_a_name_that_cannot_be_text_is_not_found(store: Store):
     with pytest.raises(PathNotFound):
         store.read("lone \ud800 surrogate", limit=1)

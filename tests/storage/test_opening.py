@@ -105,10 +105,82 @@ def test_the_root_of_the_file_system_is_an_address():
     assert "proc" in [info.path for info in open_store("/").list_dir()]
 
 
-@pytest.mark.parametrize("url", ["", "a\0b", "s3://", "s3:///key", "s3://a bucket/run"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "a\0b", "s3://", "s3:///key", "s3://a bucket/run", "s3://../run", "s3://./run", "gs:///run",
+     "az:///run", "memory://", "memory:///", "s3:////"],
+)  # fmt: skip
 def test_an_address_that_names_nothing_is_a_usage_error(url: str):
     with pytest.raises(UsageError):
         open_store(url)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "S3", "s3a", "gs", "az", "memory", "https", "hdfs"])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("bucket//run", "empty name between two slashes"),
+        ("bucket//", "empty name"),
+        ("bucket/run//", "empty name"),
+        ("bucket/a//b/run/", "empty name"),
+        ("bucket/./run", r"\. and \.\."),
+        ("bucket/../run", r"\. and \.\."),
+        ("bucket/run/..", r"\. and \.\."),
+        ("bucket/run/.", r"\. and \.\."),
+        ("bucket/run\r", "white space"),
+        ("bucket/run\n", "white space"),
+        ("bucket/run ", "white space"),
+        ("bucket/a\nb", "control character"),
+        ("bucket/a\x7fb", "control character"),
+        ("bucket/\udcff", "not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_an_address_that_clients_read_in_different_ways_is_a_usage_error(
+    scheme: str, path: str, says: str, client: str
+):
+    options = {"client": client} if scheme.lower().startswith("s3") else {}
+    with pytest.raises(UsageError, match=says):
+        open_store(f"{scheme}://{path}", storage_options=options)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("file://localhost/a/b", "without a host"),
+        ("file://runs/a", "without a host"),
+        ("file://~/a", "without a host"),
+        ("file:///a%20b", "plain path"),
+        ("file:/a/b", "two slashes"),
+        ("s3:/bucket/run", "two slashes"),
+        ("S3:bucket/run", "two slashes"),
+        ("gs:/bucket/run", "two slashes"),
+        ("/a/run\r", "white space"),
+        ("/a/run\n", "white space"),
+        (" s3://bucket/run", "white space"),
+        ("\ts3://bucket/run", "white space"),
+    ],
+)
+def test_an_address_that_looks_local_and_is_meant_otherwise_is_a_usage_error(url: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        open_store(url)
+
+
+def test_a_local_folder_may_bear_a_name_that_an_address_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("s3:", "a b ", "per%20cent", "new\nline", "tab\t"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run/a").write_bytes(b"x")
+        for address in (f"./{name}/run", f"./{name}//run//", f"./{name}/./run/../run"):
+            assert [info.path for info in open_store(address).list_dir()] == ["a"]
+
+
+def test_credentials_in_an_address_are_refused_and_not_shown():
+    with pytest.raises(UsageError) as caught:
+        open_store("s3://AKIA:very-secret@bucket/run")
+    assert "very-secret" not in caught.value.message
 
 
 def test_an_unknown_scheme_is_a_usage_error():
