@@ -15,7 +15,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.views.failures import classification_lines
 
 EXAMPLES = (
-    "ckptctl classify --print nodes slurm-4711.out dmesg-node017.log --exit-code 1",
+    "ckptctl classify --print-nodes slurm-4711.out dmesg-node017.log --exit-code 1",
     "sacct -j 4711 -P -o JobID,State,ExitCode | ckptctl classify slurm-4711.out -",
     "ckptctl classify --state OOMKilled --exit-code 137 --scheduler kubernetes",
 )
@@ -30,13 +30,6 @@ class SchedulerChoice(str, Enum):
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
     SHELL = "shell"
-
-
-class Printed(str, Enum):
-    """What is put on standard output, with the evidence on standard error."""
-
-    WORD = "word"
-    NODES = "nodes"
 
 
 def classify(
@@ -68,14 +61,21 @@ def classify(
         SchedulerChoice | None,
         option("--scheduler", help="Who reports the exit code: 1 of torchrun says nothing."),
     ] = None,
-    printed: Annotated[
-        Printed | None,
+    print_nodes: Annotated[
+        bool,
         option(
-            "--print",
-            help="Print only this on standard output, and the evidence on standard error: whose "
-            "failure it is, or the suspected nodes, one a line.",
+            "--print-nodes",
+            help="Print only the suspected nodes on standard output, one a line, and the evidence "
+            "on standard error.",
         ),
-    ] = None,
+    ] = False,
+    print_word: Annotated[
+        bool,
+        option(
+            "--print-word",
+            help="Print only the word on standard output, and the evidence on standard error.",
+        ),
+    ] = False,
     *,
     storage: Storage,
     out: Output,
@@ -84,7 +84,7 @@ def classify(
 
     The first cause is looked for, not the last line: what other ranks say after it is shown as
     its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever
-    the answer; with --quiet or --print word one word is printed, for a
+    the answer; with --quiet or --print-word one word is printed, for a
     script to branch on: infrastructure, job, stopped, none or unknown. Hardware that the kernel,
     the driver or the scheduler reports is named also where it did not decide. Nothing is drained.
     """
@@ -97,8 +97,8 @@ def classify(
     )
     document = partial(classify_document, answer)
     lines = partial(classification_lines, answer)
-    bare = answer.nodes if printed is Printed.NODES else (answer.domain.value,)
-    if printed is None or not out.talks:
+    bare = answer.nodes if print_nodes else (answer.domain.value,)
+    if not (out.talks and (print_nodes or print_word)):
         out.answer(document, lines, bare=bare)
     else:
         out.save(document)

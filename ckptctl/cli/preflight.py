@@ -31,12 +31,20 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of, parse_duration, parse_kinds, parse_steps, seal_key
+from ckptctl.cli.values import (
+    level_of,
+    parse_counts,
+    parse_duration,
+    parse_kinds,
+    parse_steps,
+    seal_key,
+)
 from ckptctl.cli.views.preflight import preflight_lines
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
     "srun --ntasks-per-node=1 ckptctl preflight /shared/ckpt/run-1234 --probe-storage",
+    "ckptctl preflight /shared/ckpt/run-1234 --world-size 56 --world-sizes 48,32",
 )
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
 
@@ -74,12 +82,29 @@ def preflight(
         ),
     ] = False,
     world_size: WorldSizeOpt = None,
+    world_sizes: Annotated[
+        list[str] | None,
+        option(
+            "--world-sizes",
+            metavar="N,...",
+            help="Other numbers of ranks that the job could have: for each, what is lost, what is "
+            "read, and what each rank holds.",
+        ),
+    ] = None,
     saved_world_size: SavedWorldSizeOpt = None,
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     require_seal: RequireSealOpt = False,
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
+    print_capacity: Annotated[
+        bool,
+        option(
+            "--print-capacity",
+            help="Print on standard output how the ranks compare with those that saved, and not "
+            "the path.",
+        ),
+    ] = False,
     *,
     storage: Storage,
     out: Output,
@@ -90,7 +115,8 @@ def preflight(
     ranks fit, and whether saves are frequent enough. Prints the path on standard output, and one
     line for each check on standard error. Started on every node by srun or torchrun, the nodes
     compare what they see; one of them prints, all end with the same code. With --quiet standard
-    error stays empty unless a check failed.
+    error stays empty unless a check failed. --print-capacity prints one word for a script:
+    as-saved, smaller, larger or unknown.
     """
     with ExitStack() as stack:
         crew = crew_of_this_process(stack, out)
@@ -106,6 +132,7 @@ def preflight(
             max_fallback=max_fallback,
             allow_fresh=allow_fresh,
             world_size=world_size,
+            world_sizes=parse_counts(world_sizes, "--world-sizes", "numbers of ranks", "64,56"),
             saved_world_size=saved_world_size,
             mtbf_s=parse_duration(mtbf, "--mtbf"),
             room_for=room_for,
@@ -125,5 +152,6 @@ def preflight(
     elif crew is None or crew.rank == 0:
         if out.talks or found.exit_code:
             out.lines(preflight_lines(found), to=out.err)
-        out.bare(() if found.path is None else (found.path,))
+        if found.path is not None:
+            out.bare((found.capacity.value if print_capacity else found.path,))
     return found.exit_code

@@ -97,16 +97,23 @@ def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kinds))
 
 
-def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
-    """The step numbers in `--skip`, given with commas or several times."""
+def parse_counts(
+    given: Sequence[str] | None, name: str, what: str, instead: str
+) -> tuple[int, ...]:
+    """The whole numbers in an option, given with commas or several times."""
     words = [word.strip() for each in given or () for word in each.split(",") if word.strip()]
     for word in words:
         if not (word.isascii() and word.isdigit()) or len(word) > 19:
             raise UsageError(
-                f"--skip takes step numbers, not {word!r}",
-                instead="--skip 1400,1600",
+                f"{name} takes {what}, not {word!r}",
+                instead=f"{name} {instead}",
             )
     return tuple(dict.fromkeys(map(int, words)))
+
+
+def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
+    """The step numbers in `--skip`."""
+    return parse_counts(given, "--skip", "step numbers", "1400,1600")
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}

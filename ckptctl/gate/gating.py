@@ -16,17 +16,27 @@ from typing import Protocol, TypeVar
 from ckptctl.cost.measuring import Measured, measured_in
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.layouts import parts_of
 from ckptctl.gate.node import check_nodes, look_from_here
 from ckptctl.gate.probing import StorageProbe, check_probe
-from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight
-from ckptctl.gate.sizing import check_cadence, check_capacity, check_resharding, ranks_in
+from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight, Sized
+from ckptctl.gate.sizing import (
+    capacity_of,
+    check_cadence,
+    check_capacity,
+    check_resharding,
+    check_sizes,
+    ranks_in,
+    sized,
+)
 from ckptctl.gate.suspects import check_damage
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.scanning import scan
+from ckptctl.judge.step_files import list_step
 from ckptctl.judge.tiers import Roots, roots_in
 from ckptctl.model import Level
-from ckptctl.resharding.advising import Advice, advise, command
+from ckptctl.resharding.advising import Advice, command, countable
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store
 from ckptctl.train.cluster import cluster_context
@@ -71,6 +81,7 @@ def preflight(
     max_fallback: int = 2,
     allow_fresh: bool = False,
     world_size: int | None = None,
+    world_sizes: Collection[int] = (),
     saved_world_size: int | None = None,
     mtbf_s: float | None = None,
     room_for: int = 1,
@@ -91,7 +102,8 @@ def preflight(
     on every node, and the one that holds the chosen step; saves go into the first, so that is
     where there must be room and what a probe writes to.
 
-    `world_size` is how many ranks will load; None takes what torchrun or SLURM say. `mtbf_s`
+    `world_size` is how many ranks will load; None takes what torchrun or SLURM say.
+    `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
     and compares, and looks at the newest 20 steps for what damaged ones share. `crew` are
@@ -107,6 +119,8 @@ def preflight(
     crew = crew or _Alone()
     if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
         raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
+    if any(size < 1 for size in world_sizes):
+        raise UsageError(f"--world-sizes is {min(world_sizes)}; a job has at least 1 rank")
     if room_for < 0:
         raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
     cluster = cluster_context()
@@ -165,7 +179,7 @@ def preflight(
         }
         probe = _probed(store, crew) if probe_storage else None
 
-        def judge() -> tuple[tuple[Check, ...], Advice | None]:
+        def judge() -> tuple[tuple[Check, ...], Advice | None, tuple[Sized, ...]]:
             step_bytes = picked.chosen.n_bytes if picked.chosen else 0
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
@@ -181,7 +195,8 @@ def preflight(
                 known = {one.url for one in reports}
                 reports += tuple(one for one in deep.reports if one.url not in known)
             seen = measured_in(store, pattern) if picked.chosen else Measured(0)
-            advice, next_command = _advice(stores, picked.chosen, asked_size, endpoint_url)
+            sizes = _sizes(stores, picked.chosen, (asked_size, *world_sizes), seen)
+            advice = next((one.resharding for one in sizes if one.world_size == asked_size), None)
             checks = [
                 _check_pick(picked, named),
                 _check_state(picked),
@@ -189,14 +204,16 @@ def preflight(
                 probe,
                 check_damage(store, reports, f"ckptctl scan {named.words} --level content"),
                 check_capacity(asked_size, source, picked.chosen, seen),
-                check_resharding(advice, next_command),
+                *(check_sizes(sizes) if world_sizes else ()),
+                _check_resharding(stores, picked.chosen, advice, endpoint_url),
                 check_cadence(named.first, mtbf_s, seen) if picked.chosen else None,
             ]
-            return tuple(one for one in checks if one is not None), advice
+            return tuple(one for one in checks if one is not None), advice, sizes
 
-        checks, advice = _first(crew, judge)
+        checks, advice, sizes = _first(crew, judge)
     everyone = tuple(one for each in nodes.values() for one in each)
-    return _answer(named.first, picked, checks, everyone, advice)
+    answer = _answer(named.first, picked, checks, everyone, advice)
+    return replace(answer, capacity=capacity_of(asked_size, picked.chosen), sizes=sizes)
 
 
 def _holds(store: Store, chosen: Report | None) -> bool:
@@ -269,19 +286,38 @@ def _check_state(picked: Pick) -> Check | None:
     return Check("state", Outcome.WARNING if short else Outcome.OK, picked.about_state)
 
 
-def _advice(
+def _sizes(
     stores: Mapping[str, Store],
     chosen: Report | None,
-    world_size: int | None,
-    endpoint: str | None,
-) -> tuple[Advice | None, str]:
-    """Whether resharding first would pay, where the ranks are not those that saved."""
-    saved = chosen.world_size if chosen else None
-    if chosen is None or world_size is None or saved is None or saved.size == world_size:
-        return None, ""
+    sizes: Collection[int | None],
+    seen: Measured,
+) -> tuple[Sized, ...]:
+    """What a load of the chosen step means at each number of ranks that is known."""
+    asked = tuple(dict.fromkeys(one for one in sizes if one is not None))
+    if chosen is None or not asked:
+        return ()
     name = base_name(chosen.url)
-    root = next(url for url, one in stores.items() if _holds(one, chosen))
-    return advise(stores[root], name, world_size), command(root, name, world_size, endpoint)
+    store = stores[_root_of(stores, chosen)]
+    as_saved = chosen.world_size is not None and set(asked) == {chosen.world_size.size}
+    source = None if as_saved else countable(store, name)
+    return tuple(sized(asked, chosen, parts_of(list_step(store, name)), source, seen))
+
+
+def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:
+    return next(url for url, one in stores.items() if _holds(one, chosen))
+
+
+def _check_resharding(
+    stores: Mapping[str, Store],
+    chosen: Report | None,
+    advice: Advice | None,
+    endpoint: str | None,
+) -> Check | None:
+    """Whether resharding first would pay, where the ranks are not those that saved."""
+    if chosen is None or advice is None:
+        return None
+    root, name = _root_of(stores, chosen), base_name(chosen.url)
+    return check_resharding(advice, command(root, name, advice.world_size, endpoint))
 
 
 def _answer(

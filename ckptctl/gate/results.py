@@ -52,12 +52,46 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Sized:
+    """What a load of the chosen step on `world_size` ranks means.
+
+    `lost` are the kinds of train state that exist once per rank and are not restored.
+    `resharding` is what is read, None where that is not counted or nothing is resharded.
+    `rank_bytes` is an even share of the step. `share` is the number of
+    ranks against those that saved, `step_s` the time of a training step if speed goes with it.
+    """
+
+    world_size: int
+    loads: bool
+    lost: tuple[str, ...]
+    resharding: Advice | None
+    rank_bytes: int
+    share: float | None
+    step_s: float | None
+    message: str
+
+
+class Capacity(str, Enum):
+    """The ranks that there are, against those that saved the step.
+
+    With fewer ranks a person decides: wait for the rest, or resume with fewer.
+    """
+
+    AS_SAVED = "as-saved"
+    SMALLER = "smaller"
+    LARGER = "larger"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
     """Whether the job can start, and from where.
 
     `path` and `step` are None where it cannot, or where the run is fresh. `pick` is
     what was chosen and refused; `nodes` are what each process saw, by rank. `resharding` is
     there where the ranks are not those that saved, and what they would read is known.
+    `capacity` compares the ranks with those that saved, and `sizes` says what a load means
+    at each number of ranks that was asked about.
     """
 
     root: str
@@ -70,6 +104,8 @@ class Preflight:
     message: str
     exit_code: int
     next_command: str | None
+    capacity: Capacity = Capacity.UNKNOWN
+    sizes: tuple[Sized, ...] = ()
 
     @property
     def chosen(self) -> str:

@@ -1,4 +1,4 @@
-"""Are there enough ranks, and are saves frequent enough for how often the job fails?
+"""Compare the ranks with those that saved, and the saves with how often the job fails.
 
 Numbers for a person to decide by, and no decision: neither stops a job. That a format
 cannot be loaded at another world size is `pick`'s finding.
@@ -7,13 +7,18 @@ cannot be loaded at another world size is `pick`'s finding.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from ckptctl.checks.world_size import check_world_size
 from ckptctl.cost.durations import duration
 from ckptctl.cost.measuring import Measured
 from ckptctl.cost.model import daly_interval
 from ckptctl.findings import Report
-from ckptctl.gate.results import Check, Outcome
-from ckptctl.resharding.advising import Advice
+from ckptctl.gate.results import Capacity, Check, Outcome, Sized
+from ckptctl.model import Part
+from ckptctl.resharding.advising import Advice, advice_for, as_size
+from ckptctl.resharding.sources import Source
 from ckptctl.train.cluster import Cluster
 
 
@@ -29,6 +34,78 @@ def ranks_in(cluster: Cluster) -> tuple[int, str] | None:
         said = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs"
         return cluster.nodes * cluster.gpus_per_node, said
     return None
+
+
+def capacity_of(world_size: int | None, chosen: Report | None) -> Capacity:
+    """Whether there are as many ranks as saved the step, fewer or more."""
+    saved = chosen.world_size if chosen else None
+    if world_size is None or saved is None:
+        return Capacity.UNKNOWN
+    if world_size < saved.size:
+        return Capacity.SMALLER
+    if saved.at_least:
+        return Capacity.UNKNOWN
+    return Capacity.AS_SAVED if world_size == saved.size else Capacity.LARGER
+
+
+def sized(
+    sizes: Sequence[int],
+    chosen: Report,
+    parts: Sequence[Part],
+    source: Source | None,
+    seen: Measured,
+) -> Iterator[Sized]:
+    """What a load of the chosen step means at each of `sizes`. Pure.
+
+    `source` is the step as `advice_for` takes it, None where what is read is not counted.
+    """
+    saved = chosen.world_size
+    for size in sizes:
+        found = list(check_world_size(parts, chosen.state, saved, size, chosen.url))
+        fixed = next((one for one in found if one.code == "world-size.fixed"), None)
+        lost = tuple(
+            kind for one in found if one.code == "state.lost" for kind in one.where.split(", ")
+        )
+        share = size / saved.size if saved else None
+        step_s = seen.step_s / share if seen.step_s and share else None
+        counted = fixed is None and share is not None and share != 1
+        made = Sized(
+            world_size=size,
+            loads=fixed is None,
+            lost=lost,
+            resharding=advice_for(source, size) if source and counted else None,
+            rank_bytes=chosen.n_bytes // size,
+            share=share,
+            step_s=step_s,
+            message=fixed.message if fixed else "",
+        )
+        yield made if fixed else replace(made, message=_means(made, seen))
+
+
+def _means(made: Sized, seen: Measured) -> str:
+    loads = "reshards on load" if made.share else "nobody knows how many ranks saved it"
+    words = [
+        "as saved" if made.share == 1 else loads,
+        f"{as_size(made.rank_bytes)} of the step per rank if cut evenly",
+    ]
+    if made.resharding is not None:
+        read, needed = made.resharding.stock_bytes, made.resharding.needed_bytes
+        words.append(f"stock dcp.load reads {as_size(read)} for {as_size(needed)} needed")
+    words.append(f"loses {', '.join(made.lost)}" if made.lost else "loses nothing")
+    if made.step_s is not None and seen.step_s is not None and made.share != 1:
+        words.append(
+            f"1,000 steps take about {duration(1000 * made.step_s, digits=3)} instead of "
+            f"{duration(1000 * seen.step_s, digits=3)}"
+        )
+    return "; ".join(words)
+
+
+def check_sizes(sizes: Sequence[Sized]) -> Iterator[Check]:
+    """One line for each number of ranks."""
+    for one in sizes:
+        well = one.loads and not one.lost
+        outcome = Outcome.OK if well else Outcome.WARNING
+        yield Check(f"size {one.world_size}", outcome, one.message)
 
 
 def check_capacity(
@@ -66,10 +143,8 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     return words
 
 
-def check_resharding(advice: Advice | None, command: str) -> Check | None:
-    """Whether to reshard before the load; None where nothing is known, or nothing changes."""
-    if advice is None:
-        return None
+def check_resharding(advice: Advice, command: str) -> Check:
+    """Whether to reshard before the load."""
     if advice.pays_from == 1:
         return Check("resharding", Outcome.WARNING, advice.message, next_command=command)
     return Check("resharding", Outcome.OK, advice.message)

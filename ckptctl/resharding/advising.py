@@ -51,7 +51,7 @@ class Advice:
     @property
     def message(self) -> str:
         """What to do, in one line."""
-        read = f"would read {_size(self.stock_bytes)} for {_size(self.needed_bytes)} needed"
+        read = f"would read {as_size(self.stock_bytes)} for {as_size(self.needed_bytes)} needed"
         if self.pays_from is None:
             return f"loading as it is will do: stock dcp.load {read}"
         ours = "Reader and Checkpointer read only these"
@@ -68,10 +68,19 @@ class Advice:
 
 
 def advise(store: Store, name: str, world_size: int) -> Advice | None:
-    """The advice for the step `name` of a root that is whole.
+    """The advice for the step `name` of a root that is whole; None as for `countable`.
+
+    Cost: that of `countable`, and some 10 µs for each chunk.
+    """
+    source = countable(store, name)
+    return None if source is None else advice_for(source, world_size)
+
+
+def countable(store: Store, name: str) -> Source | None:
+    """The step as `advice_for` takes it.
 
     None where it is no sharded DCP, has more metadata than is counted, or the storage fails:
-    nothing depends on it. Cost: one listing, the metadata, some 10 µs for each chunk.
+    nothing depends on it. Cost: one listing and the metadata.
     """
     try:
         files = list_step(store, name)
@@ -81,7 +90,7 @@ def advise(store: Store, name: str, world_size: int) -> Advice | None:
         source = source_of(look(store, name, asked, level=Level.LISTING, files=files))
     except (StorageError, UsageError):
         return None
-    return advice_for(source, world_size) if source.parts else None
+    return source if source.parts else None
 
 
 def advice_for(source: Source, world_size: int) -> Advice:
@@ -118,7 +127,8 @@ def command(root: str, name: str, world_size: int, endpoint_url: str | None = No
     return shlex.join([*words, *endpoint, "--apply"])
 
 
-def _size(n_bytes: int) -> str:
+def as_size(n_bytes: int) -> str:
+    """Bytes in the unit that a person reads them in."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= size:
             return f"{n_bytes / size:,.2f} {unit}"

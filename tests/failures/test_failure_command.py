@@ -117,11 +117,11 @@ CONTAINED = LOST_GPU.replace("79, pid=1234, GPU has fallen off the bus.", "94, C
 def test_the_suspected_nodes_are_printed_one_a_line_with_the_evidence_beside(tmp_path):
     other = LOST_GPU.replace("node017", "node018")
     (tmp_path / "dmesg.log").write_text(LOST_GPU + LOST_GPU.replace("3b", "af") + other)
-    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "dmesg.log")
+    ran = run_ckptctl("classify", "--print-nodes", tmp_path / "dmesg.log")
     assert (ran.stdout, ran.returncode) == ("node017\nnode018\n", 0)
     assert "suspected: node017 (PCI:0000:3b:00, PCI:0000:af:00)" in ran.stderr
     assert "dmesg.log:1" in ran.stderr
-    quiet = run_ckptctl("classify", "--print", "nodes", "-q", tmp_path / "dmesg.log")
+    quiet = run_ckptctl("classify", "--print-nodes", "-q", tmp_path / "dmesg.log")
     assert (quiet.stdout, quiet.stderr) == ("node017\nnode018\n", "")
     document = validated(run_ckptctl("classify", tmp_path / "dmesg.log", "--json").stdout)
     assert document["suspects"] == [
@@ -132,14 +132,14 @@ def test_the_suspected_nodes_are_printed_one_a_line_with_the_evidence_beside(tmp
 
 def test_the_word_is_printed_alone_with_the_evidence_beside(tmp_path):
     (tmp_path / "dmesg.log").write_text(LOST_GPU)
-    ran = run_ckptctl("classify", "--print", "word", tmp_path / "dmesg.log")
+    ran = run_ckptctl("classify", "--print-word", tmp_path / "dmesg.log")
     assert (ran.stdout, ran.returncode) == ("infrastructure\n", 0)
     assert "Xid 79" in ran.stderr
 
 
 def test_no_node_is_printed_for_a_failure_of_the_job(tmp_path):
     (tmp_path / "job.log").write_text("srun: error: node016: task 3: Exited\n" + CODE)
-    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "job.log")
+    ran = run_ckptctl("classify", "--print-nodes", tmp_path / "job.log")
     assert (ran.stdout, ran.returncode) == ("", 0)
 
 
@@ -187,6 +187,6 @@ def test_a_device_without_its_node_is_a_suspect_without_a_name(tmp_path):
     (tmp_path / "dmesg.log").write_text(LOST_GPU.replace("Nov 20 03:12:44 node017 kernel: ", ""))
     answer = ckptctl.classify(str(tmp_path / "dmesg.log"))
     assert [(each.node, each.devices) for each in answer.suspects] == [(None, ("PCI:0000:3b:00",))]
-    ran = run_ckptctl("classify", "--print", "nodes", tmp_path / "dmesg.log")
+    ran = run_ckptctl("classify", "--print-nodes", tmp_path / "dmesg.log")
     assert ran.stdout == ""
     assert "a node that the logs do not name (PCI:0000:3b:00)" in ran.stderr

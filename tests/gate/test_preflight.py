@@ -322,6 +322,43 @@ def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Pa
     )
 
 
+def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root: Path):
+    found = ckptctl.preflight(str(root), world_size=1, world_sizes=[1, 2, 4])
+    assert (found.exit_code, found.capacity.value) == (0, "smaller")
+    one, two, four = found.sizes
+    assert [each.world_size for each in found.sizes] == [1, 2, 4]
+    assert (two.share, two.resharding, two.message.split("; ")[0]) == (1.0, None, "as saved")
+    assert one.rank_bytes == found.pick.chosen.n_bytes
+    assert four.rank_bytes == found.pick.chosen.n_bytes // 4
+    assert one.resharding == found.resharding
+    assert four.resharding is not None
+    assert "needed" in four.message
+    assert (one.step_s, four.step_s) == (72.0, 18.0)
+    assert "1,000 steps take about 20 h instead of 10 h" in one.message
+    assert {"size 1", "size 2", "size 4"} <= {check.name for check in found.checks}
+    assert ckptctl.preflight(str(root), world_size=4).capacity.value == "larger"
+    assert ckptctl.preflight(str(root), world_size=2).capacity.value == "as-saved"
+    assert ckptctl.preflight(str(root)).capacity.value == "unknown"
+
+
+def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots: Path):
+    hugging_face = next((framework_roots / "transformers").rglob("checkpoint-*")).parent
+    found = ckptctl.preflight(str(hugging_face), world_sizes=[1, 3])
+    assert found.exit_code == 0
+    assert [each.lost for each in found.sizes] == [("rng",), ("rng",)]
+    assert all("loses rng" in each.message for each in found.sizes)
+    assert outcomes(found)["size 3"] is Outcome.WARNING
+
+
+def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
+    ran = run_ckptctl("preflight", root, "--world-size", "1", "--print-capacity")
+    assert (ran.stdout, ran.returncode) == ("smaller\n", 0)
+    assert "1 rank, saved by 2" in ran.stderr
+    wrong = run_ckptctl("preflight", root, "--world-sizes", "2,x")
+    assert (wrong.stdout, wrong.returncode) == ("", 2)
+    assert "numbers of ranks, not 'x'" in wrong.stderr
+
+
 @pytest.mark.parametrize(
     ("mtbf", "outcome", "says"),
     [
