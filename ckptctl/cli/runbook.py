@@ -62,8 +62,8 @@ def runbook(
         option(
             "--set",
             metavar="NAME=VALUE",
-            help="The value of an input; may be given several times. The runbook's page lists "
-            "its inputs.",
+            help="The value of an input; several times for several inputs, or for the items of a "
+            "list. The runbook's page lists its inputs.",
         ),
     ] = None,
     yes: Annotated[
@@ -77,7 +77,7 @@ def runbook(
         bool, option("--new", help="Begin anew, also where a run was left in the middle.")
     ] = False,
     go_on: Annotated[
-        bool, option("--continue", help="Go on with the last run where it stopped.")
+        bool, option("--continue", help="Continue the last run where it stopped, whoever began it.")
     ] = False,
     take_over: Annotated[
         bool, option("--take-over", help="Go on with a run that another person is at.")
@@ -123,11 +123,13 @@ def runbook(
             f"the runbook {book.name} is not sound: {found[0]}",
             next_command=f"ckptctl runbook lint {shlex.quote(book.called)}",
         )
+    repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
+    repeated += [] if transcript is None else ["--transcript", transcript]
     ran = run_runbook(
         book,
         root,
         _inputs(given or ()),
-        TalkInTerminal(out, yes=yes, dry_run=dry_run),
+        TalkInTerminal(out, yes=yes, dry_run=dry_run, repeated=repeated),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,
         columns=out.err.columns_inside(BLOCK_INDENT),
@@ -177,13 +179,14 @@ def _answer(ran: Ran, transcript: str | None, out: Output) -> int:
     return ran.exit_code
 
 
-def _inputs(given: Sequence[str]) -> dict[str, str]:
-    inputs: dict[str, str] = {}
+def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
+    """The values by name; the library knows which of them are lists."""
+    inputs: dict[str, list[str]] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise UsageError(f"--set is NAME=VALUE, not {pair!r}", instead="--set LOG=train.log")
-        inputs[name] = value
+        inputs.setdefault(name, []).append(value)
     return inputs
 
 

@@ -1,13 +1,13 @@
-"""How does a runbook talk to the person at a terminal, and ask before it changes anything?"""
+"""Show a runbook to the person at a terminal, and ask before anything is changed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line
 from ckptctl.cli.output import Output
-from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Outcome, State
+from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Outcome, State, Value, shown
 from ckptctl.runbook.engine import NobodyToAsk
 from ckptctl.runbook.executing import Ended
 
@@ -19,16 +19,38 @@ _WAYS = {DONE: "done", STOP: "stop", NEXT: "go on"}
 
 
 class TalkInTerminal:
-    """Says what is done as it is done; without a terminal it asks nobody.
+    """Shows each step as it is done; without a terminal it asks nobody.
 
-    `yes` takes every change as agreed to; `dry_run` takes none.
+    `yes` agrees to every change that the page allows; `dry_run` to none. `repeated` are the
+    options of the call that a next command needs again.
     """
 
-    def __init__(self, out: Output, *, yes: bool, dry_run: bool) -> None:
+    def __init__(
+        self, out: Output, *, yes: bool, dry_run: bool, repeated: Sequence[str] = ()
+    ) -> None:
         self.out = out
         self.yes = yes
         self.dry_run = dry_run
+        self.repeated = repeated
         self._explained: set[str] = set()
+
+    @property
+    def attended(self) -> bool:
+        """Whether a person can be asked."""
+        return not self.yes and sys.stdin.isatty() and self.out.err.terminal and self.out.talks
+
+    def told(self, text: str) -> None:
+        """A fact about the run, on a line of its own."""
+        self._say(line(Span(text, "warn"), hang=2))
+
+    def continues(self, run: str, begun: str) -> bool | None:
+        """Ask whether a run that was found is continued."""
+        if not self.attended:
+            raise NobodyToAsk(
+                f"the unfinished run {run} was found under this root, started by {begun}; "
+                "--continue continues it, --new starts another"
+            )
+        return self._asked("Continue it? [y]es, [n]o, start another, [l]eave: ")
 
     def entering(self, state: State) -> None:
         """The heading of a state, and the first time what it is for."""
@@ -39,10 +61,12 @@ class TalkInTerminal:
         for paragraph in state.about.split("\n\n"):
             self._say(line("  ", " ".join(paragraph.split()), hang=2))
 
-    def about_to(self, block: Block, values: Mapping[str, str]) -> None:
+    def about_to(self, block: Block, values: Mapping[str, Value]) -> None:
         """The exact command, and what the names in it stand for."""
         self._say(EMPTY, *(_command(each) for each in block.code.splitlines()))
-        self._say(*(line(f"    {name}={value}", solid=True) for name, value in values.items()))
+        self._say(
+            *(line(f"    {name}={shown(value)}", solid=True) for name, value in values.items())
+        )
 
     def printed(self, text: str) -> None:
         """A line of the command, indented below it."""
@@ -59,31 +83,37 @@ class TalkInTerminal:
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
         self._say(line("  found: ", Span(found, style), f": {outcome.because} ({leads})", hang=4))
 
-    def may(self, block: Block, *, again: bool) -> bool | None:
-        """Ask."""
+    def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
+        """Ask whether a block may change something."""
         if self.dry_run:
             return False
         if again and self.yes:
             raise NobodyToAsk(
-                f"the block {block.name!r} was begun before and nobody knows how it ended; "
-                "look, then run this without --yes, or begin anew with --new"
+                f"the block {block.name!r} was started before and its end is not known; "
+                "look, then run this without --yes, or start another run with --new"
+            )
+        if found and not self.attended:
+            raise NobodyToAsk(
+                f"the block {block.name!r} would run a command with {', '.join(found)} from the "
+                "record of the run, which anybody who can write to the root can change; give "
+                "these again with --set, or run this at a terminal"
             )
         if self.yes:
             return True
-        return self._asked(block, again=again)
-
-    def _asked(self, block: Block, *, again: bool) -> bool | None:
-        if not sys.stdin.isatty() or not self.out.err.terminal or not self.out.talks:
+        if not self.attended:
             raise NobodyToAsk(
                 f"the block {block.name!r} changes something, and there is no terminal to ask at; "
                 "--yes agrees to every change"
             )
         if again:
-            self._say(
-                line(Span("  It was begun before, and nobody knows how it ended.", "warn"), hang=2)
-            )
+            self.told("  It was started before, and its end is not known.")
+        if found:
+            self.told(f"  From the record of the run, and not from you: {', '.join(found)}.")
+        return self._asked("This changes something. Run it? [y]es, [n]o, [l]eave here: ")
+
+    def _asked(self, question: str) -> bool | None:
         while True:
-            self.out.err.write("  This changes something. Run it? [y]es, [n]o, [l]eave here: ")
+            self.out.err.write(f"  {question}")
             typed = sys.stdin.readline()
             if not typed:
                 return None

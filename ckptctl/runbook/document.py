@@ -1,15 +1,15 @@
-"""What does a runbook say is to be done, and what follows from each answer?
+"""Parse a runbook page: its inputs, its state diagram, its command blocks and their tables.
 
-A runbook is a page of Markdown for people. Three things in it are read by the
-engine, and nothing else: the table of inputs, the state diagram, and below the
-heading of each state its named command blocks, each followed by a table that
-says where each end of the command leads. Whether the page is sound is the
-question of `linting`; what is run and when, of `engine`.
+A runbook is a page of Markdown for people. The engine reads three things in it and
+nothing else: the table of inputs, the state diagram, and below the heading of each
+state its named command blocks, each followed by a table that gives the state after
+each exit code. `linting` checks whether the page is sound; `engine` runs it.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ _HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
 _FENCE = re.compile(r"```(?P<info>.*)")
 _ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
-_INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)`")
+_EVALUATED = re.compile(r'\beval "\$\{?([A-Z][A-Z0-9_]*)\}?"')
+_INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?`")
 _CODED = re.compile(r"`(?P<text>.*)`")
 _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
 
@@ -33,11 +34,19 @@ _OUTCOMES_HEAD = ("ends with", "says", "then", "because")
 _START = "[*]"
 
 
+Value = str | tuple[str, ...]
+"""The value of an input: one text, or the items of a list."""
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Something that the reader knows and the page does not; `default` is None without one."""
+    """A value that the operator gives. `default` is None without one.
+
+    A list (`LOG...` in the table) is an array in the shell of the blocks.
+    """
 
     name: str
+    is_list: bool
     meaning: str
     required: bool
     default: str | None
@@ -87,6 +96,11 @@ class Block:
     outcomes: tuple[Outcome, ...]
     line: int
 
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The inputs that it runs as commands: NAME of each `eval "$NAME"`."""
+        return tuple(_EVALUATED.findall(self.code))
+
     def outcome(self, exit_code: int, said: str) -> Outcome | None:
         """The first row that is meant by this end; None where the table has none."""
         return next((row for row in self.outcomes if row.matches(exit_code, said)), None)
@@ -130,6 +144,21 @@ class Runbook:
     states: tuple[State, ...]
     sections: tuple[str, ...]
     text: str
+
+    def input(self, name: str) -> Input | None:
+        """The input of that name."""
+        return next((each for each in self.inputs if each.name == name), None)
+
+    @property
+    def commands(self) -> frozenset[str]:
+        """The names of the inputs that blocks run as commands."""
+        blocks = (block for state in self.states for block in state.blocks)
+        return frozenset(name for block in blocks for name in block.commands)
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The names of the inputs that are lists."""
+        return tuple(each.name for each in self.inputs if each.is_list)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -180,8 +209,13 @@ def parse(text: str, file: str) -> Runbook:
 
 
 def used_names(code: str) -> list[str]:
-    """The names of variables in a command, in the order in which they stand there."""
+    """The names of the variables in a command, in their order."""
     return _VARIABLE.findall(code)
+
+
+def shown(value: Value) -> str:
+    """A value as it is typed in bash: a list in brackets, each item quoted."""
+    return value if isinstance(value, str) else f"({shlex.join(value)})"
 
 
 _Body = Sequence[tuple[int, str]]
@@ -227,6 +261,7 @@ class _Reader:
             coded = _CODED.fullmatch(otherwise)
             yield Input(
                 found["name"],
+                found["list"] is not None,
                 meaning,
                 otherwise == "required",
                 coded["text"] if coded else None,

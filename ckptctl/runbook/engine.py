@@ -1,21 +1,38 @@
-"""Where is a run in its runbook, what comes next, and when is it over?
+"""Run a runbook: a state machine over the page that goes where its tables say.
 
-A state machine over the page: it runs the blocks of a state in their order and
-goes where the tables say. Its place is worked out from the events that were
-recorded, so that a run that was left in the middle goes on where it was. How a
-command runs is `executing`'s question, how the reader is talked to the caller's.
+The place of a run is computed from its recorded events, so that a run that was
+interrupted continues where it was. How a command runs is in `executing`; how the
+operator is informed and asked is the caller's `Talk`.
+
+What a record supplies is outside data: whoever can write to the root can write
+one. Of its values only the inputs that the page declares and the names that its
+blocks set are used. A command that is an input (`eval "$RESUME"`) is confirmed by
+a person before it runs with any value of a record, and what blocks set is
+determined again before such a command uses it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Outcome, Runbook, State, used_names
+from ckptctl.runbook.document import (
+    DONE,
+    NEXT,
+    STOP,
+    Block,
+    Outcome,
+    Runbook,
+    State,
+    Value,
+    shown,
+    used_names,
+)
 from ckptctl.runbook.executing import Ended, OnLine, execute
-from ckptctl.runbook.record import Event, Record
+from ckptctl.runbook.record import MAX_TEXT, Event, Record, RecordUnreadable
 
 MAX_BLOCKS = 200
 """A run that goes round in circles longer than this is stopped."""
@@ -24,19 +41,40 @@ EXIT_DO_NOT_RESTART = 93
 
 
 class NobodyToAsk(UsageError):
-    """A block changes something, and there is nobody who could say yes."""
+    """A decision is needed, and nobody is there who could make it."""
 
     code = "runbook.nobody-to-ask"
 
 
 class Talk(Protocol):
-    """How a run talks to whoever follows it."""
+    """How a run informs and asks its operator."""
+
+    @property
+    def attended(self) -> bool:
+        """Whether a person can be asked."""
+        ...
+
+    @property
+    def repeated(self) -> Sequence[str]:
+        """The options of the call that a next command needs again."""
+        ...
+
+    def told(self, text: str) -> None:
+        """A fact about the run that belongs to no block."""
+        ...
+
+    def continues(self, run: str, begun: str) -> bool | None:
+        """Whether the unfinished run that was found is continued; None to leave.
+
+        False begins another run. Raises `NobodyToAsk`.
+        """
+        ...
 
     def entering(self, state: State) -> None:
         """A state begins."""
         ...
 
-    def about_to(self, block: Block, values: Mapping[str, str]) -> None:
+    def about_to(self, block: Block, values: Mapping[str, Value]) -> None:
         """A block is about to run, or would be; `values` are those of the names in it."""
         ...
 
@@ -48,24 +86,31 @@ class Talk(Protocol):
         """A block came to an end, or was not run (`ended` is None), and this follows."""
         ...
 
-    def may(self, block: Block, *, again: bool) -> bool | None:
+    def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Whether the block, just shown, may change something; None to leave the run here.
 
-        `again` says that the command was begun before, and nobody knows how it ended.
-        Raises `NobodyToAsk` where there is nobody.
+        `again` says that the command was begun before and its end is unknown. `found` are the
+        names whose values come from a record that was found and not from this call. Raises
+        `NobodyToAsk`.
         """
         ...
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a run is: the next block, and what is known by now."""
+    """Where a run is: the next block, and the values by now.
+
+    `found` are the names whose values come from events that were found, and were neither
+    given nor determined again since. `begun` are the blocks that started and whose end is not
+    known.
+    """
 
     state: str
     block: int = 0
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, Value] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
     times: dict[str, int] = field(default_factory=dict)
-    begun: bool = False
+    begun: set[str] = field(default_factory=set)
     over: int | None = None
     because: str = ""
 
@@ -78,38 +123,110 @@ class Left:
     over: bool
     because: str
     state: str
-    variables: Mapping[str, str]
+    variables: Mapping[str, Value]
 
 
-def place_of(book: Runbook, events: Sequence[Event]) -> Place:
-    """Where the run with these events is; a run that stopped is at the block where it did."""
-    place = Place(book.start)
-    for event in events:
-        _apply(book, place, event)
+def place_of(book: Runbook, events: Sequence[Event], n_found: int) -> Place:
+    """Where the run with these events is; a run that stopped is at the block where it did.
+
+    The first `n_found` events were found, the others are of this call. Raises
+    `RecordUnreadable` for events that do not follow the page.
+    """
+    defaults = {each.name: each.default for each in book.inputs if each.default is not None}
+    place = Place(book.start, variables=dict(defaults))
+    for number, event in enumerate(events):
+        try:
+            _apply(book, place, event, found=number < n_found)
+        except (_OffThePage, UsageError) as error:
+            raise RecordUnreadable(
+                f"event {number + 1} of the run does not follow the page of {book.name}: {error}; "
+                "--new starts another run"
+            ) from error
+    _drop_foreign_addresses(book, place)
     return place
 
 
-def _apply(book: Runbook, place: Place, event: Event) -> None:
+def _drop_foreign_addresses(book: Runbook, place: Place) -> None:
+    """Forget an address that a block of a record set, unless it is below a root given now."""
+    given = [value for name, value in place.variables.items() if name not in place.found]
+    roots = [_absolute(value) + "/" for value in given if isinstance(value, str) and value]
+    for name in place.found:
+        value = place.variables[name]
+        if book.input(name) is not None:
+            continue
+        if isinstance(value, str) and "/" in value:
+            address = _absolute(value)
+            is_below = any(address.startswith(root) for root in roots)
+            if not is_below or ".." in address.split("/"):
+                place.variables[name] = ""
+
+
+def _absolute(address: str) -> str:
+    return address.rstrip("/") if "://" in address else os.path.abspath(address)
+
+
+class _OffThePage(Exception):
+    """An event that the page does not allow there."""
+
+
+def _apply(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
     kind = event["event"]
     if kind in ("opened", "resumed"):
-        given = event.get("inputs")
-        if isinstance(given, dict):
-            place.variables.update(given)
+        _take_inputs(book, place, event, found=found)
         place.over = None
+    elif kind == "back":
+        _go(book, place, str(event["state"]))
     elif kind == "began":
-        place.begun = True
+        place.begun.add(str(event["block"]))
     elif kind == "ended":
-        place.begun = False
-        name = str(event["block"])
-        place.times[name] = place.times.get(name, 0) + (event.get("exit_code") is not None)
-        place.because = str(event["because"])
-        block = _block(book, place)
-        if block.sets is not None and event.get("exit_code") == 0:
-            place.variables[block.sets] = str(event["says"])
-        _go(book, place, str(event["then"]))
+        _take_end(book, place, event, found=found)
     elif kind == "finished":
         place.over = int(str(event["exit_code"]))
         place.because = str(event["because"])
+
+
+def _take_inputs(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
+    """Take the inputs that the page declares, and no other name."""
+    given = event["inputs"]
+    for each in book.inputs:
+        value = given.get(each.name) if isinstance(given, Mapping) else None
+        if value is None:
+            continue
+        if isinstance(value, str) is each.is_list:
+            raise _OffThePage(f"the input {each.name} is {'no' if each.is_list else 'a'} list")
+        items = (value,) if isinstance(value, str) else tuple(value)
+        if found and each.name not in book.commands and not all(map(is_argument, items)):
+            raise _OffThePage(f"the input {each.name} cannot be an argument")
+        place.variables[each.name] = items if each.is_list else items[0]
+        place.found.discard(each.name)
+        # The default is the page's own, whoever wrote it down.
+        if found and value != each.default:
+            place.found.add(each.name)
+
+
+def _take_end(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
+    block = _block(book, place)
+    then = str(event["then"])
+    if event["block"] != block.name or then not in {row.then for row in block.outcomes}:
+        raise _OffThePage(f"the block {event['block']!r} cannot end with {then!r} here")
+    place.begun.discard(block.name)
+    ran = event.get("exit_code") is not None
+    place.times[block.name] = place.times.get(block.name, 0) + ran
+    place.because = str(event["because"])
+    if block.sets is not None and event.get("exit_code") == 0:
+        _set(place, block.sets, str(event.get("says") or ""), found=found)
+    _go(book, place, then)
+
+
+def _set(place: Place, name: str, value: str, *, found: bool) -> None:
+    """Take what a block printed for its name, if it can be an argument of a command."""
+    place.variables[name] = value if is_argument(value) else ""
+    (place.found.add if found else place.found.discard)(name)
+
+
+def is_argument(value: str) -> bool:
+    """Whether a text can be an argument: no option, nothing unprintable, of bounded length."""
+    return value.isprintable() and not value.startswith("-") and len(value) <= MAX_TEXT
 
 
 def _go(book: Runbook, place: Place, then: str) -> None:
@@ -124,26 +241,60 @@ def _block(book: Runbook, place: Place) -> Block:
     return book.state(place.state).blocks[place.block]
 
 
-def proceed(book: Runbook, record: Record, talk: Talk, handed_on: Mapping[str, str]) -> Left:
-    """Go on from where the run is, until it is over or left.
+def proceed(
+    book: Runbook,
+    record: Record,
+    talk: Talk,
+    handed_on: Mapping[str, str],
+    *,
+    n_found: int = 0,
+) -> Left:
+    """Run the blocks from where the run is, until it is over or left.
 
     `handed_on` are variables for the commands that are not recorded (addresses and
-    credentials of a storage). Every step is recorded before and after it is done.
-    Raises `NobodyToAsk`, `TakenOver`, and whatever the storage of the record raises.
+    credentials of a storage); the first `n_found` events were found under the root. Every
+    block is recorded before and after it runs. Raises `NobodyToAsk`, `TakenOver`,
+    `RecordUnreadable`, and whatever the storage of the record raises.
     """
-    place = place_of(book, record.events)
-    shown = ""
+    place = place_of(book, record.events, n_found)
+    shown_state = ""
     for _ in range(MAX_BLOCKS):
         if place.over is not None:
             return Left(place.over, True, place.because, place.state, place.variables)
-        if shown != place.state:
-            shown = place.state
+        if _went_back(book, place, record, talk):
+            continue
+        if shown_state != place.state:
+            shown_state = place.state
             talk.entering(book.state(place.state))
         if not _step(book, place, record, talk, handed_on):
-            return Left(EXIT_DO_NOT_RESTART, False, "left by its reader", shown, place.variables)
+            return left_by_reader(place)
     raise CkptctlError(
         f"the runbook {book.name} ran {MAX_BLOCKS} blocks without an end; it goes in a circle"
     )
+
+
+def left_by_reader(place: Place) -> Left:
+    """How a run is left that its operator leaves in the middle."""
+    return Left(EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, place.variables)
+
+
+def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:
+    """Go back to where a value is determined that a command of the next block would take.
+
+    A step that a record names is not handed to a command: it is chosen and checked again.
+    """
+    block = _block(book, place)
+    if not block.commands or _kept_from(place, block):
+        return False
+    used = set(_values(book, place, block, record)) & place.found
+    setters = ((state, each) for state in book.states for each in state.blocks)
+    for state, each in setters:
+        if each.sets in used and book.input(each.sets) is None:
+            because = f"{each.sets} comes from the record and is determined again"
+            talk.told(f"back to {state.name}: {because}")
+            _apply(book, place, record.add("back", state=state.name, because=because), found=False)
+            return True
+    return False
 
 
 def _step(
@@ -154,7 +305,9 @@ def _step(
     event = _kept_from(place, block)
     talk.about_to(block, _values(book, place, block, record))
     if event is None and block.changes:
-        answer = talk.may(block, again=place.begun)
+        answer = talk.may(
+            block, again=block.name in place.begun, found=_found_names(book, place, block, record)
+        )
         if answer is None:
             return False
         event = None if answer else "not run"
@@ -170,12 +323,19 @@ def _step(
         )
     talk.ended(block, outcome, ended)
     _record(record, place, block, event, outcome, ended)
-    _apply(book, place, record.events[-1])
+    _apply(book, place, record.events[-1], found=False)
     if outcome.then in (DONE, STOP):
         exit_code = 0 if outcome.then == DONE else _exit_code(outcome, ended)
         finished = record.add("finished", exit_code=exit_code, because=outcome.because)
-        _apply(book, place, finished)
+        _apply(book, place, finished, found=False)
     return True
+
+
+def _found_names(book: Runbook, place: Place, block: Block, record: Record) -> tuple[str, ...]:
+    """The names whose values a command of the block would take from the record."""
+    if not block.commands:
+        return ()
+    return tuple(name for name in _values(book, place, block, record) if name in place.found)
 
 
 def _kept_from(place: Place, block: Block) -> str | None:
@@ -197,28 +357,29 @@ def _run(
 ) -> Ended:
     values = _values(book, place, block, record)
     record.add("began", state=place.state, block=block.name, command=block.code, values=values)
-    return execute(block.code, {**_variables(book, place, record), **handed_on}, on_line)
+    return execute(block.code, _variables(book, place, record), handed_on, on_line)
 
 
-def _variables(book: Runbook, place: Place, record: Record) -> dict[str, str]:
-    """What the names in a block stand for.
+def _variables(book: Runbook, place: Place, record: Record) -> dict[str, Value]:
+    """The values of the names of the page; empty where nothing was given.
 
-    One that nothing was given for is empty, and not what the shell outside calls so.
+    A variable of the same name in the operator's environment does not come in.
     """
-    names = dict.fromkeys(book.variables, "")
+    names: dict[str, Value] = dict.fromkeys(book.variables, "")
+    names |= dict.fromkeys(book.lists, ())
     return {**names, **place.variables, "BECAUSE": place.because, "RECORD": record.url}
 
 
-def _values(book: Runbook, place: Place, block: Block, record: Record) -> dict[str, str]:
-    """The values of the names in a block, and of those in these values."""
+def _values(book: Runbook, place: Place, block: Block, record: Record) -> dict[str, Value]:
+    """The values of the names that a block uses, and of those in these values."""
     variables = _variables(book, place, record)
-    found: dict[str, str] = {}
-    left = used_names(block.code)
+    found: dict[str, Value] = {}
+    left = [*used_names(block.code), *block.needs]
     while left:
         name = left.pop(0)
         if name in variables and name not in found:
             found[name] = variables[name]
-            left += used_names(variables[name])
+            left += used_names(shown(variables[name]))
     return found
 
 

@@ -1,8 +1,8 @@
-"""How does the command of a block run, and what did it say?
+"""Run the command of a block in bash and keep what it printed.
 
-Bash runs it, in a session of its own: a job that it leaves in the background
-outlives the runbook and the terminal. What it prints is shown line by line as
-it comes, and its end is kept for the transcript.
+Bash runs in a session of its own: a job that it leaves in the background outlives
+the runbook and the terminal. Lines are shown as they come, and the last of them
+are kept for the transcript.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
+
+from ckptctl.runbook.document import Value
 
 OnLine = Callable[[str], None]
 """Called with one line of either stream, without its end."""
@@ -30,10 +33,40 @@ _MAX_LINE = 4000
 _MAX_FILE_BYTES = 2 << 20
 _GRACE_S = 5.0
 
-# The ckptctl that runs the runbook is the one that its blocks call.
-_PRELUDE = 'set -uo pipefail\nckptctl() { "$CKPTCTL_PYTHON" -m ckptctl "$@"; }\n'
-# What would change the form of the answers that a block reads.
-_NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT")
+# The ckptctl that runs the runbook is the one that its blocks call. `-m` would import
+# modules from the current folder first, which may be a checkpoint root.
+_PRELUDE = """set -uo pipefail
+ckptctl() {
+  "$CKPTCTL_PYTHON" -c 'import sys
+sys.path[:] = [each for each in sys.path if each]
+from ckptctl.__main__ import main
+sys.exit(main())' "$@"
+}
+"""
+_HANDED_ON = frozenset(
+    f"CKPTCTL_{name}"
+    for name in (
+        # how the storage and the steps in it are found
+        *("STORAGE_OPTION", "ENDPOINT_URL", "TIMEOUT", "PATTERN", "MARKS"),
+        # what makes a check stricter, or proves a step
+        *("KEY_FILE", "SEAL_KEY", "REQUIRE_SEAL", "RESTART_COUNT"),
+        # how much is used, and how the answer looks
+        *("JOBS", "MEMORY", "COLOR", "COLUMNS", "DEBUG"),
+    )
+)
+"""Of the operator's variables of ckptctl those that a block sees.
+
+The others set options of single commands, `CKPTCTL_WEIGHTS_OK` or `CKPTCTL_LEVEL`: what a
+block checks is what its page says, and not what a shell had set before.
+"""
+_OF_THE_RUNBOOK = frozenset(
+    f"CKPTCTL_{name}"
+    for name in (
+        *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TAKE_OVER"),
+        *("TRANSCRIPT", "FOLDER", "PYTHON"),
+    )
+)
+"""Those that are meant for the runbook itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +86,32 @@ class Ended:
     picture: str | None
 
 
-def execute(code: str, variables: Mapping[str, str], on_line: OnLine) -> Ended:
-    """Run `code` with these variables beside those of this process, and wait for its end.
+def dropped_variables() -> tuple[str, ...]:
+    """The variables of ckptctl in this environment that no block sees, sorted."""
+    ours = {name for name in os.environ if name.startswith("CKPTCTL_")}
+    return tuple(sorted(ours - _HANDED_ON - _OF_THE_RUNBOOK))
 
+
+def execute(
+    code: str, variables: Mapping[str, Value], handed_on: Mapping[str, str], on_line: OnLine
+) -> Ended:
+    """Run `code` with these shell variables, and wait for its end.
+
+    A text becomes a variable of the environment, a list an array of the shell. The
+    environment of this process stays, without `dropped_variables`; `handed_on` is added to it.
     An exit by signal N is 128+N. What interrupts the waiting (Ctrl-C) ends the command first.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ckptctl-runbook-") as folder:
         report, picture = Path(folder) / "report.json", Path(folder) / "picture.svg"
-        environment = _environment({**variables, "PICTURE": str(picture)})
+        lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
+        texts = {name: value for name, value in variables.items() if isinstance(value, str)}
+        environment = _environment({**texts, **handed_on, "PICTURE": str(picture)}, without=lists)
         # A job that the block starts must not write its own reports there.
         if "ckptctl " in code:
             environment["CKPTCTL_REPORT"] = str(report)
         process = subprocess.Popen(
-            ["bash", "-c", _PRELUDE + code],
+            ["bash", "-c", _PRELUDE + _arrays(lists) + code, "bash", *chain(*lists.values())],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -96,8 +141,22 @@ def execute(code: str, variables: Mapping[str, str], on_line: OnLine) -> Ended:
         )
 
 
-def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_HANDED_ON}
+def _arrays(lists: Mapping[str, Sequence[str]]) -> str:
+    """Bash that makes arrays of its arguments, so that no value is part of the code."""
+    made, first = "", 1
+    for name, items in lists.items():
+        made += f'{name}=("${{@:{first}:{len(items)}}}")\n'
+        first += len(items)
+    return f"{made}set --\n"
+
+
+def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[str, str]:
+    left_out = {*dropped_variables(), *_OF_THE_RUNBOOK}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and name not in without
+    }
     environment.update(variables)
     environment["CKPTCTL_PYTHON"] = sys.executable
     return environment
@@ -149,7 +208,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _document(path: Path) -> dict[str, object] | None:
     try:
         document = json.loads(_text(path) or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

@@ -1,13 +1,14 @@
-"""Is somebody else at this run right now?
+"""Tell two people who work on the same run of each other.
 
-Whoever works on a run keeps a small file beside its events up to date. It tells
-the next person whom to talk to; that nothing is done twice is kept by the
-numbers of the events (`record`), also where this file lies.
+Whoever works on a run keeps a small file beside its events up to date. It names the
+person to talk to. That nothing is done twice is ensured by the numbers of the events
+(`record`), also where this file is wrong or missing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -52,8 +53,8 @@ class Holder:
             return False
         if self.host == socket.gethostname() and not _is_alive(self.pid):
             return False
-        age = datetime.now(timezone.utc) - datetime.fromisoformat(self.at.replace("Z", "+00:00"))
-        return age.total_seconds() < SILENT_S
+        # A time far in the future is no sign of life either.
+        return abs(_age_s(self.at)) < SILENT_S
 
 
 def myself(*, gone: bool = False) -> Holder:
@@ -86,10 +87,24 @@ def held(record: Record, *, take_over: bool) -> Iterator[None]:
 def holder_of(record: Record) -> Holder | None:
     """Who was last seen at a run; None where nobody was, or it cannot be told."""
     try:
-        found = json.loads(record.store.read(_path(record), limit=_MAX_BYTES))
-        return Holder(**found)
-    except (PathNotFound, ValueError, TypeError):
+        found = Holder(**json.loads(record.store.read(_path(record), limit=_MAX_BYTES)))
+        is_valid = (
+            isinstance(found.by, str)
+            and isinstance(found.host, str)
+            and type(found.pid) is int
+            and 0 < found.pid < 1 << 31
+            and isinstance(found.gone, bool)
+            and math.isfinite(_age_s(found.at))
+        )
+    except (PathNotFound, ValueError, TypeError, AttributeError, RecursionError):
         return None
+    return found if is_valid else None
+
+
+def _age_s(at: str) -> float:
+    """Seconds since a time; raises `ValueError` for what is no time in UTC."""
+    then = datetime.strptime(at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return (datetime.now(timezone.utc) - then).total_seconds()
 
 
 def _beat(record: Record, over: threading.Event) -> None:

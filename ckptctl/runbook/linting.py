@@ -1,11 +1,13 @@
-"""Is a runbook sound: does every end of every command lead somewhere, and is the diagram true?
+"""Check that a runbook is sound.
 
-Form is refused by `document` already. Whether the commands do what the page
-says is shown by running them.
+Every end of every command must lead somewhere, the diagram must agree with the tables,
+and a value must reach a command as one argument: quoted, or as a list. `document`
+refuses what is not in form; what the commands do is shown by running them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, State, used_names
@@ -23,6 +25,11 @@ SECTIONS = (
 
 _OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE", "RECORD"})
 _END = "[*]"
+_OF_THE_SHELL = re.compile(
+    r"(BASH|CKPTCTL|DYLD|GIT|LC|LD|PYTHON|SHELL)_?[A-Z0-9_]*|ENV|HOME|IFS|LANG|PATH|PS[0-9]|SHELLOPTS"
+)
+_OTHER_SHELL = re.compile(r"\b(?:ba|da|z)?sh\s+-\w*c\b|`")
+_EVAL = re.compile(r"\beval\b")
 
 
 def problems(book: Runbook) -> tuple[str, ...]:
@@ -48,6 +55,9 @@ def _sections(book: Runbook) -> Iterator[str]:
 def _inputs(book: Runbook) -> Iterator[str]:
     if not any(given.name == "ROOT" and given.required for given in book.inputs):
         yield "the input `ROOT` is missing, or not required: the state of a run lies under it"
+    for name in book.variables:
+        if _OF_THE_SHELL.fullmatch(name):
+            yield f"`{name}` changes how a shell or a program works, and cannot be an input"
 
 
 def _names(book: Runbook) -> Iterator[str]:
@@ -111,7 +121,60 @@ def _block(book: Runbook, block: Block) -> Iterator[str]:
             yield f"`{row.event}` has no exit code of its own: say `stop N`"
         if not row.because:
             yield "a row does not say why (`because`)"
+    for name in unquoted(block.code):
+        yield f"${name} is not quoted, so that its value becomes several words"
+    if len(_EVAL.findall(block.code)) != len(block.commands):
+        yield 'eval runs one input and nothing else: eval "$NAME"'
+    if _OTHER_SHELL.search(block.code):
+        yield 'a value is code there: eval "$NAME" runs an input, $( ) takes an output'
+    if block.commands and not block.changes:
+        yield "it runs an input as a command, so it must say `changes`"
+    for name in block.commands:
+        declared = book.input(name)
+        if declared is None or declared.is_list:
+            yield f"${name} is run as a command, and is not an input with one value"
+    for each in book.inputs:
+        if each.is_list and not re.fullmatch(
+            rf"(?:(?!\$\{{?{each.name}\b).|\"\$\{{{each.name}\[@\]\}}\")*", block.code, re.DOTALL
+        ):
+            yield f'the list {each.name} is taken whole: "${{{each.name}[@]}}"'
     known = _OF_THE_ENGINE.union(book.variables)
     for name in (*block.needs, *used_names(block.code)):
         if name not in known:
             yield f"${name} is no input, and no block sets it"
+
+
+_TOKEN = re.compile(
+    r"""\\. | \$\( | \$\{[!\#]?(?P<braced>\w+)(?P<alternative>:?\+)? | \$(?P<plain>[A-Za-z_]\w*)
+    | (?:(?<=[\s;])|^)(?P<comment>\#)[^\n]* | [(){}"']""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+_QUOTED = ('"', 'in " }')
+"""What is open where bash splits nothing: a quotation, and a `${…}` in one."""
+
+
+def unquoted(code: str) -> Iterator[str]:
+    """The names of the variables that bash would split into words, in their order.
+
+    `${NAME:+word}` gives `word` and not the value of NAME, so that only `word` counts.
+    """
+    within = [""]
+    at = 0
+    while (found := _TOKEN.search(code, at)) is not None:
+        at = found.end()
+        sign, is_quoted = found[0], within[-1] in _QUOTED
+        if name := found["braced"] or found["plain"]:
+            if not is_quoted and not found["alternative"]:
+                yield name
+            if found["braced"]:
+                within.append(_QUOTED[1] if is_quoted else "}")
+        elif sign == within[-1] or (sign == "}" and within[-1] == _QUOTED[1]):
+            within.pop()
+        elif found["comment"]:
+            at = found.start("comment") + 1 if is_quoted else at
+        elif sign == "'" and not is_quoted:
+            at = code.find("'", at) + 1 or len(code)
+        elif sign == '"':
+            within.append('"')
+        elif sign == "$(" or (sign == "(" and not is_quoted):
+            within.append(")")

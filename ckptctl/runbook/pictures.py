@@ -1,7 +1,8 @@
-"""What did the steps, the shards and the time of a run look like?
+"""Draw the steps, the shards and the time of a run.
 
-SVG, made from the documents that the commands of a run left in its record.
-A state is never told by colour alone: each has its letter and its word.
+SVG, made from the documents that the commands of a run left in its record. A record
+may be another person's: a document that is not as ckptctl writes it gives no picture.
+A state is never shown by colour alone: each has its letter and its word.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def map_of_shards(verify: Document) -> str:
     faults = _faulty_ranks(_list(report.get("findings")))
     size = report.get("world_size")
     stated = size.get("size") if isinstance(size, dict) else None
+    stated = stated if type(stated) is int else None
     written = _written_ranks(report.get("ranks"))
     n_ranks = max([stated or 0, *(rank + 1 for rank in (*written, *faults))])
     if not 0 < n_ranks <= _MAX_RANKS:
@@ -91,8 +93,12 @@ def _faulty_ranks(findings: Sequence[Document]) -> dict[int, str]:
 
 
 def _written_ranks(parts: object) -> frozenset[int]:
-    pairs = parts if isinstance(parts, list) else []
-    return frozenset(rank for _, ranks in pairs for rank in ranks)
+    pairs = [pair for pair in parts if _is_pair(pair)] if isinstance(parts, list) else []
+    return frozenset(rank for _, ranks in pairs for rank in ranks if type(rank) is int)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], list)
 
 
 def _rank(rank: int, columns: int, fault: str | None, *, written: bool) -> str:

@@ -1,18 +1,23 @@
-"""What has been done in a run of a runbook, and how do two people not do it twice?
+"""Record a run of a runbook, so that another person on another machine can continue it.
 
-A run is a folder of small files, one an event, numbered from 1 and never
-changed: `.ckptctl/runbooks/NAME/RUN/000001.json` under the checkpoint root, so
-that another person on another machine can go on with it. Each file is put only
-where it is not there yet: of two processes that go on at once one notices at
-its next event, and stops.
+A run is a folder of small files, one for each event, numbered from 1 and never
+changed: `.ckptctl/runbooks/NAME/RUN/000001.json` under the checkpoint root. Each
+file is created only where it does not exist: of two processes that continue the
+same run, one fails at its next event and stops.
+
+Whoever can write to the root can write such a file. A record that was found is
+therefore outside data: bounded, and checked field by field before it is used.
+What may be done with its values is decided in `engine`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from typing import NoReturn
 
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
@@ -24,7 +29,14 @@ Event = Mapping[str, object]
 
 RUNS_FOLDER = f"{OWN_FOLDER}/runbooks"
 MAX_EVENT_BYTES = 8 << 20
-_MAX_EVENTS = 10_000
+MAX_RECORD_BYTES = 64 << 20
+MAX_EVENTS = 10_000
+MAX_TEXT = 32 << 10
+"""Characters of one text in an event, the lines of a command excepted: Linux passes 128 KiB."""
+
+_RUN_NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
+_EVENT_NAME = re.compile(r"[0-9]{6}\.json")
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 class TakenOver(CkptctlError):
@@ -100,31 +112,129 @@ def begun(store: Store, runbook: str) -> Record:
 
 
 def newest(store: Store, runbook: str) -> Record | None:
-    """The run of this runbook that was begun last, with its events."""
+    """The newest run of this runbook, with its events; raises `RecordUnreadable`."""
     folder = f"{RUNS_FOLDER}/{runbook}"
     try:
-        runs = [entry.path for entry in store.list_dir(folder) if entry.kind == "dir"]
+        names = [
+            entry.path.rpartition("/")[2] for entry in store.list_dir(folder) if entry.kind == "dir"
+        ]
     except PathNotFound:
         return None
-    return _loaded(store, max(runs)) if runs else None
+    runs = [name for name in names if _RUN_NAME.fullmatch(name)]
+    return _loaded(store, f"{folder}/{max(runs)}") if runs else None
 
 
 def _loaded(store: Store, folder: str) -> Record:
-    files = [
-        entry.path
+    names = sorted(
+        name
         for entry in store.list_dir(folder)
-        if entry.path.rpartition("/")[2].removesuffix(".json").isdecimal()
-    ]
-    events = [_read(store, path) for path in sorted(files)[:_MAX_EVENTS]]
+        if _EVENT_NAME.fullmatch(name := entry.path.rpartition("/")[2])
+    )
+    if len(names) > MAX_EVENTS:
+        _refuse(store, folder, f"it holds {len(names):,} events, more than {MAX_EVENTS:,}")
+    events: list[Event] = []
+    n_bytes = 0
+    for number, name in enumerate(names, start=1):
+        path = f"{folder}/{name}"
+        if name != f"{number:06d}.json":
+            _refuse(store, folder, f"event {number} is missing")
+        data = store.read(path, limit=MAX_EVENT_BYTES)
+        n_bytes += len(data)
+        if n_bytes > MAX_RECORD_BYTES:
+            _refuse(store, folder, f"its events have more than {MAX_RECORD_BYTES >> 20} MiB")
+        try:
+            events.append(_checked(data, first=number == 1))
+        except (ValueError, RecursionError) as error:
+            _refuse(store, path, str(error)[:120], error)
     return Record(store, folder, events)
 
 
-def _read(store: Store, path: str) -> Event:
-    data = store.read(path, limit=MAX_EVENT_BYTES)
-    try:
-        event = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordUnreadable(f"{store.url}/{path} is no JSON: {str(error)[:80]}") from error
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise RecordUnreadable(f"{store.url}/{path} is no event of a run")
+def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise RecordUnreadable(
+        f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts "
+        "another run"
+    ) from cause
+
+
+def _checked(data: bytes, *, first: bool) -> Event:
+    """One event, each field as `Record.add` and the engine write it; raises `ValueError`."""
+    event = json.loads(data, parse_constant=_no_constant)
+    if not isinstance(event, dict):
+        raise ValueError("an event is a JSON object")
+    fields = _FIELDS.get(event["event"]) if isinstance(event.get("event"), str) else None
+    if fields is None or (event["event"] == "opened") is not first:
+        raise ValueError("the kind of event is unknown, or not possible here")
+    for name, is_valid in {"at": _is_time, **fields}.items():
+        if not is_valid(event.get(name)):
+            raise ValueError(f"the field {name!r} is missing or not valid")
+    if event["event"] == "ended":
+        ran = event.get("exit_code") is not None
+        if event.get("duration_s" if ran else "not_run") is None:
+            raise ValueError("a block ran for a time, or did not run for a reason")
     return event
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT and "\0" not in value
+
+
+def _is_value(value: object) -> bool:
+    return _is_text(value) or (isinstance(value, list) and all(_is_text(each) for each in value))
+
+
+def _is_time(value: object) -> bool:
+    if not isinstance(value, str) or not _TIME.fullmatch(value):
+        return False
+    datetime.fromisoformat(value.removesuffix("Z"))
+    return True
+
+
+def _is_exit_code(value: object) -> bool:
+    return type(value) is int and 0 <= value <= 255
+
+
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= float(str(value)) < 1e9
+
+
+def _is_values(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_value(each) for each in value.values())
+
+
+def _is_lines(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list) and all(isinstance(each, str) for each in value)
+    )
+
+
+def _or_none(is_valid: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or is_valid(value)
+
+
+_FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
+    "opened": {
+        **dict.fromkeys(("by", "runbook", "title", "page"), _is_text),
+        "inputs": _is_values,
+    },
+    "resumed": {"by": _is_text, "inputs": _is_values},
+    "back": {"state": _is_text, "because": _is_text},
+    "began": {
+        **dict.fromkeys(("state", "block", "command"), _is_text),
+        "values": _is_values,
+    },
+    "ended": {
+        **dict.fromkeys(("state", "block", "then", "because"), _is_text),
+        **dict.fromkeys(("says", "not_run"), _or_none(_is_text)),
+        "exit_code": _or_none(_is_exit_code),
+        "duration_s": _or_none(_is_duration),
+        "lines": _or_none(_is_lines),
+        "report": _or_none(lambda value: isinstance(value, dict)),
+        "picture": _or_none(lambda value: isinstance(value, str)),
+    },
+    "finished": {"exit_code": _is_exit_code, "because": _is_text},
+}
+"""What each kind of event holds, and how a value of each field is known."""

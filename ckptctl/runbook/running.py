@@ -1,30 +1,31 @@
-"""How is a runbook begun, gone on with, and left?
+"""Start a runbook, continue it, and say how it was left.
 
-Opens the record of the run under the checkpoint root, keeps others from doing
-the same at the same time, and hands over to the engine. The answer says how the
-run was left and where its record lies.
+Opens the record of the run under the checkpoint root, keeps others from working on
+it at the same time, and hands over to the engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
-from ckptctl.runbook.document import Runbook
-from ckptctl.runbook.engine import Left, Talk, proceed
+from ckptctl.runbook.document import Runbook, Value, shown
+from ckptctl.runbook.engine import Left, NobodyToAsk, Talk, left_by_reader, place_of, proceed
+from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.holding import held, myself
-from ckptctl.runbook.record import Event, Record, Unwritten, begun, newest
+from ckptctl.runbook.record import MAX_TEXT, Event, Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
 
 How = Literal["auto", "new", "continue", "dry"]
-"""`auto` goes on with a run that was left in the middle, and begins one otherwise; `new`
-begins one always; `continue` goes on also with one that stopped; `dry` changes nothing."""
+"""`auto` asks whether a run that was left in the middle is continued, and starts one where there
+is none; `new` always starts one; `continue` continues the last one without asking, also one that
+stopped; `dry` changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Ran:
 def run_runbook(
     book: Runbook,
     root: str,
-    inputs: Mapping[str, str],
+    inputs: Mapping[str, str | Sequence[str]],
     talk: Talk,
     *,
     how: How = "auto",
@@ -61,53 +62,85 @@ def run_runbook(
     timeout_s: float = 30.0,
     columns: int | None = None,
 ) -> Ran:
-    """Lead through a runbook on the checkpoint root `root`, from where the run is.
+    """Run a runbook on the checkpoint root `root`, from where its last run is.
 
     `inputs` are values by name; `columns` is how wide the terminal is that `talk` writes to.
-    Raises `UsageError` for inputs that the page does not know, `PathNotFound` where the root
-    is not there, `AccessDenied` where no record can be kept, `RunHeld` where another person
-    is at the run, `TakenOver`, `NobodyToAsk`, and storage errors.
+    Raises `UsageError` for inputs that the page does not declare, `PathNotFound` where the root
+    does not exist, `AccessDenied` where no record can be kept, `RunHeld` where another person
+    works on the run, `RecordUnreadable`, `TakenOver`, `NobodyToAsk`, and storage errors.
     """
-    _check_inputs(book, inputs)
+    given = _checked_inputs(book, inputs)
     handed_on = _handed_on(storage_options, endpoint_url, columns)
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
-        # A root that is not there must not be made by looking for it.
+        # A root that does not exist must not be made by looking for it.
         _check_there(store)
-        record, went_on = _record(book, store, how)
+        if dropped := dropped_variables():
+            talk.told(
+                f"not passed to the blocks: {', '.join(dropped)}; what is checked is what the "
+                "page says"
+            )
         if how == "dry":
-            _open(book, record, root, inputs, went_on=False)
-            left = proceed(book, record, talk, handed_on)
-            return _ran(book, record, left, root, inputs, went_on=False)
+            unwritten = Unwritten(store)
+            _open(book, unwritten, root, given)
+            left = proceed(book, unwritten, talk, handed_on)
+            # It has no record: its inputs are needed again.
+            return _ran(book, unwritten, left, _called(book, root, given, talk), n_found=0)
+        found, record = _record(book, store, how, talk, given)
+        if record is None:
+            left = left_by_reader(place_of(book, found.events, len(found.events)))
+            return _ran(book, found, left, _called(book, root, {}, talk), n_found=len(found.events))
+        n_found = len(record.events)
         try:
             with held(record, take_over=take_over):
-                _open(book, record, root, inputs, went_on=went_on)
-                left = proceed(book, record, talk, handed_on)
+                _open(book, record, root, given)
+                left = proceed(book, record, talk, handed_on, n_found=n_found)
                 _write_transcript(record, left)
         except AccessDenied as error:
-            again = _called(book, root, inputs)
+            again = _called(book, root, given, talk)
             raise AccessDenied(
                 f"{error.message}; a runbook keeps its record under the root, --dry-run keeps none",
                 next_command=f"{again} --dry-run",
             ) from error
-        return _ran(book, record, left, root, inputs, went_on=went_on)
+        return _ran(book, record, left, _called(book, root, {}, talk), n_found=n_found)
 
 
 def _write_transcript(record: Record, left: Left) -> None:
-    step = left.variables.get("STEP")
+    step = _step_of(left)
     for name, text in transcript(record.events, step).items():
-        record.store.put(f"{record.folder}/{name}", text.encode(), replace=True)
+        data = text.encode("utf-8", "backslashreplace")
+        record.store.put(f"{record.folder}/{name}", data, replace=True)
 
 
-def _check_inputs(book: Runbook, inputs: Mapping[str, str]) -> None:
-    known = [given.name for given in book.inputs]
-    for name in inputs:
-        if name not in known:
+def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) -> dict[str, Value]:
+    """The inputs as the page declares them: one text, or the items of a list."""
+    checked: dict[str, Value] = {}
+    for name, value in inputs.items():
+        declared = book.input(name)
+        if declared is None:
             raise UsageError(
-                f"the runbook {book.name} has no input {name!r}; it has {', '.join(known)}",
+                f"the runbook {book.name} has no input {name!r}; it has "
+                f"{', '.join(each.name for each in book.inputs)}",
                 next_command=f"ckptctl runbook show {shlex.quote(book.called)}",
             )
+        items = (value,) if isinstance(value, str) else tuple(value)
+        if len(items) != 1 and not declared.is_list:
+            raise UsageError(f"the input {name} takes one value, and {len(items)} are given")
+        for item in items:
+            _check_text(name, item, is_command=name in book.commands)
+        checked[name] = items if declared.is_list else items[0]
+    return checked
+
+
+def _check_text(name: str, text: str, *, is_command: bool) -> None:
+    if "\0" in text or len(text) > MAX_TEXT:
+        raise UsageError(
+            f"the input {name} holds a NUL character, or more than {MAX_TEXT:,} characters"
+        )
+    # The blocks pass it to commands, which would read it as an option.
+    if text.startswith("-") and not is_command:
+        raise UsageError(f"the input {name} is {text[:60]!r}; a value cannot begin with a hyphen")
 
 
 def _check_there(store: Store) -> None:
@@ -120,40 +153,92 @@ def _check_there(store: Store) -> None:
         ) from error
 
 
-def _record(book: Runbook, store: Store, how: How) -> tuple[Record, bool]:
-    """The record to write to, and whether the run had begun before."""
-    if how == "dry":
-        return Unwritten(store), False
+def _record(
+    book: Runbook, store: Store, how: How, talk: Talk, given: Mapping[str, Value]
+) -> tuple[Record, Record | None]:
+    """The run that was found, or a new one, and the one to write to; None to leave."""
+    new = begun(store, book.name)
     last = None if how == "new" else newest(store, book.name)
     if how == "continue" and last is None:
         raise UsageError(
-            f"{store.url}: no run of the runbook {book.name} was begun here",
+            f"{store.url}: no run of the runbook {book.name} was started here",
             next_command=shlex.join(["ckptctl", "runbook", "run", book.called, store.url]),
         )
     if last is None or not last.events or (last.is_over and how == "auto"):
-        return begun(store, book.name), False
+        return new, new
     _check_page(book, last)
-    return last, True
+    opened, newest_event = last.events[0], last.events[-1]
+    who = f"started by {opened['by']} at {opened['at']}, last entry at {newest_event['at']}"
+    talk.told(f"a run of {book.name} was found under this root: {last.name}, {who}")
+    taken = _taken(book, last, given)
+    talk.told(f"its record gives {', '.join(taken)}" if taken else "its record gives no input")
+    if how == "auto":
+        continues = _continues(book, last, talk, given)
+        return last, None if continues is None else last if continues else new
+    _check_unattended(book, last, talk, given)
+    return last, last
+
+
+def _taken(book: Runbook, record: Record, given: Mapping[str, Value]) -> list[str]:
+    """The inputs that a run would take from its record, as they are shown."""
+    place = place_of(book, record.events, len(record.events))
+    names = [each.name for each in book.inputs if each.name != "ROOT"]
+    return [
+        f"{name}={shown(place.variables[name])}"
+        for name in names
+        if name in place.found and name not in given and place.variables[name]
+    ]
+
+
+def _continues(
+    book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
+) -> bool | None:
+    try:
+        return talk.continues(record.name, str(record.events[0]["by"]))
+    except NobodyToAsk as error:
+        again = _called(book, record.store.url, given, talk)
+        raise NobodyToAsk(error.message, next_command=f"{again} --continue") from error
+
+
+def _check_unattended(
+    book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
+) -> None:
+    """Refuse to take from a record, with nobody to ask, what the page has a default for.
+
+    `LEVEL=listing` in a record would make the checks of an unattended run weaker.
+    """
+    if talk.attended:
+        return
+    place = place_of(book, record.events, len(record.events))
+    for each in book.inputs:
+        if each.default is not None and each.name in place.found and each.name not in given:
+            raise NobodyToAsk(
+                f"the record of the run {record.name} gives {each.name}="
+                f"{shown(place.variables[each.name])}, and the page {each.default!r}; with --yes "
+                "it is not taken from a record: give it again with --set",
+                next_command=_called(
+                    book, record.store.url, {**given, each.name: each.default}, talk
+                )
+                + " --continue",
+            )
 
 
 def _check_page(book: Runbook, record: Record) -> None:
-    if record.events[0].get("page") != _digest(book):
+    if record.events[0]["page"] != _digest(book):
         raise UsageError(
-            f"the page of the runbook {book.name} has changed since the run {record.name} began, "
-            "so that its record no longer says where it is",
+            f"the page of the runbook {book.name} has changed since the run {record.name} was "
+            "started; its place in the page is no longer known",
             next_command=shlex.join(
                 ["ckptctl", "runbook", "run", book.called, record.store.url, "--new"]
             ),
         )
 
 
-def _open(
-    book: Runbook, record: Record, root: str, inputs: Mapping[str, str], *, went_on: bool
-) -> None:
+def _open(book: Runbook, record: Record, root: str, inputs: Mapping[str, Value]) -> None:
     given = {**inputs, "ROOT": root}
     me = myself()
     who = f"{me.by}@{me.host}"
-    if went_on:
+    if record.events:
         record.add("resumed", by=who, inputs=given)
         return
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
@@ -191,26 +276,23 @@ def _handed_on(
     return found
 
 
-def _called(book: Runbook, root: str, inputs: Mapping[str, str]) -> str:
-    """The command that runs a runbook."""
+def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:
+    """The command that runs a runbook as it was called."""
     words = ["ckptctl", "runbook", "run", book.called, root]
     for name, value in inputs.items():
-        words += ["--set", f"{name}={value}"]
-    return shlex.join(words)
+        for item in (value,) if isinstance(value, str) else value:
+            words += ["--set", f"{name}={item}"]
+    return shlex.join([*words, *talk.repeated])
 
 
-def _ran(
-    book: Runbook,
-    record: Record,
-    left: Left,
-    root: str,
-    inputs: Mapping[str, str],
-    *,
-    went_on: bool,
-) -> Ran:
+def _step_of(left: Left) -> str | None:
+    """The step that a run chose, if it chose one."""
+    step = left.variables.get("STEP")
+    return step if isinstance(step, str) and step else None
+
+
+def _ran(book: Runbook, record: Record, left: Left, again: str, *, n_found: int) -> Ran:
     dry = isinstance(record, Unwritten)
-    # Of a dry run nobody has a record: what it was given is to be given again.
-    again = _called(book, root, inputs if dry else {})
     finished = left.over and left.exit_code == 0
     return Ran(
         book.name,
@@ -220,8 +302,8 @@ def _ran(
         left.over,
         left.because,
         left.state,
-        left.variables.get("STEP") or None,
-        went_on,
+        _step_of(left),
+        n_found > 0,
         tuple(record.events),
-        None if finished else f"{again} --continue" if left.over and not dry else again,
+        None if finished else again if dry else f"{again} --continue",
     )

@@ -1,8 +1,7 @@
-"""What happened in a run, told for an incident report?
+"""Write what happened in a run, for an incident report.
 
-As Markdown, as JSON Lines, and as one HTML page that needs nothing beside it.
-All three are made from the recorded events alone, so that anybody can make them
-again later.
+As Markdown, as JSON Lines, and as one HTML page that needs no other file. All three
+are made from the recorded events alone, so that anybody can make them again later.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ckptctl.cost.durations import duration
 from ckptctl.errors import StorageError, UsageError
+from ckptctl.runbook.document import Value, shown
 from ckptctl.runbook.pictures import (
     bars_of_time,
     documents_of,
@@ -50,7 +50,7 @@ def write_transcript(folder: Path, events: Sequence[Event], step: str | None) ->
     try:
         with LocalStore(str(folder)) as store:
             for name, text in transcript(events, step).items():
-                store.put(name, text.encode(), replace=True)
+                store.put(name, text.encode("utf-8", "backslashreplace"), replace=True)
     except StorageError as error:
         raise UsageError(f"the transcript {error.message}") from error
 
@@ -75,7 +75,7 @@ class Done:
             return ""
         values = self.began.get("values")
         given = values.items() if isinstance(values, dict) else ()
-        said = (f"# {name}={value}" for name, value in given)
+        said = (f"# {name}={shown(value)}" for name, value in given)
         return "\n".join((str(self.began["command"]), *said))
 
 
@@ -128,8 +128,8 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
 def _facts(events: Sequence[Event]) -> Iterator[str]:
     opened, last = events[0], events[-1]
     people = list(dict.fromkeys(str(event["by"]) for event in events if "by" in event))
-    yield f"begun {opened['at']} by {people[0]}" + (
-        f"; gone on with by {', '.join(people[1:])}" if people[1:] else ""
+    yield f"started {opened['at']} by {people[0]}" + (
+        f"; continued by {', '.join(people[1:])}" if people[1:] else ""
     )
     if last["event"] == "finished":
         yield f"ended {last['at']} with exit code {last['exit_code']}: {last['because']}"
@@ -139,12 +139,13 @@ def _facts(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    given: dict[str, str] = {}
+    given: dict[str, Value] = {}
     for event in events:
         inputs = event.get("inputs")
         if isinstance(inputs, dict):
             given.update(inputs)
-    yield from given.items()
+    for name, value in given.items():
+        yield name, shown(value)
 
 
 def _told(done: Done) -> str:
@@ -168,7 +169,7 @@ def _lines(done: Done) -> list[str]:
 
 
 def _cell(value: str) -> str:
-    return value.replace("|", r"\|") or "–"
+    return value.replace("|", r"\|").replace("\n", "⏎") or "–"
 
 
 def as_html(events: Sequence[Event], step: str | None) -> str:

@@ -13,6 +13,7 @@ from broken_files import MAKERS
 from failing_s3 import N_CASES as N_REQUESTS
 from failing_s3 import Bucket, failing_s3
 from failing_storage import N_CHANGES, N_FAULTS, Counts, changing, failing
+from found_records import N_RECORDS, found_record
 from hostile_and_odd import (
     N_HOSTILE,
     N_MUTATIONS,
@@ -49,6 +50,7 @@ N_CASES = {
     "M": N_MUTATIONS,
     "N": N_NAMES,
     "O": N_SOUND,
+    "Q": N_RECORDS,
 }
 """How many cases of each category a whole campaign has."""
 
@@ -91,6 +93,8 @@ class Bench:
                 self._judged(hostile(number, subject), subject, outcome, chance, peer=False)
             elif category == "O":
                 self._sound(number, chance, outcome)
+            elif category == "Q":
+                self._found_record(number, chance, outcome)
             elif category in "GI":
                 self._in_processes(category, number, chance, subject, outcome)
             else:
@@ -175,6 +179,13 @@ class Bench:
             self._bucket = self._bucket or Bucket(self._folder / "bucket", subject)
             failing_s3(number, chance, self._bucket, outcome)
         except Exception as error:  # noqa: BLE001 - one case must not end all of them
+            outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
+
+    def _found_record(self, number: int, chance: Random, outcome: Outcome) -> None:
+        outcome.step, outcome.harm = "", "none"
+        try:
+            found_record(number, chance, self._root, outcome)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug
             outcome.problem = f"crashed with {type(error).__name__}: {str(error)[:200]}"
 
     def _new_root(self) -> Path:

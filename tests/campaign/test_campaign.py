@@ -25,7 +25,7 @@ PARTS = (
     ("A", "B"),
     ("C", "L", "O"),
     ("D", "G", "J"),
-    ("F", "K", "M", "N"),
+    ("F", "K", "M", "N", "Q"),
     pytest.param(("I",), marks=[pytest.mark.server, pytest.mark.slow]),
 )
 

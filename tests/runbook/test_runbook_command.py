@@ -132,9 +132,9 @@ def test_ctrl_c_ends_the_command_and_the_run_goes_on_later(root):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130, said
-    again = run(root, "--yes", *RESUME)
+    again = run(root, "--yes", "--continue", *RESUME)
     assert again.returncode == 2
-    assert "nobody knows how it ended" in again.stderr
+    assert "its end is not known" in again.stderr
 
 
 def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(root):
@@ -159,7 +159,7 @@ def test_a_terminal_that_is_closed_ends_the_command_with_all_that_it_started(roo
     assert process.wait(30) == 129
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-    assert "nobody knows how it ended" in run(root, "--yes", *RESUME).stderr
+    assert "its end is not known" in run(root, "--yes", "--continue", *RESUME).stderr
 
 
 def test_a_person_at_a_terminal_is_asked(root):
@@ -214,7 +214,11 @@ def test_a_run_on_an_object_store_is_gone_on_with_from_another_machine(s3_moto, 
     stopped = run_ckptctl("runbook", "run", "rb-7", url, *resume, env=here)
     assert stopped.returncode == 2
     assert "no terminal to ask at" in stopped.stderr
-    there = run_ckptctl("runbook", "run", "rb-7", url, "--yes", "--json", env=here)
+    options = ("--yes", "--continue", "--json")
+    refused = run_ckptctl("runbook", "run", "rb-7", url, *options, env=here)
+    assert refused.returncode == 2
+    assert "RESUME from the record" in refused.stdout
+    there = run_ckptctl("runbook", "run", "rb-7", url, *options, *resume, env=here)
     document = validated(there.stdout)
     assert document["went_on"] is True
     assert document["exit_code"] == 31

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,7 @@ class Person:
         self.answers = list(answers)
         self.shown: list[str] = []
         self.again: list[bool] = []
+        self.found: list[Sequence[str]] = []
 
     def entering(self, state: State) -> None:
         self.shown.append(f"== {state.name}")
@@ -100,8 +101,18 @@ class Person:
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         self.shown.append(f"{block.name}: {outcome.because}")
 
-    def may(self, block: Block, *, again: bool) -> bool | None:
+    attended = True
+    repeated = ()
+
+    def told(self, text: str) -> None:
+        self.shown.append(text)
+
+    def continues(self, run: str, begun: str) -> bool | None:
+        return True
+
+    def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         self.again.append(again)
+        self.found.append(found)
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
@@ -245,6 +256,6 @@ def test_a_run_that_goes_in_circles_is_ended(tmp_path):
     )
     everything = Person()
     everything.answers = itertools.repeat(True)  # type: ignore[assignment]
-    everything.may = lambda block, *, again: True  # type: ignore[method-assign]
+    everything.may = lambda block, *, again, found: True  # type: ignore[method-assign]
     with pytest.raises(Exception, match="it goes in a circle"):
         go(tmp_path, everything, parse(page, "rb-1.md"), WORD="a fire")

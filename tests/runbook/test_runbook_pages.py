@@ -9,7 +9,7 @@ import pytest
 from ckptctl.errors import UsageError
 from ckptctl.runbook import shelf
 from ckptctl.runbook.document import Runbook, parse
-from ckptctl.runbook.linting import problems
+from ckptctl.runbook.linting import problems, unquoted
 
 RB_7 = shelf.find("rb-7").text
 
@@ -100,6 +100,42 @@ def broken(old: str, new: str) -> Runbook:
 )
 def test_the_linter_names_what_is_not_sound(old, new, problem):
     assert problem in problems(broken(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('classify --quiet "${LOG[@]}"', "classify --quiet $LOG", "$LOG is not quoted"),
+        ('classify --quiet "${LOG[@]}"', 'classify --quiet "$LOG"', "the list LOG is taken whole"),
+        ('ckptctl scan "$ROOT"', "ckptctl scan $ROOT", "$ROOT is not quoted"),
+        ('ckptctl scan "$ROOT"', 'ckptctl scan "$(echo $ROOT)"', "$ROOT is not quoted"),
+        ('eval "$DRAIN"', "eval $DRAIN", "eval runs one input and nothing else"),
+        ('eval "$DRAIN"', 'bash -c "$DRAIN"', "a value is code there"),
+        ('eval "$DRAIN"', 'eval "drain $NODE"', "eval runs one input and nothing else"),
+        ("name=drain changes", "name=drain reads", "it runs an input as a command"),
+        ("| `NODE` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
+        ("| `DRAIN` |", "| `DRAIN...` |", "$DRAIN is run as a command, and is not an input with"),
+    ],
+)
+def test_the_linter_refuses_what_lets_a_value_become_more_than_an_argument(old, new, problem):
+    assert any(problem in each for each in problems(broken(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ('a "$A" "${B}" "${C[@]}" x"$D"y', []),
+        ("a $A ${B} ${C[@]} x$D", ["A", "B", "C", "D"]),
+        ('${A:+--a "$A"} ${B+x}', []),
+        ("${A:+--a $A} ${B:-$C}", ["A", "B", "C"]),
+        ('"${A:-$B}" "$(a $C "$D")" $(a "$E")', ["C"]),
+        ("'$A' \\$B \"\\$C\" # it's $D\n$E", ["E"]),
+        ('"#" "it\'s" "$A" (b $C) {d,$E}', ["C", "E"]),
+        ('"a # $A" "\'$B\'" $? $$ $! $#', []),
+    ],
+)
+def test_the_linter_knows_what_bash_splits(code, names):
+    assert list(unquoted(code)) == names
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,324 @@
+"""A record found under a root is data from a stranger: none of it runs, none of it is obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+from ckptctl.runbook import shelf
+from ckptctl.runbook.running import _digest
+
+RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
+
+
+@pytest.fixture
+def root(checkpoints: Path, tmp_path: Path) -> Path:
+    """A run with the steps 100 to 500, all whole."""
+    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
+
+
+def plant(root: Path, *events: dict, **inputs: object) -> Path:
+    """A record as a stranger writes it: an unfinished run of rb-7 with these inputs."""
+    folder = root / ".ckptctl" / "runbooks" / "rb-7" / "29991231T235959Z-abcdef"
+    folder.mkdir(parents=True)
+    opened = {
+        "event": "opened",
+        "by": f"{os.environ.get('USER', 'root')}@{os.uname().nodename}",
+        "runbook": "rb-7",
+        "title": "Resume",
+        "page": _digest(shelf.find("rb-7")),
+        "inputs": {"ROOT": str(root), **inputs},
+    }
+    for number, event in enumerate((opened, *events), start=1):
+        made = {"at": "2026-01-02T03:04:05Z", **event}
+        (folder / f"{number:06d}.json").write_text(json.dumps(made))
+    return folder
+
+
+def ended(state: str, block: str, then: str, **more: object) -> dict:
+    fields = {"state": state, "block": block, "then": then, "because": "planted"}
+    return {
+        "event": "ended",
+        "exit_code": 0,
+        "says": "",
+        "lines": [],
+        "duration_s": 1,
+        **fields,
+    } | more
+
+
+def run(root: Path, *options: str, **kwargs: object):
+    return run_ckptctl("runbook", "run", "rb-7", root, *options, **kwargs)
+
+
+def resumed(root: Path) -> str | None:
+    path = root.parent / "resumed"
+    return path.read_text().strip() if path.exists() else None
+
+
+def at_a_terminal(root: Path, answers: list[bytes], *options: str) -> tuple[int, str]:
+    """Run with a person at a terminal who types these answers, each to one question."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "runbook", "run", "rb-7", str(root), *options],
+        env=clean_environment(TERM="dumb"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen, asked = b"", 0
+    while True:
+        try:
+            data = os.read(ours, 4096)
+        except OSError:
+            break
+        if not data:
+            break
+        seen += data
+        if seen.count(b"[l]eave") > asked:
+            os.write(ours, answers[asked] + b"\n")
+            asked += 1
+    code = process.wait(timeout=120)
+    os.close(ours)
+    return code, seen.decode(errors="replace")
+
+
+def test_variables_of_shells_and_loaders_do_not_come_from_a_record(root, tmp_path):
+    hook, taken = tmp_path / "hook.sh", tmp_path / "taken"
+    hook.write_text(f"touch {taken}\n")
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(f"open({str(taken)!r}, 'w')\n")
+    plant(
+        root,
+        BASH_ENV=str(hook),
+        ENV=str(hook),
+        PYTHONPATH=str(site),
+        PATH=str(site),
+        LD_PRELOAD=str(hook),
+        CKPTCTL_PYTHON=str(hook),
+        CKPTCTL_WEIGHTS_OK="1",
+    )
+    done = run(root, "--continue", "--yes")
+    assert done.returncode == 31, done.stderr
+    assert not taken.exists()
+
+
+def test_an_option_in_a_planted_input_reaches_no_command(root, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine\n")
+    for planted in (f"x --report {victim}", [f"--report={victim}"], ["x", f"--report={victim}"]):
+        folder = plant(root, LOG=planted, NEW_LOG=f"--report={victim}")
+        done = run(root, "--continue", "--yes")
+        assert done.returncode == 21, done.stderr
+        assert "does not follow the page" in done.stderr
+        shutil.rmtree(folder)
+    assert victim.read_text() == "mine\n"
+
+
+def test_a_list_reaches_its_command_as_arguments(root, tmp_path):
+    victim = tmp_path / "victim"
+    name = f"x --report {victim}"
+    (tmp_path / name.replace("/", "_")).write_text("Xid 79\n")
+    (tmp_path / "other $(touch victim).log").write_text("")
+    logs = [tmp_path / name.replace("/", "_"), tmp_path / "other $(touch victim).log"]
+    options = [word for log in logs for word in ("--set", f"LOG={log}")]
+    document = validated(run(root, "--dry-run", "--json", *options).stdout)
+    (began,) = [
+        each for each in document["events"] if each.get("command", "")[:17] == "ckptctl classify "
+    ]
+    assert began["values"]["LOG"] == [str(log) for log in logs]
+    (ends,) = [
+        each
+        for each in document["events"]
+        if each["event"] == "ended" and each["block"] == "classify"
+    ]
+    assert ends["exit_code"] == 0, ends["lines"]
+    assert not victim.exists()
+
+
+def test_a_command_in_a_record_is_never_run_without_a_person(root):
+    plant(root, RESUME=RESUME)
+    done = run(root, "--continue", "--yes")
+    assert done.returncode == 2
+    assert "RESUME from the record" in done.stderr
+    assert resumed(root) is None
+
+
+def test_a_command_in_a_record_is_shown_and_asked_for(root):
+    plant(root, RESUME=RESUME)
+    code, seen = at_a_terminal(root, [b"n"], "--continue")
+    assert "From the record of the run, and not from you: RESUME" in seen
+    assert resumed(root) is None
+    assert code == 31
+    code, seen = at_a_terminal(root, [b"y"], "--new", "--set", f"RESUME={RESUME}")
+    assert "From the record" not in seen
+    assert resumed(root) == str(root / "step_500")
+
+
+def test_a_found_run_is_continued_only_after_it_was_named(root):
+    plant(root, WORLD_SIZE="4")
+    done = run(root, "--yes", "--set", f"RESUME={RESUME}")
+    assert done.returncode == 2
+    assert "the unfinished run 29991231T235959Z-abcdef was found under this root" in done.stderr
+    assert "--continue continues it, --new starts another" in done.stderr
+    assert resumed(root) is None
+    code, seen = at_a_terminal(root, [b"l"])
+    assert "WORLD_SIZE=4" in seen
+    assert code == 93
+    code, seen = at_a_terminal(root, [b"n", b"l"], "--set", f"RESUME={RESUME}")
+    assert "== Classify" in seen
+    assert len(list((root / ".ckptctl" / "runbooks" / "rb-7").iterdir())) == 2
+
+
+def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(root, tmp_path):
+    flipped = root / "step_500" / "__1_0.distcp"
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    flipped.write_bytes(data)
+    elsewhere = Path(shutil.copytree(root / "step_300", tmp_path / "elsewhere" / "step_900"))
+    for step in (root / "step_500", elsewhere):
+        folder = plant(
+            root,
+            ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"),
+            ended("Locate", "scan", "next"),
+            ended("Locate", "preflight", "Verify", says=str(step)),
+            ended("Verify", "verify", "Resume"),
+        )
+        done = run(root, "--continue", "--yes", "--set", f"RESUME={RESUME}")
+        assert resumed(root) == str(root / "step_400"), done.stderr
+        (root.parent / "resumed").unlink()
+        shutil.rmtree(folder)
+
+
+def test_a_step_outside_the_root_is_not_taken_from_a_record(root):
+    plant(
+        root,
+        ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"),
+        ended("Locate", "scan", "next"),
+        ended("Locate", "preflight", "Verify", says="/elsewhere/step_900"),
+        ended("Verify", "verify", "Resume"),
+        ended("Resume", "resume", "WatchLoss", exit_code=None, not_run="not run"),
+    )
+    done = run(root, "--continue", "--yes", "--quiet")
+    assert done.returncode == 31
+    assert done.stdout == ""
+
+
+def test_a_weaker_check_is_not_taken_from_a_record_unattended(root):
+    plant(root, LEVEL="listing")
+    done = run(root, "--continue", "--yes")
+    assert done.returncode == 2
+    assert "LEVEL=listing" in done.stderr
+    assert run(root, "--continue", "--yes", "--set", "LEVEL=content").returncode == 31
+
+
+def test_variables_that_loosen_a_check_are_dropped_and_named(root):
+    done = run(root, "--yes", env={"CKPTCTL_MAX_FALLBACK": "1000", "CKPTCTL_LEVEL": "listing"})
+    assert done.returncode == 31
+    assert "not passed to the blocks: CKPTCTL_LEVEL, CKPTCTL_MAX_FALLBACK" in done.stderr
+
+
+def test_the_environment_of_the_operator_stays(root):
+    command = 'echo "$KUBECONFIG" > "$ROOT/../resumed"'
+    run(root, "--yes", "--set", f"RESUME={command}", env={"KUBECONFIG": "/k/config"})
+    assert resumed(root) == "/k/config"
+
+
+def test_a_module_that_lies_in_the_current_folder_is_not_imported(root, tmp_path):
+    for name in ("ckptctl.py", "typer.py", "json.py"):
+        (root / name).write_text(f"open({str(tmp_path / 'taken')!r}, 'w')\n")
+    # From here the blocks start; the outer command is started as it is installed.
+    done = run_ckptctl(
+        *(
+            "runbook",
+            "run",
+            "rb-7",
+            root,
+            "--yes",
+            "--set",
+            f"RESUME=cd {root} && ckptctl --version",
+        ),
+    )
+    assert "exit code 0: the job was started" in done.stderr, done.stderr
+    assert not (tmp_path / "taken").exists()
+
+
+DAMAGED = {
+    "not JSON": b"{",
+    "no object": b"[]",
+    "deep": b"[" * 100_000,
+    "unknown kind": b'{"event": "x", "at": "2026-01-02T03:04:05Z"}',
+    "lacks fields": b'{"event": "ended", "at": "2026-01-02T03:04:05Z"}',
+    "month 13": b'{"event":"back","at":"2026-13-02T03:04:05Z","state":"Locate","because":""}',
+    "NaN": b'{"event": "finished", "at": "2026-01-02T03:04:05Z", "exit_code": NaN, "because": ""}',
+    "opened twice": b'{"event": "opened", "at": "2026-01-02T03:04:05Z"}',
+    "off the page": json.dumps(
+        {"at": "2026-01-02T03:04:05Z", **ended("Resume", "resume", "WatchLoss")}
+    ).encode(),
+    "no such state": b'{"event":"back","at":"2026-01-02T03:04:05Z","state":"X","because":""}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_an_error_that_names_the_way_out(root, name):
+    folder = plant(root)
+    (folder / "000002.json").write_bytes(DAMAGED[name])
+    done = run(root, "--yes", "--continue")
+    assert done.returncode == 21, done.stderr
+    assert "--new starts another run" in done.stderr
+    assert run(root, "--yes", "--new").returncode == 31
+
+
+def test_an_event_that_is_missing_is_noticed(root):
+    folder = plant(root, ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"))
+    (folder / "000001.json").rename(folder / "000003.json")
+    done = run(root, "--continue")
+    assert done.returncode == 21
+    assert "event 1 is missing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        b"[" * 2000,
+        b"{}",
+        b'{"by":1,"host":2,"pid":-1,"at":3}',
+        b'{"by":"a","host":"b","pid":9,"at":"x"}',
+    ],
+)
+def test_a_damaged_note_of_who_works_on_a_run_is_none(root, holder):
+    folder = plant(root)
+    (folder / "holder.json").write_bytes(holder)
+    assert run(root, "--continue", "--yes").returncode == 31
+
+
+def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
+    report = {
+        "schema": "ckptctl.verify/1",
+        "report": {
+            "world_size": {"size": "x"},
+            "ranks": [1, ["a"], ["a", [None, "b"]]],
+            "findings": 3,
+        },
+    }
+    plant(
+        root,
+        ended("Classify", "classify", "Locate", exit_code=None, not_run="not run", report=report),
+        ended(
+            "Locate",
+            "scan",
+            "next",
+            report={"schema": "ckptctl.scan/1", "reports": [{"number": []}]},
+        ),
+    )
+    done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
+    assert done.returncode == 31, done.stderr
