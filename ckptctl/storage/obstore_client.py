@@ -29,6 +29,7 @@ from ckptctl.storage.contract import Kept, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Retries, Transient
 from ckptctl.storage.s3_answers import ChangedOnTheWay, NoSuchUpload, error_of, needs_no_key
+from ckptctl.storage.s3_settings import endpoint_of
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -83,9 +84,7 @@ class ObstoreClient:
         self.prefix = prefix
         self._bucket = bucket
         config = _config(options)
-        endpoint = _endpoint(config)
-        if endpoint and not endpoint.startswith(("http://", "https://")):
-            raise UsageError(f"the endpoint is {endpoint}; http://… or https://… is expected")
+        _, endpoint = endpoint_of(options)
         self._open = partial(
             S3Store,
             bucket,
@@ -99,7 +98,7 @@ class ObstoreClient:
         )
         try:
             self._store = self._open(retry_config={"max_retries": 0})
-        except (BaseError, ValueError) as exc:
+        except (BaseError, ValueError, TypeError) as exc:
             raise UsageError(f"s3://{bucket}: {_first_line(exc)}") from exc
 
     def list_page(
@@ -271,6 +270,13 @@ class ObstoreClient:
             ) from exc
         except (exceptions.BaseError, OSError, ValueError) as exc:
             raise self._error(exc, key) from exc
+        except BaseException as exc:
+            if type(exc).__name__ != "PanicException":  # pyo3's, which has no importable name
+                raise
+            raise StorageUnavailable(
+                f"s3://{self._bucket}/{key}: obstore failed on this request or on its settings "
+                f"({_first_line(exc)}); --storage-option client=s3fs may not"
+            ) from exc
 
     def _error(self, exc: Exception, key: str) -> StorageError:
         first, text = _first_line(exc), str(exc)
@@ -316,13 +322,6 @@ def _config(options: Mapping[str, object]) -> dict[str, Any]:
     return {_NAMES.get(name, name): value for name, value in flat.items()}
 
 
-def _endpoint(config: Mapping[str, object]) -> str:
-    named = config.get("endpoint")
-    return str(
-        named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    )
-
-
 def _info(item: Any) -> FileInfo:
     return FileInfo(
         item["path"], item["size"], item["last_modified"].timestamp(), item["e_tag"] or ""
@@ -333,5 +332,5 @@ def _slashes(path: str) -> list[int]:
     return [at for at, char in enumerate(path) if char == "/"]
 
 
-def _first_line(exc: Exception) -> str:
+def _first_line(exc: BaseException) -> str:
     return str(exc).splitlines()[0] if str(exc) else type(exc).__name__

@@ -14,6 +14,7 @@ from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.storage.contract import Store
 from ckptctl.storage.objects import Client, ObjectStore
 from ckptctl.storage.retrying import Retries
+from ckptctl.storage.s3_settings import checked_settings
 
 _S3 = frozenset({"s3", "s3a"})
 _BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")
@@ -64,6 +65,7 @@ def _s3_client(
             f"{url}: opening s3:// needs the package {chosen}, which is an extra",
             next_command=f"pip install 'ckptctl[{_S3_CLIENTS[str(chosen)]}]'",
         )
+    options = checked_settings(options)
     if chosen == "obstore":
         from ckptctl.storage.obstore_client import ObstoreClient
 

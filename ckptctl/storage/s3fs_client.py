@@ -238,6 +238,7 @@ class S3fsClient:
             aiohttp.ClientError,
             asyncio.TimeoutError,
             OSError,
+            RuntimeError,  # of the signing in C that botocore may use
             TypeError,
             ValueError,
         ) as exc:
@@ -261,7 +262,7 @@ class S3fsClient:
         if isinstance(exc, _credential_errors()):
             return AccessDenied(f"{where}: {exc}")
         # Options go to botocore's session and client unseen, and only now.
-        if isinstance(exc, (boto.ParamValidationError, TypeError, ValueError)):
+        if isinstance(exc, (*_configuration_errors(), TypeError, ValueError)):
             return UsageError(f"{where}: s3fs does not take these options: {exc}")
         return Transient(type(exc).__name__)
 
@@ -289,6 +290,24 @@ def _credential_errors() -> tuple[type[Exception], ...]:
         boto.UnauthorizedSSOTokenError,
         boto.SSOTokenLoadError,
         boto.TokenRetrievalError,
+    )
+
+
+def _configuration_errors() -> tuple[type[Exception], ...]:
+    """What no repeating heals: a setting of the options, the environment or `~/.aws`."""
+    from botocore import exceptions as boto
+
+    return (
+        boto.ConfigNotFound,
+        boto.ConfigParseError,
+        boto.EndpointProviderError,
+        boto.InvalidConfigError,
+        boto.InvalidProxiesConfigError,
+        boto.InvalidRegionError,
+        boto.InvalidS3AddressingStyleError,
+        boto.InvalidS3UsEast1RegionalEndpointConfigError,
+        boto.NoRegionError,
+        boto.ParamValidationError,
     )
 
 
