@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -40,6 +41,8 @@ from ckptctl.cli.values import (
     seal_key,
 )
 from ckptctl.cli.views.preflight import preflight_lines
+from ckptctl.errors import UsageError
+from ckptctl.gate.launching import PATIENCE, Launcher, report_from_here
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -97,6 +100,33 @@ def preflight(
     require_seal: RequireSealOpt = False,
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
+    launcher: Annotated[
+        list[str] | None,
+        option(
+            "--launcher",
+            metavar="COMMAND",
+            help="Look at the storage on the nodes of the job too, started by this command: 'srun "
+            "--jobid 4711 --overlap --ntasks-per-node=1', 'kubectl exec worker-0 -- ckptctl'. Its "
+            "words are arguments, and no shell reads them. May be given several times.",
+        ),
+    ] = None,
+    node_report: Annotated[
+        str | None,
+        option(
+            "--node-report",
+            metavar="STEP",
+            help="Print only what this node sees of the roots and of STEP (none: of no step), as a "
+            "line of JSON: what --launcher starts.",
+        ),
+    ] = None,
+    node_probe: Annotated[
+        str | None,
+        option(
+            "--node-probe",
+            metavar="TOKEN",
+            help="With --node-report: compare the files of this probe, and write some.",
+        ),
+    ] = None,
     print_capacity: Annotated[
         bool,
         option(
@@ -115,9 +145,14 @@ def preflight(
     ranks fit, and whether saves are frequent enough. Prints the path on standard output, and one
     line for each check on standard error. Started on every node by srun or torchrun, the nodes
     compare what they see; one of them prints, all end with the same code. With --quiet standard
-    error stays empty unless a check failed. --print-capacity prints one word for a script:
+    error stays empty unless a check failed. With --launcher one process starts the others, and a
+    storage that only this node sees ends it with 75. --print-capacity prints one word for a script:
     as-saved, smaller, larger or unknown.
     """
+    if node_report is not None:
+        step = "" if node_report == "none" else node_report
+        out.document_line(report_from_here([*roots], step, node_probe, storage))
+        return 0
     with ExitStack() as stack:
         crew = crew_of_this_process(stack, out)
         found = ckptctl.preflight(
@@ -142,6 +177,7 @@ def preflight(
             require_seal=require_seal,
             key=seal_key(key_file),
             marks=marks,
+            launchers=parse_launchers(launcher, storage["timeout_s"]),
             crew=crew,
             **storage,
         )
@@ -155,3 +191,17 @@ def preflight(
         if found.path is not None:
             out.bare((found.capacity.value if print_capacity else found.path,))
     return found.exit_code
+
+
+def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher, ...]:
+    """The commands in `--launcher`, taken apart as a shell would, and run by none."""
+    launchers = []
+    for text in given or ():
+        try:
+            words = tuple(shlex.split(text))
+        except ValueError as error:
+            raise UsageError(f"--launcher {text!r}: {error}") from error
+        if not words:
+            raise UsageError("--launcher is empty", instead="--launcher 'srun --ntasks-per-node=1'")
+        launchers.append(Launcher(words, PATIENCE * timeout_s))
+    return tuple(launchers)

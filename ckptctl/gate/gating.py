@@ -8,7 +8,7 @@ same answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -17,8 +17,9 @@ from ckptctl.cost.measuring import Measured, measured_in
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import parts_of
+from ckptctl.gate.launching import Launcher, NodeReport, arguments, holds
 from ckptctl.gate.node import check_nodes, look_from_here
-from ckptctl.gate.probing import StorageProbe, check_probe
+from ckptctl.gate.probing import StorageProbe, Written, check_probe
 from ckptctl.gate.results import Check, NodeFacts, Outcome, Preflight, Sized
 from ckptctl.gate.sizing import (
     capacity_of,
@@ -38,7 +39,7 @@ from ckptctl.judge.tiers import Roots, roots_in
 from ckptctl.model import Level
 from ckptctl.resharding.advising import Advice, command, countable
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, join_url, open_store
+from ckptctl.storage.opening import base_name, open_store
 from ckptctl.train.cluster import cluster_context
 from ckptctl.train.group import Outcome as Told
 from ckptctl.train.group import outcome_of
@@ -91,6 +92,7 @@ def preflight(
     require_seal: bool = False,
     key: bytes | None = None,
     marks: str | None = None,
+    launchers: Sequence[Launcher] = (),
     crew: Crew | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
@@ -106,7 +108,8 @@ def preflight(
     `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
-    and compares, and looks at the newest 20 steps for what damaged ones share. `crew` are
+    and compares, and looks at the newest 20 steps for what damaged ones share. `launchers`
+    start the same look on other nodes, and what they see is compared. `crew` are
     the other processes of the job, each of which must call this. The rest is `pick`'s.
 
     The exit code is that of the first check that failed, else `pick`'s; only with 0 is
@@ -121,6 +124,8 @@ def preflight(
         raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
     if any(size < 1 for size in world_sizes):
         raise UsageError(f"--world-sizes is {min(world_sizes)}; a job has at least 1 rank")
+    if launchers and crew.size > 1:
+        raise UsageError("--launcher is for one process: this is started on every node already")
     if room_for < 0:
         raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
     cluster = cluster_context()
@@ -156,6 +161,7 @@ def preflight(
         )
 
     picked = _first(crew, choose)
+    step = picked.chosen.url if picked.chosen else ""
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
         # Steps are saved into the first root; the chosen step may be in an optional one.
@@ -164,20 +170,30 @@ def preflight(
             for url in dict.fromkeys((named.first, *named.urls))
         }
         stores = {
-            url: one
-            for url, one in opened.items()
-            if url not in named.optional or _holds(one, picked.chosen)
+            url: one for url, one in opened.items() if url not in named.optional or holds(one, step)
         }
         store = stores[named.first]
         nodes = {
             url: crew.everyone(
-                look_from_here(
-                    one, picked.chosen if _holds(one, picked.chosen) else None, crew.rank
-                )
+                look_from_here(one, base_name(step) if holds(one, step) else None, crew.rank)
             )
             for url, one in stores.items()
         }
-        probe = _probed(store, crew) if probe_storage else None
+
+        def launch(probe: Written | None) -> tuple[NodeReport, ...]:
+            words = arguments(list(stores), step, probe, to_storage)
+            return tuple(
+                one for launcher in launchers for one in launcher.reports(words, len(stores))
+            )
+
+        probe: Check | None = None
+        reports_there: tuple[NodeReport, ...] = ()
+        if probe_storage:
+            probe, reports_there = _probed(store, crew, launch)
+        elif launchers:
+            reports_there = launch(None)
+        for place, url in enumerate(stores):
+            nodes[url] += tuple(one.facts[place] for one in reports_there)
 
         def judge() -> tuple[tuple[Check, ...], Advice | None, tuple[Sized, ...]]:
             step_bytes = picked.chosen.n_bytes if picked.chosen else 0
@@ -216,11 +232,6 @@ def preflight(
     return replace(answer, capacity=capacity_of(asked_size, picked.chosen), sizes=sizes)
 
 
-def _holds(store: Store, chosen: Report | None) -> bool:
-    """Whether the chosen step is in this root."""
-    return chosen is not None and join_url(store.url, base_name(chosen.url)) == chosen.url
-
-
 def _check_roots(
     named: Roots, nodes: Mapping[str, tuple[NodeFacts, ...]], room: int | None
 ) -> Iterator[Check]:
@@ -242,8 +253,13 @@ def _first(crew: Crew, act: Callable[[], T]) -> T:
     return told.value  # type: ignore[return-value]
 
 
-def _probed(store: Store, crew: Crew) -> Check:
-    """Every process writes, reads its own files, and those of the next process."""
+def _probed(
+    store: Store, crew: Crew, launch: Callable[[Written | None], tuple[NodeReport, ...]]
+) -> tuple[Check, tuple[NodeReport, ...]]:
+    """Every process writes, reads its own files, and those of the next process.
+
+    What launchers start elsewhere reads the files of this one, which reads theirs.
+    """
     with StorageProbe(store) as probe:
         crew.everyone(None)  # each has seen what was there before anyone wrote
         written = crew.everyone(probe.write())
@@ -251,8 +267,15 @@ def _probed(store: Store, crew: Crew) -> Check:
         if crew.size > 1:
             compared.append(probe.compare(written[(crew.rank + 1) % crew.size]))
         # Nobody removes what another still reads.
-        gathered = crew.everyone(tuple(compared))
-    return check_probe(written, [one for each in gathered for one in each])
+        gathered = [one for each in crew.everyone(tuple(compared)) for one in each]
+        reports = launch(written[crew.rank])
+        for report in reports:
+            gathered += [report.compared] if report.compared else []
+            if report.written is not None:
+                written += (report.written,)
+                gathered.append(probe.compare(report.written))
+                probe.remove(report.written)
+    return check_probe(written, gathered), reports
 
 
 def _reports(picked: Pick) -> tuple[Report, ...]:
@@ -304,7 +327,7 @@ def _sizes(
 
 
 def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:
-    return next(url for url, one in stores.items() if _holds(one, chosen))
+    return next(url for url, one in stores.items() if holds(one, chosen.url))
 
 
 def _check_resharding(

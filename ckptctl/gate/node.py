@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
-from ckptctl.findings import EXIT_DENIED, Report
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.findings import EXIT_DENIED
+from ckptctl.formats.layouts import METADATA, OWN_FOLDER
 from ckptctl.gate.results import Check, NodeFacts, Outcome
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.mounts import mount_of
-from ckptctl.storage.opening import absolute_url, base_name, is_local
+from ckptctl.storage.opening import absolute_url, is_local
 from ckptctl.storage.watchdog import busy
 
 PROBE_BYTES = 16 << 20
@@ -28,17 +28,18 @@ _SOME_BYTES = 1 << 20
 _MAX_METADATA = 4 << 30
 
 
-def look_from_here(store: Store, chosen: Report | None, rank: int = 0) -> NodeFacts:
+def look_from_here(store: Store, step: str | None, rank: int = 0) -> NodeFacts:
     """What this process sees; an error is one of the facts, nothing is raised.
 
-    Cost: one listing, one read of each metadata file, one read of at most `PROBE_BYTES`.
-    `rank` spreads the reads over the shard files.
+    `step` is the name of the chosen step, None where it is in another root. `rank` spreads
+    the reads over the shard files.
+    Cost: two listings, one read of each metadata file, one read of at most `PROBE_BYTES`.
     """
     host = socket.gethostname()
     try:
         names = _names(store)
         mount, read_only, free = _space(store)
-        metadata, n_read, read_s = ("", 0, 0.0) if chosen is None else _read(store, chosen, rank)
+        metadata, n_read, read_s = ("", 0, 0.0) if step is None else _read(store, step, rank)
     except StorageError as error:
         # What rank 0 found and this node does not is no usage error: it is another storage.
         denied = isinstance(error, AccessDenied)
@@ -84,12 +85,12 @@ def _space(store: Store) -> tuple[str | None, bool, int | None]:
     return words, bool(about.f_flag & os.ST_RDONLY), about.f_bavail * about.f_frsize
 
 
-def _read(store: Store, chosen: Report, rank: int) -> tuple[str, int, float]:
-    name = base_name(chosen.url)
+def _read(store: Store, name: str, rank: int) -> tuple[str, int, float]:
     digests = hashlib.sha256()
-    for path, _ in chosen.digests:
-        digests.update(store.read(f"{name}/{path}", limit=_MAX_METADATA))
-    shards = [one for one in store.list_tree(name) if one.size and one.kind == "file"]
+    files = [one for one in store.list_tree(name) if one.kind == "file"]
+    for path in sorted(one.path for one in files if one.path.endswith(METADATA)):
+        digests.update(store.read(path, limit=_MAX_METADATA))
+    shards = [one for one in files if one.size]
     if not shards:
         return digests.hexdigest()[:16], 0, 0.0
     largest = sorted(shards, key=lambda one: (-one.size, one.path))

@@ -33,14 +33,29 @@ _WRONG_CONTENT = 11  # as for damaged steps: page someone, and trust nothing fro
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one process wrote: `folder` under the root, and the seed of each file's content."""
+    """What one process wrote; `token` is `ID/N`, of a probe that wrote N files."""
 
     host: str
-    folder: str
-    seeds: tuple[int, ...]
+    token: str
     seconds: float
     error: str | None = None
     error_code: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files, under the root."""
+        return f"{OWN_FOLDER}/probe-{self.token.partition('/')[0]}"
+
+    @property
+    def seeds(self) -> range:
+        """The seed of each file's content."""
+        name, _, n_files = self.token.partition("/")
+        return range(int(name, 16), int(name, 16) + int(n_files))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files, under the root."""
+        return tuple(f"{self.folder}/{number}.bin" for number in range(len(self.seeds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +91,44 @@ class StorageProbe:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with suppress(StorageError):
-            for name in self._names:
-                self._store.remove(name)
-            self._store.remove(self._folder)
+        self.remove(Written("", f"{self._id}/{len(self._names)}", 0.0))
         if not self._own_existed:
             # Made by the probe; where something else is in it by now, it stays.
             with suppress(StorageError):
                 self._store.remove(OWN_FOLDER)
 
+    def remove(self, written: Written) -> None:
+        """Remove what this or another process wrote."""
+        with suppress(StorageError):
+            for name in written.names:
+                self._store.remove(name)
+            self._store.remove(written.folder)
+
     def write(self) -> Written:
         """Write the files, each durably; an error is part of the answer."""
-        host = socket.gethostname()
         began_s = time.monotonic()
-        seeds: list[int] = []
+        n_files = 0
+        failed: StorageError | None = None
         try:
             for number in range(N_FILES):
                 if time.monotonic() - began_s > self._limit_s:
                     break
-                seed = int(self._id, 16) + number
                 name = f"{self._folder}/{number}.bin"
                 self._names.append(name)
-                self._store.put_pieces(name, partial(_pieces, seed), FILE_BYTES)
-                seeds.append(seed)
+                self._store.put_pieces(
+                    name, partial(_pieces, int(self._id, 16) + number), FILE_BYTES
+                )
+                n_files += 1
                 self._forget(name)
         except StorageError as error:
-            took_s = time.monotonic() - began_s
-            return Written(host, self._folder, tuple(seeds), took_s, error.message, error.exit_code)
-        return Written(host, self._folder, tuple(seeds), time.monotonic() - began_s)
+            failed = error
+        return Written(
+            socket.gethostname(),
+            f"{self._id}/{n_files}",
+            time.monotonic() - began_s,
+            failed.message if failed else None,
+            failed.exit_code if failed else 0,
+        )
 
     def compare(self, written: Written) -> Compared:
         """Read what this or another process wrote; an error is part of the answer."""

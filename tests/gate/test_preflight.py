@@ -253,6 +253,87 @@ def test_a_process_whose_storage_is_another_one_stops_all(root: Path, tmp_path: 
     assert "cannot look" in said[0][1]
 
 
+# Through a launcher: the command below starts a process as srun would, in another folder
+
+
+def launcher(*words: str) -> list[str]:
+    return ["--launcher", shlex.join(words)]
+
+
+def test_a_launcher_compares_what_the_nodes_of_the_job_see(root: Path):
+    twice = "for i in 0 1; do printf '%s: ' $i; \"$@\"; done"  # as srun --label prints it
+    ran = run_ckptctl("preflight", root, "--json", *launcher("bash", "-c", twice, "srun"))
+    document = validated(ran.stdout)
+    assert (ran.returncode, document["path"]) == (0, f"{root}/step_300")
+    assert len(document["nodes"]) == 3
+    assert len({node["metadata"] for node in document["nodes"]}) == 1
+
+
+def test_a_storage_that_only_this_node_sees_is_75(root: Path, tmp_path: Path):
+    # The other node has a folder of the same name, on another disk.
+    (tmp_path / "other").mkdir()
+    swap = f'here={root} there={tmp_path}/other; exec "${{@//$here/$there}}"'
+    ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert f"{socket.gethostname()} cannot look" in ran.stderr
+    (tmp_path / "other" / "step_300").mkdir()
+    shutil.copy(root / "step_300" / ".metadata", tmp_path / "other" / "step_300")
+    ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert "sees other names under the root" in ran.stderr
+
+
+def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(
+    root: Path, tmp_path: Path
+):
+    ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("env"))
+    assert ran.returncode == 0, ran.stderr
+    # Each of the two wrote 67 MB; each read its own or the other's, and this one both.
+    assert "201 MB written, read back and compared" in ran.stderr
+    assert not (root / ".ckptctl").exists()
+    # A node that reads other bytes than were written here.
+    spoil = f"f=$(ls {root}/.ckptctl/probe-*/3.bin); printf x >> /dev/null; "
+    spoil += 'dd if=/dev/zero of=$f bs=4096 count=1 seek=9 conv=notrunc status=none; exec "$@"'
+    ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("bash", "-c", spoil, "srun"))
+    assert (ran.returncode, ran.stdout) == (11, "")
+    assert "the storage does not give back what was written" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["no-such-launcher"], 2, "there is no command"),
+        (["false"], 75, "ended with 1"),
+        (["bash", "-c", "echo no nodes left >&2; exit 3"], 75, "no nodes left"),
+        (["true"], 75, "printed no report"),
+        (["bash", "-c", """echo '{"schema": "ckptctl.node/1"'"""], 75, "cannot be read"),
+        (
+            ["bash", "-c", """echo '{"schema": "ckptctl.node/1", "roots": [{"host": 1}]}'"""],
+            75,
+            "sees other names",
+        ),
+        (["bash", "-c", """echo '{"schema": "ckptctl.node/1", "roots": []}'"""], 75, "cannot"),
+    ],
+)
+def test_a_launcher_that_fails_says_so(root: Path, words: list[str], code: int, says: str):
+    ran = run_ckptctl("preflight", root, *launcher(*words))
+    assert (ran.returncode, ran.stdout) == (code, ""), ran.stderr
+    assert says in ran.stderr
+
+
+def test_a_launcher_that_never_ends_is_ended(root: Path):
+    ran = run_ckptctl("preflight", root, "--timeout", "0.3", *launcher("bash", "-c", "sleep 600"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert "did not end within 3 s" in ran.stderr
+
+
+def test_the_report_of_a_node_holds_to_its_schema(root: Path):
+    ran = run_ckptctl("preflight", root, "--node-report", f"{root}/step_300")
+    assert ran.returncode == 0
+    assert len(ran.stdout.splitlines()) == 1
+    assert validated(ran.stdout)["roots"][0]["n_names"] == 3
+
+
 # Ranks and saves
 
 
