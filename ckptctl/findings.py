@@ -190,7 +190,6 @@ CODES: Mapping[str, Code] = {
     "pointer.differs": _remark("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is absent or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
-    "root.unnumbered": _remark("a checkpoint under the root bears no step number"),
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),
     "loss.step": _fault(None, "the step counter goes back behind the checkpoint"),
@@ -363,9 +362,12 @@ class Report:
 
     @property
     def interrupted(self) -> bool:
-        """A save that never came to its end: no fault but what it did not get to write."""
-        faults = self.with_severity(Severity.FAULT)
-        return bool(faults) and all(f.code in NEVER_FINISHED for f in faults)
+        """A save that never came to its end: no fault but what it did not get to write.
+
+        A mark on it changes nothing about that.
+        """
+        faults = {f.code for f in self.with_severity(Severity.FAULT)} - {"step.superseded"}
+        return bool(faults) and faults <= NEVER_FINISHED
 
     @property
     def damaged(self) -> bool:

@@ -81,6 +81,11 @@ def name_of_attempt(name: str, attempt: int) -> str:
     return f"{name}.attempt-{attempt}"
 
 
+def is_of_one_attempt(name: str) -> bool:
+    """Whether only one attempt ever writes a step of this name, and only once."""
+    return re.fullmatch(_OF_ATTEMPT, name) is not None
+
+
 _PATTERN = "--pattern 'save-(?P<step>[0-9]+)'"
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own_files import (
     Fields,
     canonical,
@@ -78,7 +78,13 @@ class Mark:
     lifts: tuple[str, ...] = ()
 
     def speaks_of(self, number: int | None, metadata: str | None) -> bool:
-        """Whether it is about this save of this step; where the step lies may have changed."""
+        """Whether it is about this save of this step; where the step lies may have changed.
+
+        A mark on an interrupted save holds when its metadata arrives later, where one
+        attempt alone writes under that name: there is no other save that it could mean.
+        """
+        if self.metadata is None and is_of_one_attempt(self.url.rpartition("/")[2]):
+            return self.number == number
         return (self.number, self.metadata) == (number, metadata)
 
 

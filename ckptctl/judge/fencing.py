@@ -16,13 +16,15 @@ import os
 import re
 import shlex
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.opening import absolute_url
 
 ROOT_FILE = f"{OWN_FOLDER}/root.json"
 FENCE_FOLDER = f"{OWN_FOLDER}/fence"
@@ -52,15 +54,31 @@ def put_sentinel(store: Store) -> None:
         return
 
 
-def take_token(store: Store, attempt: str) -> Token:
-    """Take the root over for `attempt`: whoever held it before may write no more.
+_held: dict[str, Token] = {}
+"""The token that this process took last, by the address of the root."""
 
-    Two that come at the same moment get different numbers, and the higher one holds.
-    Cost: a listing and a write, again for each that came first.
+
+def held_token(root: str) -> Token | None:
+    """The token that this process took of a root; None where it took none."""
+    return _held.get(absolute_url(root).rstrip("/"))
+
+
+def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token:
+    """Take the root over: whoever held it before may write no more.
+
+    `name_attempt` makes the name of the attempt, given that of the attempt before it, None
+    where there was none. Two that come at the same moment get different numbers, and the
+    higher one holds. Where a store ignores the condition of a conditional write, two can
+    have written the same number: the token is read back, and the one that was written last
+    holds it.
+
+    Cost: a listing, a read and a write, and a read more on an object store; again for each
+    attempt that came first.
     """
     put_sentinel(store)
     number = _highest(store)
     while True:
+        attempt = name_attempt(_attempt_of(store, number) if number else None)
         number += 1
         fields: dict[str, object] = {
             "schema": "ckptctl.fence/1",
@@ -74,19 +92,41 @@ def take_token(store: Store, attempt: str) -> Token:
             store.put(f"{FENCE_FOLDER}/{number:010}.json", with_digest(fields))
         except AlreadyExists:
             continue
-        return Token(number, attempt)
+        token = Token(number, attempt)
+        if _other_under(store, token) is None:
+            _held[absolute_url(store.url).rstrip("/")] = token
+            return token
 
 
 def check_token(store: Store, token: Token) -> None:
-    """Raise `Fenced` where a newer attempt holds the root. Cost: one listing of a small folder."""
+    """Raise `Fenced` where another attempt holds the root.
+
+    Cost: one listing of a small folder, and one small read on an object store.
+    """
     highest = _highest(store)
-    if highest <= token.number:
+    if highest > token.number:
+        other = _attempt_of(store, highest)
+    elif (under := _other_under(store, token)) is not None:
+        other = under
+    else:
         return
     raise Fenced(
-        f"{store.url}: attempt {_attempt_of(store, highest)} has taken the root over from "
-        f"{token.attempt}, which is this one; nothing more is written by it",
+        f"{store.url}: attempt {other} has taken the root over from {token.attempt}, which is "
+        "this one; nothing more is written by it",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
+
+
+def _other_under(store: Store, token: Token) -> str | None:
+    """The attempt that has written the number of `token` after it; None where none has.
+
+    Only a file system creates a file exclusively for certain. A token that is gone or
+    damaged names no other attempt.
+    """
+    if store.kind is not Kind.OBJECT:
+        return None
+    found = _read_attempt(store, token.number)
+    return found if found not in (None, token.attempt) else None
 
 
 def holder(store: Store) -> Token | None:
@@ -105,6 +145,10 @@ def _highest(store: Store) -> int:
 
 
 def _attempt_of(store: Store, number: int) -> str:
+    return _read_attempt(store, number) or f"number {number}"
+
+
+def _read_attempt(store: Store, number: int) -> str | None:
     path = f"{FENCE_FOLDER}/{number:010}.json"
     names = ("schema", "number", "attempt", "at", "host", "pid")
     try:
@@ -113,4 +157,4 @@ def _attempt_of(store: Store, number: int) -> str:
         )
         return text_in(fields["attempt"], "attempt")
     except (OwnFileUnreadable, PathNotFound):
-        return f"number {number}"
+        return None

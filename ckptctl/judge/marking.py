@@ -14,7 +14,6 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
@@ -33,6 +32,7 @@ from ckptctl.judge.marks_file import add_mark
 from ckptctl.judge.results import Marked
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url
 
 MAX_EVIDENCE = 32
@@ -77,24 +77,14 @@ def mark(
     ) as found:
         looked = look(found.store, found.named, asked, level=Level.LISTING, files=found.files)
         report = looked.report
-        _check_looked(report)
+        check_inspected(report)
         stand = looked.notes.marks if looked.notes else ()
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
         if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
             return _nothing_to_lift(report, spoken, stand)
-        made = Mark(
-            id="",
-            word=spoken,
-            by=by,
-            at="",
-            reason=reason,
-            url=absolute_url(report.url),
-            number=report.number,
-            metadata=metadata_digest(report.digests),
-            evidence=tuple(evidence),
-            lifts=tuple(one.id for one in lifted),
+        made = new_mark(
+            report, spoken, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
         )
-        made = _dated(made)
         path = _write(found, made, marks)
         return Marked(
             url=report.url,
@@ -107,6 +97,38 @@ def mark(
             exit_code=0,
             next_command=_next_command(found, spoken, marks),
         )
+
+
+def new_mark(
+    report: Report,
+    word: Word,
+    *,
+    reason: str,
+    by: str,
+    evidence: Sequence[str] = (),
+    lifts: Sequence[str] = (),
+) -> Mark:
+    """A mark made now, on the save of the step that `report` is about."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Mark(
+        id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
+        word=word,
+        by=by,
+        at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        reason=reason,
+        url=absolute_url(report.url),
+        number=report.number,
+        metadata=metadata_digest(report.digests),
+        evidence=tuple(evidence),
+        lifts=tuple(lifts),
+    )
+
+
+def put_mark(store: Store, name: str, made: Mark) -> str:
+    """Write a mark into the step `name` of a root; its path in the step. Cost: one write."""
+    own_file = f"{MARKS_FOLDER}/{made.id}.json"
+    store.put(f"{name}/{own_file}", mark_bytes(made))
+    return own_file
 
 
 def _known(word: Word | str) -> Word:
@@ -141,7 +163,7 @@ def _check_words(word: Word, reason: str, evidence: Sequence[str], by: str) -> N
             )
 
 
-def _check_looked(report: Report) -> None:
+def check_inspected(report: Report) -> None:
     """Raise where nobody knows which save the mark would speak of."""
     if report.verdict is not Verdict.UNKNOWN:
         return
@@ -150,25 +172,18 @@ def _check_looked(report: Report) -> None:
     raise error(f"{why.message}; no mark was written", next_command=why.next_command)
 
 
-def _dated(made: Mark) -> Mark:
-    now = datetime.datetime.now(datetime.timezone.utc)
-    name = f"{now:%Y%m%dT%H%M%SZ}-{made.word.value}-{os.urandom(8).hex()}"
-    return replace(made, id=name, at=now.strftime("%Y-%m-%dT%H:%M:%SZ"))
-
-
 def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     """Write the mark; gives the address of the file that it lies in."""
     if marks is not None:
         add_mark(marks, made)
         return marks
-    own_file = f"{MARKS_FOLDER}/{made.id}.json"
     if found.is_file:
         raise UsageError(
             f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE",
             instead="--marks marks.jsonl",
         )
     try:
-        found.store.put(f"{found.name}/{own_file}", mark_bytes(made))
+        own_file = put_mark(found.store, found.name, made)
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; no mark was written. Where the root is read-only, "

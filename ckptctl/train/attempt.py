@@ -31,7 +31,7 @@ class Attempt:
     """One life of the job, as one of its ranks lives it.
 
     `step` is how far the training has come, `saved` the newest step that is on its way or
-    there, `never_saved` that no attempt before this one has finished a save.
+    there.
     """
 
     token: Token
@@ -39,7 +39,6 @@ class Attempt:
     resumed_from: int | None = None
     step: int = 0
     saved: int = 0
-    never_saved: bool = False
     cluster: dict[str, Any] = field(default_factory=dict)
     _noted_s: float = 0.0
     _has_failed: bool = False

@@ -47,12 +47,13 @@ SETTLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A newer step that was not taken, and why."""
+    """A newer step that was not taken, and why; `not_loaded` where loading it showed that."""
 
     step: int | None
     path: str
     verdict: str
     reason: str
+    not_loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,11 @@ def _first_level(looking: Looking) -> Level | None:
 
 
 def _all_interrupted(found: Pick) -> bool:
-    return bool(found.passed_over) and all(over.report.interrupted for over in found.passed_over)
+    # Where the metadata of an interrupted save arrived after the run began anew, the mark stands.
+    return bool(found.passed_over) and all(
+        over.report.interrupted or over.report.verdict is Verdict.SUPERSEDED
+        for over in found.passed_over
+    )
 
 
 def _rejected(over: PassedOver) -> Rejected:
@@ -227,10 +232,12 @@ def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
 def _not_usable(report: Report) -> CkptctlError:
     faults = report.with_severity(Severity.FAULT)
     why = faults[0].message if faults else "a condition that was asked for does not hold"
+    quoted = shlex.quote(report.url)
+    lifts = report.exit_code == 27
     return NothingToResume(
         f"{report.url} was asked for, and it is {report.verdict.value}: {why}",
         exit_code=report.exit_code,
-        next_command=f"ckptctl verify {shlex.quote(report.url)}",
+        next_command=f"ckptctl accept {quoted}" if lifts else f"ckptctl verify {quoted}",
     )
 
 

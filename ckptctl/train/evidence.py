@@ -10,22 +10,29 @@ knows anything of never count.
 
 from __future__ import annotations
 
+import math
+import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptctl.errors import CkptctlError, StorageError
-from ckptctl.findings import Verdict
+from ckptctl.findings import Report
+from ckptctl.formats.layouts import OWN_FOLDER, StepName, step_name
 from ckptctl.formats.marks import MARKS_FOLDER, Word
 from ckptctl.judge.arguments import conditions
-from ckptctl.judge.looking import look
-from ckptctl.judge.marking import mark
+from ckptctl.judge.fencing import Token, check_token
+from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.marking import check_inspected, new_mark, put_mark
 from ckptctl.judge.roots import list_root
 from ckptctl.model import Level
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.ledger import ATTEMPTS_FOLDER, Event, read_attempts
+from ckptctl.train.ledger import ATTEMPTS_FOLDER, Event
+
+ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
+"""Where steps lie that a later save of the same number took the place of."""
 
 WITHIN_STEPS = 20
 """A failure so soon after a resume may be the fault of the step that was loaded."""
@@ -100,26 +107,29 @@ def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
     return {step: tuple(each) for step, each in found.items()}
 
 
-def reject_proven(store: Store, options: Mapping[str, Any], by: str) -> tuple[int, ...]:
+def reject_proven(store: Store, token: Token, attempts: Attempts) -> tuple[int, ...]:
     """Mark the steps rejected that the ledgers prove bad; their numbers.
 
-    A step that bears a word of a person already keeps it. Cost: the ledgers of the newest
-    attempts; two looks at `listing` and a write for each step that is marked.
+    A step that bears a word of a person already keeps it. Raises `Fenced`, `StorageError`.
+    Cost: a look at `listing` and a write for each step that is marked.
     """
-    against = proven(read_attempts(store))
+    against = proven(attempts)
     if not against:
         return ()
     done = []
     for named in list_root(store).steps:
         if named.number not in against or _spoken(store, named.name):
             continue
-        looked = look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
-        there = dict(looked.report.digests)
+        report = _inspect(store, named).report
+        there = dict(report.digests)
         failures = next((one for one in against[named.number] if one[0].metadata == there), None)
         if failures is None:
             continue
-        mark(
-            join_url(store.url, named.name),
+        mark_held(
+            store,
+            token,
+            named.name,
+            report,
             Word.REJECTED,
             reason=f"{len(failures)} attempts that resumed from it failed alike within "
             f"{WITHIN_STEPS} steps: {failures[0].evidence}",
@@ -127,8 +137,6 @@ def reject_proven(store: Store, options: Mapping[str, Any], by: str) -> tuple[in
                 join_url(store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
                 for one in failures[:8]
             ],
-            by=by,
-            **options,
         )
         done.append(named.number)
     return tuple(done)
@@ -144,30 +152,102 @@ def _spoken(store: Store, name: str) -> bool:
     return any(f"-{word}-" in base_name(entry.path) for entry in entries for word in words)
 
 
-def supersede_newer(
-    store: Store, step: int, options: Mapping[str, Any], by: str
-) -> tuple[int, ...]:
-    """Mark every step newer than the one resumed from; their numbers, oldest first.
+@dataclass(frozen=True, slots=True)
+class NewerStep:
+    """A step that `pick` would take before the one resumed from, as it was when that was decided.
 
-    What never became a step (no metadata) needs no mark: it cannot be taken.
+    `marks` are the ids of the marks that stand, `superseded` says that one of them rules
+    the step out already.
     """
+
+    name: str
+    report: Report
+    marks: tuple[str, ...]
+    superseded: bool
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What differs where somebody has saved, completed or marked the step since."""
+        return self.name, self.report.digests, self.marks
+
+
+def newer_steps(store: Store, step: int | None, path: str | None) -> tuple[NewerStep, ...]:
+    """The steps that come before `step`, newest first; all of them where the run begins.
+
+    Of one number the later attempt comes first. Raises `StorageError` for a step that
+    cannot be inspected. Cost: one listing, and a look at `listing` for each of them.
+    """
+    chosen = step_name(base_name(path)) if path else None
+    last_attempt = chosen.attempt if chosen else math.inf
+    newer = []
+    for named in list_root(store).steps:
+        if step is not None and (named.number, named.attempt) <= (step, last_attempt):
+            continue
+        looked = _inspect(store, named)
+        check_inspected(looked.report)
+        marks = looked.notes.marks if looked.notes else ()
+        superseded = any(one.word is Word.SUPERSEDED for one in marks)
+        ids = tuple(one.id for one in marks)
+        newer.append(NewerStep(named.name, looked.report, ids, superseded))
+    return tuple(newer)
+
+
+def supersede(
+    store: Store, token: Token, newer: Sequence[NewerStep], step: int | None
+) -> tuple[int, ...]:
+    """Rule out the steps of the abandoned branch; their numbers, oldest first.
+
+    `newer` is what `newer_steps` gave when the step to resume from was decided: what an
+    attempt that took the root over since has saved is not in it. A step with metadata is
+    marked, and so is an interrupted save on an object store, where its metadata may still
+    be on the way. On a file system an interrupted save is moved aside: a process that
+    wakes up finds no folder to publish it in.
+
+    Raises `Fenced` before the first mark that another attempt would have to bear.
+    """
+    why = "the run began anew" if step is None else f"the run went on from step {step}"
     done = []
-    for named in reversed(list_root(store).steps):
-        if named.number <= step:
+    for one in reversed(newer):
+        number = one.report.number
+        if one.superseded or number is None:
             continue
-        looked = look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
-        said = looked.notes.marks if looked.notes else ()
-        if any(one.word is Word.SUPERSEDED for one in said):
+        if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
+            mark_held(store, token, one.name, one.report, Word.SUPERSEDED, reason=why)
+        elif one.report.interrupted and not one.marks and isinstance(store, LocalStore):
+            check_token(store, token)
+            move_aside(store, token, one.name)
+        else:
             continue
-        # One that could not be looked at is no reason to go on: `mark` says so.
-        if not looked.report.digests and looked.report.verdict is not Verdict.UNKNOWN:
-            continue
-        mark(
-            looked.report.url,
-            Word.SUPERSEDED,
-            reason=f"the run went on from step {step}",
-            by=by,
-            **options,
-        )
-        done.append(named.number)
+        done.append(number)
     return tuple(done)
+
+
+def mark_held(
+    store: Store,
+    token: Token,
+    name: str,
+    report: Report,
+    word: Word,
+    *,
+    reason: str,
+    evidence: Sequence[str] = (),
+) -> None:
+    """Mark the save that `report` is about, while the root is held; raises `Fenced`.
+
+    A save that took its place meanwhile has other metadata, and the mark lapses.
+    """
+    by = f"attempt {token.attempt}"
+    made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
+    check_token(store, token)
+    put_mark(store, name, made)
+
+
+def move_aside(store: LocalStore, token: Token, name: str) -> str:
+    """Rename a folder of the root into `.ckptctl/aside/`, durably; its path there."""
+    target = f"{ASIDE_FOLDER}/{name}.{token.number:06}.{os.urandom(2).hex()}"
+    store.move(name, target)
+    return target
+
+
+def _inspect(store: Store, named: StepName) -> Looked:
+    return look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)

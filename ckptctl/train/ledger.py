@@ -36,10 +36,24 @@ MAX_ATTEMPTS = 20
 Event = Mapping[str, Any]
 
 
-def new_attempt() -> str:
-    """The name of an attempt that begins now; names sort by time."""
+_TIME = "%Y%m%dT%H%M%S.%fZ"
+
+
+def new_attempt(previous: str | None = None) -> str:
+    """The name of an attempt that begins now, after the attempt `previous`.
+
+    Names sort in the order of the fence's numbers, whatever the clocks of the hosts say:
+    where this host's clock is behind the name of the previous attempt, the name follows
+    that one by a microsecond.
+    """
     now = datetime.datetime.now(datetime.timezone.utc)
-    return f"{now:%Y%m%dT%H%M%S.%fZ}-{os.urandom(4).hex()}"
+    try:
+        time = (previous or "").partition("-")[0]
+        before = datetime.datetime.strptime(f"{time}+0000", f"{_TIME}%z")
+        now = max(now, before + datetime.timedelta(microseconds=1))
+    except (ValueError, OverflowError):  # no previous attempt, or its token is damaged
+        pass
+    return f"{now.strftime(_TIME)}-{os.urandom(4).hex()}"
 
 
 def utc_now() -> str:

@@ -1,8 +1,10 @@
 """How does a job come from a root to a state that it can go on from?
 
-In one order, on all ranks: look whether the root may be written to, take it over, reject
-what earlier attempts prove bad, decide, prove, load, restore, and only then mark what is
-superseded and write the report. What each of these does is a module of its own.
+In one order, on all ranks: look whether the root may be written to, decide, prove, load,
+restore; then take the root over, reject what earlier attempts prove bad, and go back to
+the decision where the root has changed meanwhile; last, mark what is superseded and write
+the report. The root is taken over by a job that has shown that it can resume: one that
+cannot must not end another that trains. What each of these does is a module of its own.
 
 A replay goes the same way and writes nothing: it takes no root over, and leaves no mark.
 """
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, UsageError
-from ckptctl.judge.fencing import take_token
+from ckptctl.judge.fencing import check_token, take_token
 from ckptctl.judge.roots import list_root
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.contract import Store
@@ -34,7 +36,13 @@ from ckptctl.train.deciding import (
     too_many,
     wanted_step,
 )
-from ckptctl.train.evidence import reject_proven, supersede_newer
+from ckptctl.train.evidence import (
+    Attempts,
+    NewerStep,
+    newer_steps,
+    reject_proven,
+    supersede,
+)
 from ckptctl.train.group import Group
 from ckptctl.train.ledger import (
     ATTEMPTS_FOLDER,
@@ -91,20 +99,44 @@ class Job:
     tell: Tell
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was decided, and is now in the objects of the script.
+
+    `newer` are the steps that come before it, on rank 0, as they were when it was decided.
+    """
+
+    decision: Decision
+    rejected: tuple[Rejected, ...]
+    saved: Progress
+    inventory: Inventory
+    newer: tuple[NewerStep, ...] = ()
+
+
 def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]:
-    """Take the root over, load, restore, and write down how it went; see `Checkpointer.resume`."""
+    """Load, restore, take the root over, and write down how it went; see `Checkpointer.resume`."""
     first = job.group.from_first
     first(lambda: _check_before(job, resume_from))
-    token = first(lambda: take_token(job.store, new_attempt()))
+    history = first(lambda: read_attempts(job.store))
+    done = _resumed(job, resume_from, history)
+    token = first(lambda: take_token(job.store, new_attempt))
     attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank))
-    earlier = first(lambda: _started(job, attempt, resume_from))
-    decision, loaded, rejected = _loaded(job, resume_from, attempt)
-    saved, inventory = _restored(job, decision, loaded)
-    report = first(lambda: _reported(job, attempt, decision, saved, inventory, rejected, earlier))
-    attempt.resumed_from = decision.step
-    attempt.step = attempt.saved = saved.step
+    if first(lambda: _started(job, attempt, resume_from, done)):
+        done = _resumed(job, resume_from, history)
+    report = first(lambda: _reported(job, attempt, done, history[-1][0] if history else None))
+    attempt.resumed_from = done.decision.step
+    attempt.step = attempt.saved = done.saved.step
     path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
-    return attempt, _start(saved, rejected, report, path)
+    return attempt, _start(done.saved, done.rejected, report, path)
+
+
+def _resumed(job: Job, resume_from: str | int | None, history: Attempts) -> Restored:
+    """Decide, load and restore; nothing is written into the root."""
+    decision, loaded, rejected, newer = _loaded(
+        job, resume_from, never_saved=_never_saved(history), with_newer=True
+    )
+    saved, inventory = _restored(job, decision, loaded)
+    return Restored(decision, rejected, saved, inventory, newer)
 
 
 def replay_job(job: Job, resume_from: str | int | None, n_steps: int) -> Start:
@@ -119,7 +151,7 @@ def replay_job(job: Job, resume_from: str | int | None, n_steps: int) -> Start:
     if str(resume_from).strip() == "auto":
         before = first(lambda: _replay_before(job, n_steps))
         job = replace(job, looking=replace(job.looking, before=before))
-    decision, loaded, rejected = _loaded(job, resume_from, None)
+    decision, loaded, rejected, _ = _loaded(job, resume_from)
     saved, inventory = _restored(job, decision, loaded)
     report = first(lambda: _replay_told(job, decision, saved, inventory, rejected, n_steps))
     return replace(_start(saved, rejected, report, None), last=saved.step + n_steps)
@@ -177,11 +209,18 @@ def _check_before(job: Job, resume_from: str | int | None) -> None:
             )
 
 
-def _started(job: Job, attempt: Attempt, resume_from: str | int | None) -> str | None:
-    earlier = read_attempts(job.store)
-    events = [event.get("event") for _, events in earlier for event in events]
+def _never_saved(history: Attempts) -> bool:
+    events = [event.get("event") for _, events in history for event in events]
     # Older records than these are not read, and may have it.
-    attempt.never_saved = 0 < len(earlier) < MAX_ATTEMPTS and "saved" not in events
+    return 0 < len(history) < MAX_ATTEMPTS and "saved" not in events
+
+
+def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Restored) -> bool:
+    """Begin the record of this attempt; whether the step must be decided anew.
+
+    It must where the attempt before has saved on until the root was taken over, where
+    somebody has marked a step, and where a step is rejected now.
+    """
     cluster = cluster_context().placed(job.group.rank, job.group.size)
     attempt.cluster = cluster.document()
     attempt.ledger.add(
@@ -191,38 +230,48 @@ def _started(job: Job, attempt: Attempt, resume_from: str | int | None) -> str |
         world_size=job.group.size,
         cluster=attempt.cluster,
     )
-    reject_proven(job.store, job.looking.storage, f"attempt {attempt.token.attempt}")
-    return earlier[-1][0] if earlier else None
+    for one in done.rejected:
+        if one.not_loaded:
+            attempt.ledger.add("failed", step=one.step, reason=one.reason, phase="loading")
+    # Read again: the attempt before may have failed or ended since.
+    if reject_proven(job.store, attempt.token, read_attempts(job.store)):
+        return True
+    now = newer_steps(job.store, done.decision.step, done.decision.path)
+    return [one.state for one in now] != [one.state for one in done.newer]
 
 
 def _loaded(
-    job: Job, resume_from: str | int | None, attempt: Attempt | None
-) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...]]:
+    job: Job,
+    resume_from: str | int | None,
+    *,
+    never_saved: bool = False,
+    with_newer: bool = False,
+) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...], tuple[NewerStep, ...]]:
     """Decide and load until a step loads on every rank; what it holds, and what did not."""
     failed: dict[int, Rejected] = {}
-    while True:
-        decision = job.group.from_first(
-            lambda: decide(
-                resume_from,
-                job.root,
-                job.looking,
-                skip=tuple(failed),
-                never_saved=attempt is not None and attempt.never_saved,
-            )
+    newer: tuple[NewerStep, ...] = ()
+
+    def decided() -> Decision:
+        nonlocal newer
+        found = decide(
+            resume_from, job.root, job.looking, skip=tuple(failed), never_saved=never_saved
         )
+        newer = newer_steps(job.store, found.step, found.path) if with_newer else ()
+        return found
+
+    while True:
+        decision = job.group.from_first(decided)
         if decision.path is None or decision.step is None:
-            return decision, {}, decision.rejected
+            return decision, {}, decision.rejected, newer
         prove_seen(decision, job.group, job.looking)
         error = prove_content(decision, job.group, job.looking)
         loaded: dict[str, Any] = {}
         if error is None:
             error, loaded = _try_to_load(job, decision)
         if error is None:
-            return decision, loaded, (*failed.values(), *decision.rejected)
+            return decision, loaded, (*failed.values(), *decision.rejected), newer
         step = decision.step
-        failed[step] = Rejected(step, decision.path, "corrupt", error.message)
-        if job.group.is_first and attempt is not None:
-            attempt.ledger.add("failed", step=step, reason=error.message, phase="loading")
+        failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
         if len(failed) > job.looking.max_fallback:
             raise too_many(failed, job.root)
 
@@ -258,22 +307,15 @@ def _restored(job: Job, decision: Decision, loaded: dict[str, Any]) -> tuple[Pro
     return saved, inventory
 
 
-def _reported(
-    job: Job,
-    attempt: Attempt,
-    decision: Decision,
-    saved: Progress,
-    inventory: Inventory,
-    rejected: tuple[Rejected, ...],
-    earlier: str | None,
-) -> dict[str, Any]:
-    """Write down and tell how the resume went; on rank 0 alone."""
+def _reported(job: Job, attempt: Attempt, done: Restored, earlier: str | None) -> dict[str, Any]:
+    """Write down and tell how the resume went; on rank 0 alone. Raises `Fenced`."""
     name = attempt.token.attempt
-    superseded: tuple[int, ...] = ()
-    if decision.step is not None:
-        superseded = supersede_newer(
-            job.store, decision.step, job.looking.storage, f"attempt {name}"
-        )
+    decision, saved, inventory, rejected = (
+        *(done.decision, done.saved),
+        *(done.inventory, done.rejected),
+    )
+    check_token(job.store, attempt.token)
+    superseded = supersede(job.store, attempt.token, done.newer, decision.step)
     report = _document(job, decision, saved, inventory, rejected) | {
         "attempt": name,
         "superseded": list(superseded),

@@ -14,6 +14,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +25,7 @@ from ckptctl.checks.stored import as_kept, best_of
 from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
 from ckptctl.findings import Finding, Severity, Verdict
 from ckptctl.formats.digests import Algorithm
-from ckptctl.formats.layouts import OWN_FOLDER, name_of_attempt, shard_rank, step_name
+from ckptctl.formats.layouts import name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
@@ -41,15 +42,13 @@ from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
 from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
+from ckptctl.train.evidence import ASIDE_FOLDER, move_aside
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.one_process import alone_arguments
 from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
-"""Where steps lie that a later save of the same number took the place of."""
 
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
 
@@ -153,9 +152,8 @@ def _move_aside(saver: Saver, name: str) -> str:
     """Rename a folder of the root into `.ckptctl/aside/`, durably; its new address."""
     store = saver.store
     assert isinstance(store, LocalStore)  # noqa: S101 - nothing else has a rename
-    target = f"{ASIDE_FOLDER}/{name}.{saver.token.number:06}.{os.urandom(2).hex()}"
     try:
-        store.move(name, target)
+        target = move_aside(store, saver.token, name)
     except StorageError as error:
         raise SaveFailed(f"{error.message}: it could not be moved aside") from error
     return _local_path(saver, target)
@@ -211,6 +209,7 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
                 **alone_arguments(save, alone=alone),
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
+        _check_still_held(saver)
         for cause, _ in error.failures.values():
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 raise cause from error
@@ -226,6 +225,19 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
             raise
         raise ranks_lost(error) from error
     return files.written
+
+
+def _check_still_held(saver: Saver) -> None:
+    """Raise `Fenced` where a save failed because another attempt moved it aside.
+
+    Every rank calls it. A storage that does not answer leaves the failure of the save.
+    """
+
+    def check() -> None:
+        with suppress(StorageError):
+            check_token(saver.store, saver.token)
+
+    saver.group.from_first(check)
 
 
 def _disk_full(saver: Saver, step: int, why: str) -> SaveFailed:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 
 from ckptctl.errors import CkptctlError, StorageUnavailable
 from ckptctl.formats.marks import Word
+from ckptctl.judge.fencing import check_token, held_token
 from ckptctl.judge.marking import mark
 from ckptctl.judge.roots import list_root
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
 
 
@@ -27,14 +29,32 @@ def reject_since(
 ) -> tuple[str, ...]:
     """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
 
+    Where this process has resumed from the root, only the attempt that still holds it
+    rejects: the steps of an attempt that took it over hold other weights.
+
     Raises `StorageError` where the root cannot be listed or a mark cannot be written,
-    with the command that writes it. Cost: one listing, and for each a look and a write.
+    with the command that writes it, and `Fenced`. Cost: one listing, and for each a look
+    and a write.
     """
     with open_store(root, storage_options=storage_options, endpoint_url=endpoint_url) as store:
-        steps = list_root(store).steps
+        return _reject(store, root, first_bad, reason, storage_options, endpoint_url)
+
+
+def _reject(
+    store: Store,
+    root: str,
+    first_bad: int,
+    reason: str,
+    storage_options: Mapping[str, object] | None,
+    endpoint_url: str | None,
+) -> tuple[str, ...]:
+    steps = list_root(store).steps
+    token = held_token(root)
     tainted = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
     addresses = [join_url(root, step.name) for step in tainted]
     for address in addresses:
+        if token is not None:
+            check_token(store, token)
         try:
             mark(
                 address,

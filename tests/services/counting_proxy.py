@@ -28,6 +28,7 @@ class Fault(Enum):
 
     UNAVAILABLE = "503 with S3's SlowDown"
     DENIED = "403 with S3's AccessDenied"
+    UNCONDITIONAL = "the condition of a write is ignored, as some stores do"
     NOT_IMPLEMENTED = "501 where a condition or a checksum of the whole is asked for"
     RESET = "the connection is reset in the middle of the body"
     SHORT = "the connection ends in order in the middle of the body"
@@ -73,6 +74,7 @@ class _Order:
     nth: int
     fault: Fault | Callable[[], object]
     lasts: bool
+    path: str | None
 
 
 class CountingProxy:
@@ -116,15 +118,17 @@ class CountingProxy:
         *,
         nth: int = 1,
         lasts: bool = False,
+        path: str | None = None,
     ) -> None:
         """Break the `nth` request of this kind from now on, or it and all later ones.
 
-        A function is called before the request is passed on, which is not broken then.
+        With `path` only requests whose path ends so are broken, each of them. A function is
+        called before the request is passed on, which is not broken then.
         """
         with self._lock:
-            self._orders.append(_Order(verb, self.counts[verb] + nth, fault, lasts))
+            self._orders.append(_Order(verb, self.counts[verb] + nth, fault, lasts, path))
 
-    def count(self, verb: str) -> Fault | None:
+    def count(self, verb: str, path: str) -> Fault | None:
         """Count one request; what to do to it instead of passing it on."""
         with self._lock:
             self.counts[verb] += 1
@@ -132,7 +136,14 @@ class CountingProxy:
             told = [
                 order.fault
                 for order in self._orders
-                if order.verb == verb and (n >= order.nth if order.lasts else n == order.nth)
+                if order.verb == verb
+                and (
+                    path.endswith(order.path)
+                    if order.path is not None
+                    else n >= order.nth
+                    if order.lasts
+                    else n == order.nth
+                )
             ]
         if not told:
             return None
@@ -169,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.owner.count(self._verb())
+        fault = self.owner.count(self._verb(), urlsplit(self.path).path)
         if self.owner.delay_s:
             time.sleep(self.owner.delay_s)
         if fault is Fault.SILENT:
@@ -182,6 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.NOT_IMPLEMENTED and new:
             self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
             return
+        if fault is Fault.UNCONDITIONAL:
+            del self.headers["If-None-Match"]
         if fault is Fault.FLIPPED and body:
             body = bytes([body[0] ^ 0xFF]) + body[1:]
         status, headers, content = self._ask_upstream(body)

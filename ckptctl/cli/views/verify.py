@@ -28,10 +28,7 @@ _NOT_SEEN = {
 def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     """The verdict, the facts, the findings, the map of ranks, what a resume restores."""
     state = step_state(report)
-    word = STEP_MARKS[state].word
-    if state == LACKING:
-        word = "whole, but without an optimizer"
-        word = word if report.usable else "whole, but not usable as asked"
+    word = "whole, but not usable as asked" if state == LACKING else STEP_MARKS[state].word
     verdict = Span(f"{word}:", STEP_MARKS[state].style)
     glyph = step_mark(state, unicode=unicode)
     return [
@@ -45,41 +42,28 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     ]
 
 
-_DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
-
-
 def next_command(report: Report) -> str:
-    """What to run after `verify`: never the same command again.
+    """What to run after `verify`.
 
-    A deeper look at a step that can be used, what is known of the worst fault, or the
-    choice of another step.
+    The same look again where that may end otherwise, else what the worst fault says,
+    else the choice of another step.
     """
-    url = shlex.quote(report.url)
-    root = shlex.quote(parent_url(report.url))
+    same = shlex.join(["ckptctl", "verify", report.url])
     if report.usable:
-        deeper = _DEEPER.get(report.level)
-        return f"ckptctl verify {url} --level {deeper.value}" if deeper else f"ckptctl show {url}"
+        deeper = f"{same} --level structure"
+        return (
+            deeper if report.level is Level.LISTING else f"ckptctl show {shlex.quote(report.url)}"
+        )
+    if report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED, Verdict.IN_PROGRESS):
+        return same
     if report.verdict is Verdict.COMPLETE:
-        return f"ckptctl show {url}"
+        return f"ckptctl show {shlex.quote(report.url)}"
     fault = report.with_severity(Severity.FAULT)[0]
-    given = fault.next_command
-    if given is not None and not _repeats(given, report):
-        return given
-    if report.verdict is Verdict.UNKNOWN:
-        return f"ckptctl doctor storage {root}"
-    if report.verdict is Verdict.CHANGED or report.verdict is Verdict.UNSAFE:
+    if fault.next_command not in (None, same):
+        return str(fault.next_command)
+    if report.verdict is Verdict.UNSAFE or report.number is None:
         return f"ckptctl explain {fault.code}"
-    if report.number is None:
-        return f"ckptctl explain {fault.code}"
-    return f"ckptctl pick {root} --before {report.number}"
-
-
-def _repeats(command: str, report: Report) -> bool:
-    """Whether a command inspects the step once more, or shows what could not be read."""
-    words = shlex.split(command)
-    if words == ["ckptctl", "verify", report.url]:
-        return True
-    return words[:2] == ["ckptctl", "show"] and not report.n_tensors
+    return shlex.join(["ckptctl", "pick", parent_url(report.url), "--before", str(report.number)])
 
 
 def _by_store(found: ByStore) -> str:
@@ -95,13 +79,10 @@ def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
     held = f"{count(report.n_tensors, 'tensor')} in {count(report.n_records, 'record')}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
-    seen = f"looked at: {read}; {_NOT_SEEN[report.level]}"
-    if report.verdict is Verdict.UNKNOWN:
-        seen = "could not be looked at; nothing below is checked"
     facts = [
         f"{number}layout {report.layout}, {ranks_in_words(report.world_size)}",
         f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
-        seen,
+        f"looked at: {read}; {_NOT_SEEN[report.level]}",
     ]
     if report.bytes_in_records:
         proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
