@@ -87,6 +87,19 @@ class AccessDenied(StorageError):
     code = "storage.denied"
 
 
+class ObjectArchived(StorageUnavailable):
+    """The object lies in an archive, and cannot be read before it is restored from there."""
+
+    code = "storage.archived"
+
+
+class StorageMisconfigured(StorageError):
+    """The storage answered that the request is set up wrongly: region, endpoint, bucket."""
+
+    exit_code = 2
+    code = "storage.misconfigured"
+
+
 class PathNotFound(StorageError):
     """The storage answered that there is no such file, folder or bucket.
 

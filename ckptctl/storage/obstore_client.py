@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -28,7 +29,13 @@ from ckptctl.storage import retrying
 from ckptctl.storage.contract import Kept, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Retries, Transient
-from ckptctl.storage.s3_answers import ChangedOnTheWay, NoSuchUpload, error_of, needs_no_key
+from ckptctl.storage.s3_answers import (
+    MEANINGS,
+    ChangedOnTheWay,
+    NoSuchUpload,
+    error_of,
+    needs_no_key,
+)
 from ckptctl.storage.s3_settings import endpoint_of
 
 if TYPE_CHECKING:
@@ -55,7 +62,10 @@ _NO_TIME = timedelta(days=1000)
 _NO_COUNT = 1_000_000
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+# Of an answer, or of one key in the answer to a deletion of many, which obstore sends for one.
+_CODE = re.compile(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)$", re.MULTILINE)
+_REDIRECT = "inner: BareRedirect"
+"""A 301 of S3 has no `Location`; obstore hands on nothing else of it."""
 _KIND = re.compile(r"\bkind: (\w+)")
 
 
@@ -206,7 +216,8 @@ class ObstoreClient:
         """See `Client.delete`."""
         import obstore
 
-        self._ask(lambda: obstore.delete(self._store, key), key)
+        with suppress(PathNotFound):
+            self._ask(lambda: obstore.delete(self._store, key), key)
 
     def exists(self, key: str) -> bool:
         """See `Client.exists`; one HEAD."""
@@ -284,9 +295,11 @@ class ObstoreClient:
         # Asking a cloud for credentials may fail too; the URL tells which it was.
         if "Error performing" in first and self._bucket not in first:
             return AccessDenied(f"{where}: {_NO_CREDENTIALS}")
-        status, code = _STATUS.search(text), _CODE.search(text)
-        if status:
-            return error_of(int(status[1]), code[1] if code else "", bucket=self._bucket, key=key)
+        found, named = _STATUS.search(text), _CODE.search(text)
+        status = int(found[1]) if found else 301 if _REDIRECT in text else 0
+        code = (named[1] or named[2]) if named else ""
+        if status or code in MEANINGS:
+            return error_of(status, code, bucket=self._bucket, key=key, text=text)
         if isinstance(exc, FileExistsError):
             return AlreadyExists(f"{where} is there already; it was kept")
         if isinstance(exc, FileNotFoundError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -252,9 +253,16 @@ class S3fsClient:
         if isinstance(answer, dict):
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = str(answer.get("Error", {}).get("Code", ""))
-            # A HEAD has no body, so the status stands in for the code.
+            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
             return error_of(
-                status, "" if code == str(status) else code, bucket=self._bucket, key=key
+                status,
+                "" if code == str(status) else code,  # a HEAD has no body, and no code
+                bucket=self._bucket,
+                key=key,
+                text="{Message} <Region>{Region}</Region> {Endpoint}".format_map(
+                    defaultdict(str, answer.get("Error", {}))
+                ),
+                region=headers.get("x-amz-bucket-region", ""),
             )
         where = f"s3://{self._bucket}/{key}"
         if isinstance(exc, boto.NoCredentialsError):

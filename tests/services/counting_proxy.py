@@ -68,11 +68,26 @@ _TOKEN = re.compile(rb"<NextContinuationToken>.*?</NextContinuationToken>", re.D
 _FOLDER = re.compile(rb"<CommonPrefixes>.*?</CommonPrefixes>", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What the proxy answers instead of passing the request on: S3's error, as it is sent."""
+
+    status: int
+    code: str = ""
+    more: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def content(self) -> bytes:
+        """The body: a code, a message and whatever else an error of S3 holds."""
+        return f"<?xml version='1.0'?><Error><Code>{self.code}</Code>{self.more}</Error>".encode()
+
+
 @dataclass
 class _Order:
     verb: str
     nth: int
-    fault: Fault | Callable[[], object]
+    fault: Fault | Answer | Callable[[], object]
     lasts: bool
     path: str | None
 
@@ -114,7 +129,7 @@ class CountingProxy:
     def break_request(
         self,
         verb: str,
-        fault: Fault | Callable[[], object],
+        fault: Fault | Answer | Callable[[], object],
         *,
         nth: int = 1,
         lasts: bool = False,
@@ -128,7 +143,7 @@ class CountingProxy:
         with self._lock:
             self._orders.append(_Order(verb, self.counts[verb] + nth, fault, lasts, path))
 
-    def count(self, verb: str, path: str) -> Fault | None:
+    def count(self, verb: str, path: str) -> Fault | Answer | None:
         """Count one request; what to do to it instead of passing it on."""
         with self._lock:
             self.counts[verb] += 1
@@ -147,7 +162,7 @@ class CountingProxy:
             ]
         if not told:
             return None
-        if isinstance(told[0], Fault):
+        if isinstance(told[0], Fault | Answer):
             return told[0]
         told[0]()
         return None
@@ -185,6 +200,9 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.owner.delay_s)
         if fault is Fault.SILENT:
             self.owner.closing.wait()
+            return
+        if isinstance(fault, Answer):
+            self._answer(fault.status, fault.content, fault.headers)
             return
         if fault in _ANSWERS:
             self._answer(*_ANSWERS[fault])
@@ -249,12 +267,17 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command != "HEAD":
             self.wfile.write(content)
 
-    def _answer(self, status: int, content: bytes) -> None:
+    def _answer(
+        self, status: int, content: bytes, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def _reset(self) -> None:
         # With no time to linger, closing sends a reset instead of an orderly end.
