@@ -45,12 +45,15 @@ def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
 
 
 def _json_or_text(value: str) -> object:
-    import json
+    from ckptctl.formats.bounded_json import NotJson, decode_json
 
     try:
-        return json.loads(value)
-    except ValueError:
+        return decode_json(value, max_bytes=_MAX_OPTION)
+    except NotJson:
         return value
+
+
+_MAX_OPTION = 1 << 20
 
 
 _MAX_KEY_BYTES = 4096

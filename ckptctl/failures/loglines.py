@@ -7,11 +7,12 @@ means is the question of `matching`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+
+from ckptctl.formats.bounded_json import NotJson, decode_json
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10
@@ -182,6 +183,7 @@ def _zone(text: str | None) -> timezone:
     return timezone(sign * timedelta(hours=int(digits[:2]), minutes=int(digits[2:])))
 
 
+_MAX_JSON = 16 << 20
 _TEXT_KEYS = ("message", "msg", "MESSAGE", "log", "text", "error", "exception", "event")
 _LEVEL_KEYS = ("level", "severity", "levelname", "lvl", "log_level")
 _TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "datetime", "created")
@@ -191,8 +193,8 @@ _HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
 def _from_json(text: str) -> LogLine | None:
     """A structured log line, or the whole of an error file; None for anything else."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = decode_json(text, max_bytes=_MAX_JSON)
+    except NotJson:
         return None
     if not isinstance(document, dict):
         return None

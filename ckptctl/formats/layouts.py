@@ -54,6 +54,12 @@ _OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
 FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
 """How files of `torch.save` that are whole steps are called."""
 
+_MAX_WRAPPERS = 4
+"""How often such marks are taken off one name: `tmp-step_100.tmp` has two."""
+
+_MAX_NAME = 1024
+"""Characters of a name; object stores have the longest, and a pointer file may hold anything."""
+
 _UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
 _UNFINISHED_BESIDE = "-unfinished"
 
@@ -115,23 +121,35 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
 
     With `pattern`, only names that match the whole of it are steps.
     """
+    if len(name) > _MAX_NAME:
+        return None
     if pattern is not None:
         match = pattern.fullmatch(name)
         return _named(name, "dcp", match) if match else None
+    inside, unfinished = _finished(name)
+    saved = re.fullmatch(_OF_ATTEMPT, inside)
+    plain, cut = _finished(saved["rest"]) if saved else (inside, False)
+    found = _plain_step(plain)
+    if found is None or (saved and found.bare):
+        return None
+    attempt = int(saved["attempt"]) if saved and not unfinished else 0
+    return replace(found, name=name, unfinished=unfinished or cut, attempt=attempt)
+
+
+def _finished(name: str) -> tuple[str, bool]:
+    """The name that a step has once it is saved, and whether `name` is that of one being saved."""
+    inside = name
+    for _ in range(_MAX_WRAPPERS):
+        wrapped = re.fullmatch(_UNFINISHED, inside)
+        if wrapped is None:
+            break
+        inside = wrapped["after"] or wrapped["before"]
+    return inside, inside != name
+
+
+def _plain_step(name: str) -> StepName | None:
     if name.startswith("."):
         return None
-    unfinished = re.fullmatch(_UNFINISHED, name)
-    if unfinished:
-        inner = step_name(unfinished["after"] or unfinished["before"])
-        if inner is None:
-            return None
-        return StepName(name, inner.number, inner.layout, unfinished=True, bare=inner.bare)
-    saved = re.fullmatch(_OF_ATTEMPT, name)
-    if saved:
-        inner = step_name(saved["rest"])
-        if inner is None or inner.bare or inner.attempt:
-            return None
-        return replace(inner, name=name, attempt=int(saved["attempt"]))
     stem = _without_flat_suffix(name)
     for layout, expression in _STEP_NAMES:
         match = re.fullmatch(expression, name) or re.fullmatch(expression, stem)

@@ -16,9 +16,9 @@ import datetime
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from typing import NoReturn
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
+from ckptctl.formats.bounded_json import NotJson, decode_json
 
 Fields = dict[str, object]
 
@@ -80,28 +80,13 @@ def read_back(
 
 def _parsed(data: bytes) -> Fields:
     try:
-        document = json.loads(
-            data.decode(),  # of bytes, `json` would guess at the encoding
-            object_pairs_hook=_no_twins,
-            parse_float=_no_number,
-            parse_constant=_no_number,
-        )
-    except (ValueError, RecursionError) as error:
+        # Every caller bounds the size, and `max_objects` what is in it.
+        document = decode_json(data, max_bytes=len(data), numbers="integers", unique_keys=True)
+    except NotJson as error:
         raise OwnFileUnreadable(f"it is not JSON, or was cut short: {str(error)[:80]}") from error
     if not isinstance(document, dict):
         raise OwnFileUnreadable("it is JSON, but no object")
     return document
-
-
-def _no_twins(pairs: list[tuple[str, object]]) -> Fields:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise OwnFileUnreadable("a field is there twice")
-    return made
-
-
-def _no_number(text: str) -> NoReturn:
-    raise OwnFileUnreadable(f"{text[:40]} is no integer")
 
 
 def _check_schema(document: Fields, schema: str) -> None:

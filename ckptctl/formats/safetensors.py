@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptctl.errors import RecordUnreadable
+from ckptctl.formats.bounded_json import NotJson, decode_json
 
 PREFIX = 8
 """Bytes in front of the header: its length."""
@@ -172,25 +173,12 @@ def parse_index(data: bytes) -> Mapping[str, str]:
 def _objects(data: bytes, what: str) -> dict[str, object]:
     """A JSON object without repeated keys, and without numbers that are not integers."""
     try:
-        value = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_float=_refuse, parse_constant=_refuse
-        )
-    except (ValueError, RecursionError) as error:
+        value = decode_json(data, max_bytes=MAX_HEADER, numbers="integers", unique_keys=True)
+    except NotJson as error:
         raise RecordUnreadable(f"{what} is not JSON as it should be: {error}") from error
     if not isinstance(value, dict):
         raise RecordUnreadable(f"{what} is no JSON object")
     return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key is there twice")
-    return value
-
-
-def _refuse(number: str) -> object:
-    raise ValueError(f"{number[:20]} is no integer")
 
 
 def _saved_offsets(metadata: object) -> Mapping[str, tuple[int, ...]] | None:

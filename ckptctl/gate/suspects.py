@@ -8,11 +8,11 @@ suffers from is in its report.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Report, Severity
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.layouts import OWN_FOLDER, shard_rank
 from ckptctl.gate.results import Check, Outcome
 from ckptctl.storage.contract import Store
@@ -38,10 +38,11 @@ def ranks_per_node(store: Store) -> int | None:
     try:
         names = [one.path for one in store.list_dir(folder)]
         newest = max(name for name in names if name.endswith(".resume.json"))
-        record = json.loads(store.read(newest, limit=_MAX_RECORD))
-        ranks = record["cluster"]["local_world_size"]
-    except (StorageError, ValueError, KeyError, TypeError):
+        record = decode_json(store.read(newest, limit=_MAX_RECORD), max_bytes=_MAX_RECORD)
+    except (StorageError, ValueError):
         return None
+    cluster = record.get("cluster") if isinstance(record, dict) else None
+    ranks = cluster.get("local_world_size") if isinstance(cluster, dict) else None
     return ranks if isinstance(ranks, int) and ranks > 0 else None
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.records import (
     RecordDirectory,
     View,
@@ -113,18 +114,14 @@ def check_documents(
 
 def _ends_early(data: bytes) -> bool:
     """Whether a document in JSON was begun and not ended; one in another form was not."""
-    import json
-
     text = data.decode(errors="replace").strip()
     closing = {"{": "}", "[": "]"}.get(text[:1])
     if closing is None:
         return False
     try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        return error.pos >= len(text) or not text.endswith(closing)
-    except RecursionError:
-        return False
+        decode_json(text, max_bytes=MAX_DOCUMENT_BYTES)
+    except NotJson as error:
+        return error.cut_short or (error.malformed and not text.endswith(closing))
     return False
 
 
@@ -194,13 +191,10 @@ def _number_of(stub: TensorStub, directory: RecordDirectory, view: View) -> int 
 
 
 def _json(data: bytes) -> object:
-    import json
-
     try:
-        value: object = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise MetadataUnreadable(f"it is not JSON: {str(error)[:200]}") from error
-    return value
+        return decode_json(data, max_bytes=MAX_SIDECAR_BYTES)
+    except NotJson as error:
+        raise MetadataUnreadable(f"it is not JSON: {error}") from error
 
 
 def _damaged(path: str, why: str, url: str) -> Finding:

@@ -8,11 +8,11 @@ is the question of `resumes`.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.loss.resumes import Boundary
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -72,8 +72,8 @@ def read_resume_report(
 
 def _parsed(url: str, data: bytes) -> ResumeReport:
     try:
-        report = json.loads(data)
-    except ValueError as error:
+        report = decode_json(data, max_bytes=_MAX_BYTES)
+    except NotJson as error:
         raise UsageError(f"{url}: this is no report of a resume: {error}") from error
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise UsageError(f"{url}: this is no report of a resume ({SCHEMA})")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 
 from ckptctl.errors import PathNotFound
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.resharding.reading import Piece
 from ckptctl.storage.contract import Store, TooLarge
@@ -37,7 +38,9 @@ def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[
     """The runs that went into a file that is written; None where that is not known."""
     try:
         data = store.read(entry_path(identity, name, path), limit=MAX_BYTES)
-        document = json.loads(data)
+        document = decode_json(data, max_bytes=MAX_BYTES)
+        if not isinstance(document, dict):
+            return None
         if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):
             return None
         return [

@@ -7,7 +7,6 @@ are kept for the transcript.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.runbook.document import Value
 
 OnLine = Callable[[str], None]
@@ -207,8 +207,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _document(path: Path) -> dict[str, object] | None:
     try:
-        document = json.loads(_text(path) or "null")
-    except (ValueError, RecursionError):
+        document = decode_json(_text(path) or "null", max_bytes=_MAX_FILE_BYTES)
+    except NotJson:
         return None
     return document if isinstance(document, dict) else None
 

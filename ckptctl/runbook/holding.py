@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.own_files import time_now
 from ckptctl.judge.marking import user_name
 from ckptctl.runbook.record import Record
@@ -87,7 +88,8 @@ def held(record: Record, *, take_over: bool) -> Iterator[None]:
 def holder_of(record: Record) -> Holder | None:
     """Who was last seen at a run; None where nobody was, or it cannot be told."""
     try:
-        found = Holder(**json.loads(record.store.read(_path(record), limit=_MAX_BYTES)))
+        data = record.store.read(_path(record), limit=_MAX_BYTES)
+        found = Holder(**decode_json(data, max_bytes=_MAX_BYTES))  # type: ignore[arg-type]
         is_valid = (
             isinstance(found.by, str)
             and isinstance(found.host, str)
@@ -96,7 +98,7 @@ def holder_of(record: Record) -> Holder | None:
             and isinstance(found.gone, bool)
             and math.isfinite(_age_s(found.at))
         )
-    except (PathNotFound, ValueError, TypeError, AttributeError, RecursionError):
+    except (PathNotFound, ValueError, TypeError, AttributeError):
         return None
     return found if is_valid else None
 

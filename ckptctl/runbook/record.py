@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from typing import NoReturn
 
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import time_now
 from ckptctl.storage.contract import Store
@@ -144,7 +145,7 @@ def _loaded(store: Store, folder: str) -> Record:
             _refuse(store, folder, f"its events have more than {MAX_RECORD_BYTES >> 20} MiB")
         try:
             events.append(_checked(data, first=number == 1))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             _refuse(store, path, str(error)[:120], error)
     return Record(store, folder, events)
 
@@ -158,7 +159,7 @@ def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -
 
 def _checked(data: bytes, *, first: bool) -> Event:
     """One event, each field as `Record.add` and the engine write it; raises `ValueError`."""
-    event = json.loads(data, parse_constant=_no_constant)
+    event = decode_json(data, max_bytes=MAX_EVENT_BYTES, numbers="finite")
     if not isinstance(event, dict):
         raise ValueError("an event is a JSON object")
     fields = _FIELDS.get(event["event"]) if isinstance(event.get("event"), str) else None
@@ -172,10 +173,6 @@ def _checked(data: bytes, *, first: bool) -> Event:
         if event.get("duration_s" if ran else "not_run") is None:
             raise ValueError("a block ran for a time, or did not run for a reason")
     return event
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _is_text(value: object) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
@@ -29,6 +30,7 @@ EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
 
 _FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
 _MAX_BYTES = 16 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 MAX_ATTEMPTS = 20
 """How many of the newest attempts are read."""
@@ -140,8 +142,8 @@ def _events(store: Store, paths: list[str], attempt: str) -> tuple[Event, ...]:
             continue
         for line in data.splitlines():
             try:
-                row = json.loads(line)
-            except ValueError:
+                row = decode_json(line, max_bytes=_MAX_LINE_BYTES)
+            except NotJson:
                 continue
             if isinstance(row, dict) and row.get("attempt") == attempt:
                 rows.append(row)

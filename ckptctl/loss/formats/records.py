@@ -7,12 +7,12 @@ for itself, are one row. Names are looked up in `keys`, or in the caller's key m
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.loss.formats.keys import FIELDS, RowMaker, plain_name
 from ckptctl.loss.rows import Place, Row
 
@@ -92,18 +92,13 @@ def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def decode_record(text: str) -> dict[str, Any] | None:
     """A JSON object whose numbers are still texts; None where `text` is none."""
     try:
-        value = _DECODER.decode(text)
-    except (ValueError, RecursionError):
+        value = decode_json(text, max_bytes=_MAX_RECORD, numbers="text")
+    except NotJson:
         return None
     return value if isinstance(value, dict) else None
 
 
-def raw_decoder() -> json.JSONDecoder:
-    """A decoder that leaves numbers as they are printed."""
-    return json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=str)
-
-
-_DECODER = raw_decoder()
+_MAX_RECORD = 16 << 20
 
 
 def is_training(record: Mapping[str, Any]) -> bool:

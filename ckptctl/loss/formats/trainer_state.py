@@ -9,11 +9,11 @@ file of the older checkpoint, or the console log.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterator, Mapping
 
-from ckptctl.loss.formats.records import JsonLinesReader, raw_decoder
+from ckptctl.formats.bounded_json import NotJson, decode_first_json
+from ckptctl.loss.formats.records import JsonLinesReader
 from ckptctl.loss.rows import Marker, Place, Row
 
 _LIST = re.compile(r'"log_history"\s*:\s*\[')
@@ -37,7 +37,6 @@ class TrainerState:
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
         self._name = name
         self._reader = JsonLinesReader(keys)
-        self._decoder = raw_decoder()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._began = False
@@ -80,13 +79,10 @@ class TrainerState:
         if not rest or rest[0] == "]":
             return None
         try:
-            record, end = self._decoder.raw_decode(rest)
-        except json.JSONDecodeError as error:
-            if len(rest) > _MAX_RECORD:
+            record, end = decode_first_json(rest, numbers="text")
+        except NotJson as error:
+            if not error.malformed or len(rest) > _MAX_RECORD:
                 self.damage = f"what follows record {self._n_records:,} is no JSON: {error}"
-            return None
-        except RecursionError:
-            self.damage = f"record {self._n_records + 1:,} is nested too deep"
             return None
         self._rest = rest[end:]
         self._n_records += 1
