@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+from ckptctl.storage.contract import Store, TooLarge
 
 MAX_DEPTH = 64
 """Lists and objects inside each other; documents of frameworks have fewer than 20."""
@@ -32,6 +34,18 @@ class NotJson(ValueError):
         super().__init__(message)
         self.malformed = malformed
         self.cut_short = cut_short
+
+
+def read_json(store: Store, path: str, *, max_bytes: int, numbers: Numbers = "any") -> object:
+    """The value of one JSON file; raises `NotJson`, also for one that is larger than `max_bytes`.
+
+    Other errors of the storage pass through. Cost: one read.
+    """
+    try:
+        data = store.read(path, limit=max_bytes)
+    except TooLarge as error:
+        raise NotJson(error.message) from error
+    return decode_json(data, max_bytes=max_bytes, numbers=numbers)
 
 
 def decode_json(
@@ -88,13 +102,14 @@ _TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 
 @functools.cache
 def _decoder(numbers: Numbers, unique_keys: bool) -> json.JSONDecoder:
-    parse = {
+    parse: dict[Numbers, dict[str, Any]] = {
         "any": {},
         "finite": {"parse_constant": _refuse},
         "integers": {"parse_constant": _refuse, "parse_float": _refuse},
         "text": {"parse_constant": str, "parse_float": str, "parse_int": str},
-    }[numbers]
-    return json.JSONDecoder(object_pairs_hook=_unique if unique_keys else None, **parse)
+    }
+    hook = _unique if unique_keys else None
+    return json.JSONDecoder(object_pairs_hook=hook, **parse[numbers])
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Report, Severity
-from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.layouts import OWN_FOLDER, shard_rank
 from ckptctl.gate.results import Check, Outcome
 from ckptctl.storage.contract import Store
@@ -38,7 +38,7 @@ def ranks_per_node(store: Store) -> int | None:
     try:
         names = [one.path for one in store.list_dir(folder)]
         newest = max(name for name in names if name.endswith(".resume.json"))
-        record = decode_json(store.read(newest, limit=_MAX_RECORD), max_bytes=_MAX_RECORD)
+        record = read_json(store, newest, max_bytes=_MAX_RECORD)
     except (StorageError, ValueError):
         return None
     cluster = record.get("cluster") if isinstance(record, dict) else None

@@ -23,7 +23,7 @@ from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Kind, Store, TooLarge
 from ckptctl.storage.opening import absolute_url
 
 ROOT_FILE = f"{OWN_FOLDER}/root.json"
@@ -156,5 +156,5 @@ def _read_attempt(store: Store, number: int) -> str | None:
             store.read(path, limit=_MAX_BYTES), "ckptctl.fence/1", names, max_objects=8
         )
         return text_in(fields["attempt"], "attempt")
-    except (OwnFileUnreadable, PathNotFound):
+    except (OwnFileUnreadable, PathNotFound, TooLarge):
         return None

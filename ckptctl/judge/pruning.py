@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.layouts import OWN_FOLDER, StepName, compile_pattern, is_own
 from ckptctl.formats.marks import Word
 from ckptctl.judge.arguments import conditions, known_level
@@ -203,7 +203,7 @@ def _resumed_from(store: Store) -> int | None:
     try:
         names = [one.path for one in store.list_dir(f"{OWN_FOLDER}/attempts")]
         newest = max(name for name in names if name.endswith(".resume.json"))
-        record = decode_json(store.read(newest, limit=_MAX_RECORD), max_bytes=_MAX_RECORD)
+        record = read_json(store, newest, max_bytes=_MAX_RECORD)
     except (PathNotFound, ValueError):
         return None
     step = record.get("step") if isinstance(record, dict) else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.loss.resumes import Boundary
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -61,20 +61,18 @@ def read_resume_report(
             if not names:
                 raise PathNotFound(folder)
             path = f"{attempts}/{names[0]}" if attempts else names[0]
-            data = store.read(path, limit=_MAX_BYTES)
+            url = join_url(folder, path)
+            return _parsed(url, read_json(store, path, max_bytes=_MAX_BYTES))
+        except NotJson as error:
+            raise UsageError(f"{url}: this is no report of a resume: {error}") from error
         except PathNotFound as error:
             raise UsageError(
                 f"{place}: there is no report of a resume; name the checkpoint's step with "
                 "--resume-step"
             ) from error
-    return _parsed(join_url(folder, path), data)
 
 
-def _parsed(url: str, data: bytes) -> ResumeReport:
-    try:
-        report = decode_json(data, max_bytes=_MAX_BYTES)
-    except NotJson as error:
-        raise UsageError(f"{url}: this is no report of a resume: {error}") from error
+def _parsed(url: str, report: object) -> ResumeReport:
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise UsageError(f"{url}: this is no report of a resume ({SCHEMA})")
     step, tokens = report.get("step"), report.get("tokens")

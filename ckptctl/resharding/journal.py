@@ -11,10 +11,10 @@ import json
 from collections.abc import Sequence
 
 from ckptctl.errors import PathNotFound
-from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.resharding.reading import Piece
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store
 
 SCHEMA = "ckptctl.reshard-journal/1"
 MAX_BYTES = 64 << 20
@@ -37,8 +37,7 @@ def note(
 def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
     """The runs that went into a file that is written; None where that is not known."""
     try:
-        data = store.read(entry_path(identity, name, path), limit=MAX_BYTES)
-        document = decode_json(data, max_bytes=MAX_BYTES)
+        document = read_json(store, entry_path(identity, name, path), max_bytes=MAX_BYTES)
         if not isinstance(document, dict):
             return None
         if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):
@@ -46,7 +45,7 @@ def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[
         return [
             Piece(str(f), int(s), int(a), int(n), int(c)) for f, s, a, n, c in document["proof"]
         ]
-    except (PathNotFound, TooLarge, ValueError, TypeError, KeyError):
+    except (PathNotFound, ValueError, TypeError, KeyError):
         return None
 
 

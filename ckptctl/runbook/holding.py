@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
-from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.own_files import time_now
 from ckptctl.judge.marking import user_name
 from ckptctl.runbook.record import Record
@@ -88,8 +88,8 @@ def held(record: Record, *, take_over: bool) -> Iterator[None]:
 def holder_of(record: Record) -> Holder | None:
     """Who was last seen at a run; None where nobody was, or it cannot be told."""
     try:
-        data = record.store.read(_path(record), limit=_MAX_BYTES)
-        found = Holder(**decode_json(data, max_bytes=_MAX_BYTES))  # type: ignore[arg-type]
+        document = read_json(record.store, _path(record), max_bytes=_MAX_BYTES)
+        found = Holder(**document)  # type: ignore[arg-type]
         is_valid = (
             isinstance(found.by, str)
             and isinstance(found.host, str)

@@ -23,7 +23,7 @@ from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import time_now
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import join_url
 
 Event = Mapping[str, object]
@@ -139,7 +139,10 @@ def _loaded(store: Store, folder: str) -> Record:
         path = f"{folder}/{name}"
         if name != f"{number:06d}.json":
             _refuse(store, folder, f"event {number} is missing")
-        data = store.read(path, limit=MAX_EVENT_BYTES)
+        try:
+            data = store.read(path, limit=MAX_EVENT_BYTES)
+        except TooLarge as error:
+            _refuse(store, path, f"it has more than {MAX_EVENT_BYTES:,} bytes", error)
         n_bytes += len(data)
         if n_bytes > MAX_RECORD_BYTES:
             _refuse(store, folder, f"its events have more than {MAX_RECORD_BYTES >> 20} MiB")
