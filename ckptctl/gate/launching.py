@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 
 from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.gate.node import look_from_here
 from ckptctl.gate.probing import Compared, StorageProbe, Written
 from ckptctl.gate.results import NodeFacts
@@ -120,10 +121,10 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
             continue
         n_found += 1
         try:
-            report = report_of(json.loads(line[start:]))
+            report = report_of(decode_json(line[start:], max_bytes=_MOST_BYTES))
             if len(report.facts) != n_roots:
                 raise ValueError("roots")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise StorageUnavailable(
                 f"a node printed a report that cannot be read ({type(error).__name__}): "
                 f"{line[start : start + 200]}"
@@ -131,8 +132,10 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
         yield report
 
 
-def report_of(document: Mapping[str, object]) -> NodeReport:
+def report_of(document: object) -> NodeReport:
     """The report in a document; raises `ValueError`, `TypeError` or `KeyError` for another one."""
+    if not isinstance(document, dict):
+        raise TypeError("a report is a JSON object")
     roots = document["roots"]
     if not isinstance(roots, list):
         raise TypeError("roots")

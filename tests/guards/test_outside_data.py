@@ -205,6 +205,16 @@ def journal(root: Path, data: bytes) -> None:
         assert noted(store, "id", "step_30", "__0_0.distcp", 8) is None
 
 
+def node_report(root: Path, data: bytes) -> None:
+    from ckptctl.errors import StorageUnavailable
+    from ckptctl.gate.launching import SCHEMA, _reports_in
+
+    line = f'{{"schema": "{SCHEMA}", "roots": {data.decode("utf-8", "replace")}}}'
+    with pytest.raises(StorageUnavailable) as raised:
+        list(_reports_in(line, 1))
+    assert raised.value.exit_code == 75
+
+
 def runbook_record(root: Path, data: bytes) -> None:
     from ckptctl.runbook.record import newest
 
@@ -235,6 +245,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "failures/loglines.py": (classify_reads_a_log,),
     "formats/own_files.py": (seals, marks, marks_in_a_file, fence),
     "formats/safetensors.py": (safetensors_header, safetensors_index),
+    "gate/launching.py": (node_report,),
     "gate/suspects.py": (preflight_reads_a_resume_report,),
     "judge/pruning.py": (prune_reads_a_resume_report,),
     "judge/small_values.py": (sidecar,),
