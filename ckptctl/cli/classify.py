@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -95,13 +94,10 @@ def classify(
         scheduler=scheduler.value if scheduler else None,
         **storage,
     )
-    document = partial(classify_document, answer)
-    lines = partial(classification_lines, answer)
-    bare = answer.nodes if print_nodes else (answer.domain.value,)
-    if not (out.talks and (print_nodes or print_word)):
-        out.answer(document, lines, bare=bare)
-    else:
-        out.save(document)
-        out.lines(lines(), to=out.err)
-        out.bare(bare)
+    out.answer(
+        lambda: classify_document(answer),
+        lambda: classification_lines(answer),
+        bare=answer.nodes if print_nodes else (answer.domain.value,),
+        bare_only=print_nodes or print_word,
+    )
     return answer.exit_code

@@ -76,6 +76,14 @@ def cost(
         option("--gpus", metavar="N", min=1, help="GPUs of the job: say it in GPU hours too."),
     ] = None,
     pattern: PatternOpt = None,
+    print_cadence: Annotated[
+        bool,
+        option(
+            "--print-cadence",
+            help="Print only how the interval compares with the time between failures: "
+            "short-enough, longer-than-best, above-mtbf or unknown; the rest on standard error.",
+        ),
+    ] = False,
     *,
     storage: Storage,
     out: Output,
@@ -102,9 +110,11 @@ def cost(
         pattern=pattern,
         **storage,
     )
+    bare = () if found.daly_s is None else (f"{found.daly_s:.0f}",)
     out.answer(
         lambda: cost_document(found),
         lambda: cost_lines(found),
-        bare=() if found.daly_s is None else (f"{found.daly_s:.0f}",),
+        bare=(found.cadence.value,) if print_cadence else bare,
+        bare_only=print_cadence,
     )
     return found.exit_code

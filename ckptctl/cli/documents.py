@@ -125,6 +125,7 @@ def _judgement(judgement: Judgement) -> Document:
             "smallest_jump": plain(judgement.level.smallest_jump),
         },
         "findings": plain(judgement.findings),
+        "throughput": plain(judgement.throughput),
     }
 
 

@@ -16,6 +16,7 @@ from ckptctl.cli.views.loss import canary_lines, loss_lines
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import follow_loss
 from ckptctl.loss.plots import check_plot, write_plot
+from ckptctl.loss.vitals import Pace
 
 EXAMPLES = (
     "ckptctl loss train.log",
@@ -45,6 +46,24 @@ def loss(
             metavar="N",
             min=0,
             help="The last step that the checkpoint holds; by default what the log says.",
+        ),
+    ] = None,
+    resume_tokens: Annotated[
+        int | None,
+        option(
+            "--resume-tokens",
+            metavar="N",
+            min=0,
+            help="The tokens that the checkpoint had seen at that step.",
+        ),
+    ] = None,
+    resume_samples: Annotated[
+        int | None,
+        option(
+            "--resume-samples",
+            metavar="N",
+            min=0,
+            help="The samples that the checkpoint had seen at that step.",
         ),
     ] = None,
     resume_report: Annotated[
@@ -139,6 +158,15 @@ def loss(
             "long to wait for one answer of the storage, 30 s where it is not said.",
         ),
     ] = None,
+    print_throughput: Annotated[
+        bool,
+        option(
+            "--print-throughput",
+            help="Print only how the speed after the resume compares with the run before it "
+            "(in-band, slower, faster or unknown), and the answer on standard error; --follow "
+            "waits for it.",
+        ),
+    ] = False,
     *,
     storage: Storage,
     out: Output,
@@ -161,8 +189,11 @@ def loss(
         reports = follow_loss(
             paths,
             resume_step=resume_step,
+            resume_tokens=resume_tokens,
+            resume_samples=resume_samples,
             report=resume_report,
             strict=strict,
+            with_throughput=print_throughput,
             wait_s=timeout,
             max_steps=max_steps,
             **reading,
@@ -173,6 +204,8 @@ def loss(
         report = ckptctl.check_loss(
             paths[:-1] if canary else paths,
             resume_step=resume_step,
+            resume_tokens=resume_tokens,
+            resume_samples=resume_samples,
             report=resume_report,
             resume=_which(resume),
             strict=strict,
@@ -185,10 +218,13 @@ def loss(
     if follow and out.as_json:
         out.save(lambda: loss_document(report))
         return report.exit_code
+    judged = report.judged
+    pace = Pace.UNKNOWN if judged is None else judged.throughput.pace
     out.answer(
         lambda: loss_document(report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
-        bare=(report.verdict.value,),
+        bare=(pace.value if print_throughput else report.verdict.value,),
+        bare_only=print_throughput,
     )
     return report.exit_code
 

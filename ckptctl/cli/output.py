@@ -139,12 +139,19 @@ class Output:
         lines: Callable[[], Iterable[Line]],
         *,
         bare: Iterable[str] = (),
+        bare_only: bool = False,
     ) -> None:
-        """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`."""
+        """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`.
+
+        With `bare_only` the lines go to standard error, and the `bare` to standard output: a
+        script reads the one, and its transcript holds both.
+        """
         self.save(document)
         if self.as_json:
             self.document(document())
-        elif self.quiet:
+        elif self.quiet or bare_only:
+            if not self.quiet:
+                self.lines(lines(), to=self.err)
             self.bare(bare)
         else:
             self.lines(lines())

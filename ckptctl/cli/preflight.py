@@ -100,6 +100,15 @@ def preflight(
     require_seal: RequireSealOpt = False,
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
+    log: Annotated[
+        list[str] | None,
+        option(
+            "--log",
+            metavar="FILE",
+            help="A training log of the job that died, oldest first: count the steps, tokens and "
+            "seconds behind the chosen step, which are computed again.",
+        ),
+    ] = None,
     launcher: Annotated[
         list[str] | None,
         option(
@@ -177,6 +186,7 @@ def preflight(
             require_seal=require_seal,
             key=seal_key(key_file),
             marks=marks,
+            logs=log or (),
             launchers=parse_launchers(launcher, storage["timeout_s"]),
             crew=crew,
             **storage,

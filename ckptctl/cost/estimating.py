@@ -14,7 +14,9 @@ from ckptctl.cost.durations import duration
 from ckptctl.cost.measuring import Measured, measured
 from ckptctl.cost.model import (
     DAY_S,
+    Cadence,
     available_interval,
+    cadence_of,
     daly_interval,
     effective_share,
     mtbf_of,
@@ -41,7 +43,8 @@ class RecoveryCost:
     `startup_s` the rest, from rescheduling to the first new step; `per_failure_s` is
     their sum. `young_s`, `daly_s` and `available_s` are best intervals (see `model`).
     `share` is the effective training time ratio at the interval there is, `best_share` at
-    Daly's. What cannot be worked out from what is known is None.
+    Daly's. `cadence` compares the interval with the time between failures. What cannot be
+    worked out from what is known is None.
     """
 
     given: tuple[Given, ...]
@@ -57,6 +60,7 @@ class RecoveryCost:
     message: str
     exit_code: int
     next_command: str | None
+    cadence: Cadence = Cadence.UNKNOWN
 
 
 def recovery_cost(
@@ -209,6 +213,7 @@ def _answer(
         message=_words(interval_s, per_failure_s, daly_s, mtbf_s),
         exit_code=0,
         next_command=_next(root, interval_s, save_s, mtbf_s),
+        cadence=cadence_of(interval_s, save_s, mtbf_s),
     )
 
 

@@ -11,6 +11,7 @@ et al., arXiv 2410.21680.
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 DAY_S = 86_400.0
 
@@ -61,3 +62,23 @@ def first_order_share(interval_s: float, save_s: float, mtbf_s: float, restart_s
     """The same as anyone can work it out on paper: right where failures are rare, 0 at least."""
     lost = save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
     return max(0.0, 1 - lost)
+
+
+class Cadence(str, Enum):
+    """The time between saves, against how often the job fails."""
+
+    SHORT_ENOUGH = "short-enough"
+    LONGER_THAN_BEST = "longer-than-best"
+    ABOVE_MTBF = "above-mtbf"
+    UNKNOWN = "unknown"
+
+
+def cadence_of(interval_s: float | None, save_s: float | None, mtbf_s: float | None) -> Cadence:
+    """Whether the interval is below the mean time between failures, and twice the best one."""
+    if interval_s is None or mtbf_s is None:
+        return Cadence.UNKNOWN
+    if interval_s >= mtbf_s:
+        return Cadence.ABOVE_MTBF
+    if save_s and interval_s > 2 * daly_interval(save_s, mtbf_s):
+        return Cadence.LONGER_THAN_BEST
+    return Cadence.SHORT_ENOUGH

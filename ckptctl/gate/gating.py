@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ckptctl.cost.measuring import Measured, measured_in
-from ckptctl.errors import UsageError
+from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import parts_of
 from ckptctl.gate.launching import Launcher, NodeReport, arguments, holds
@@ -92,6 +92,7 @@ def preflight(
     require_seal: bool = False,
     key: bytes | None = None,
     marks: str | None = None,
+    logs: Sequence[str] = (),
     launchers: Sequence[Launcher] = (),
     crew: Crew | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -108,7 +109,8 @@ def preflight(
     `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
-    and compares, and looks at the newest 20 steps for what damaged ones share. `launchers`
+    and compares, and looks at the newest 20 steps for what damaged ones share. `logs`
+    are those of the job that died: the work behind the chosen step is counted. `launchers`
     start the same look on other nodes, and what they see is compared. `crew` are
     the other processes of the job, each of which must call this. The rest is `pick`'s.
 
@@ -222,6 +224,7 @@ def preflight(
                 check_capacity(asked_size, source, picked.chosen, seen),
                 *(check_sizes(sizes) if world_sizes else ()),
                 _check_resharding(stores, picked.chosen, advice, endpoint_url),
+                _check_recomputed(logs, picked.chosen, to_storage) if logs else None,
                 check_cadence(named.first, mtbf_s, seen) if picked.chosen else None,
             ]
             return tuple(one for one in checks if one is not None), advice, sizes
@@ -341,6 +344,29 @@ def _check_resharding(
         return None
     root, name = _root_of(stores, chosen), base_name(chosen.url)
     return check_resharding(advice, command(root, name, advice.world_size, endpoint))
+
+
+def _check_recomputed(
+    logs: Sequence[str], chosen: Report | None, to_storage: Mapping[str, object]
+) -> Check | None:
+    """The work that is done again from the chosen step, by the logs of the job that died."""
+    if chosen is None or chosen.number is None:
+        return None
+    from ckptctl.loss.legs import split
+    from ckptctl.loss.reading import read_logs
+    from ckptctl.loss.recomputed import recomputed_from
+
+    try:
+        parts = split(read_logs(logs, **to_storage), around=chosen.number)  # type: ignore[arg-type]
+    except LogWithoutLoss as error:
+        return Check("recompute", Outcome.WARNING, error.message)
+    again = recomputed_from(chosen.number, parts.legs[-1].rows) if parts.legs else None
+    if again is None:
+        return Check("recompute", Outcome.WARNING, "the logs hold no step: nothing can be counted")
+    if not again.steps and again.to_step < chosen.number:
+        words = f"the logs end at step {again.to_step:,}, before the step that is loaded"
+        return Check("recompute", Outcome.WARNING, words)
+    return Check("recompute", Outcome.OK, f"computed again: {again.message}")
 
 
 def _answer(

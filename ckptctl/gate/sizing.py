@@ -13,7 +13,7 @@ from dataclasses import replace
 from ckptctl.checks.world_size import check_world_size
 from ckptctl.cost.durations import duration
 from ckptctl.cost.measuring import Measured
-from ckptctl.cost.model import daly_interval
+from ckptctl.cost.model import Cadence, cadence_of, daly_interval
 from ckptctl.findings import Report
 from ckptctl.gate.results import Capacity, Check, Outcome, Sized
 from ckptctl.model import Part
@@ -162,10 +162,11 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     best_s = daly_interval(seen.save_s, mtbf_s) if seen.save_s else None
     advice = "" if best_s is None else f"; best is every {duration(best_s, digits=3)}"
     command = f"ckptctl cost {shlex.quote(root)} --mtbf {mtbf_s:g}"
-    if seen.interval_s >= mtbf_s:
+    cadence = cadence_of(seen.interval_s, seen.save_s, mtbf_s)
+    if cadence is Cadence.ABOVE_MTBF:
         words += f": most work is done again{advice}"
         return Check("cadence", Outcome.WARNING, words, next_command=command)
-    if best_s is not None and seen.interval_s > 2 * best_s:
+    if cadence is Cadence.LONGER_THAN_BEST:
         return Check("cadence", Outcome.WARNING, words + advice, next_command=command)
     return Check("cadence", Outcome.OK, words)
 

@@ -75,12 +75,15 @@ def read_resume_report(
 def _parsed(url: str, report: object) -> ResumeReport:
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise UsageError(f"{url}: this is no report of a resume ({SCHEMA})")
-    step, tokens = report.get("step"), report.get("tokens")
+    step = report.get("step")
     root, path = report.get("root"), report.get("path")
     boundary = None
     if isinstance(step, int):
-        counted = tokens if isinstance(tokens, int) else None
-        boundary = Boundary(step, "report", counted, _seconds(report.get("at")))
+        tokens, samples = (
+            count if isinstance(count, int) else None
+            for count in (report.get("tokens"), report.get("samples"))
+        )
+        boundary = Boundary(step, "report", tokens, samples, _seconds(report.get("at")))
     return ResumeReport(
         url=url,
         root=root if isinstance(root, str) else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptctl.errors import LogWithoutLoss, UsageError
@@ -16,8 +16,16 @@ from ckptctl.findings import Finding, in_order
 from ckptctl.loss.boundaries import ResumeReport, read_resume_report
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
 from ckptctl.loss.legs import Split, split
+from ckptctl.loss.recomputed import Recomputed, recomputed_by
 from ckptctl.loss.replay import MIN_ROWS
-from ckptctl.loss.resumes import Boundary, Resume, canary_of, resume_at, resumes
+from ckptctl.loss.resumes import (
+    Boundary,
+    Resume,
+    canary_of,
+    resume_at,
+    resume_numbered,
+    resumes,
+)
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.unread import Unread
 from ckptctl.loss.verdict import FORCES, Judgement, LossVerdict, decisive, judge, worst_of
@@ -31,7 +39,8 @@ class LossReport:
     `verdict` is the worst of the `judgements`, one for each resume that was judged;
     `n_resumes` counts all in the logs. `findings` are of the logs as a whole, worst
     first; those of a resume are in its judgement. `faults` and `missing` speak of the
-    last resume that was judged. `report` is the resume report that the boundary came
+    last resume that was judged. `recomputed` is the work that is done again because of the
+    resume, None where nothing says so. `report` is the resume report that the boundary came
     from. `next_commands` are in the order in which to run them.
     """
 
@@ -47,6 +56,7 @@ class LossReport:
     missing: tuple[Missing, ...]
     report: ResumeReport | None
     next_commands: tuple[str, ...]
+    recomputed: Recomputed | None = None
 
     @property
     def judged(self) -> Judgement | None:
@@ -58,6 +68,8 @@ def check_loss(
     logs: str | Sequence[str],
     *,
     resume_step: int | None = None,
+    resume_tokens: int | None = None,
+    resume_samples: int | None = None,
     report: str | None = None,
     resume: int | str = "last",
     strict: bool = False,
@@ -72,8 +84,9 @@ def check_loss(
     """Say whether the loss continued across a resume, from the logs of the run.
 
     `logs` are files or URLs in the order of time. Where the resume was is taken from
-    `resume_step`, the last step that the checkpoint holds; else from `report`, a resume
-    report or the checkpoint root that holds it; else from the logs. `resume` is `last`,
+    `resume_step`, the last step that the checkpoint holds, with `resume_tokens` and
+    `resume_samples`, its counts at that step, where they are known; else from `report`, a
+    resume report or the checkpoint root that holds it; else from the logs. `resume` is `last`,
     `all`, or the number of one, counted from 1. `strict` makes `no-jump` end with 31.
     `canary` is the log of a short resume of its own over steps that `logs` hold already:
     it is judged, and nothing but steps that both logged counts.
@@ -92,7 +105,8 @@ def check_loss(
         "endpoint_url": endpoint_url,
         "timeout_s": timeout_s,
     }
-    boundary, found = boundary_of(resume_step, report, **storage)
+    asked = asked_boundary(resume_step, resume_tokens, resume_samples)
+    boundary, found = boundary_of(asked, report, **storage)
 
     unread = Unread()
 
@@ -119,19 +133,38 @@ def check_loss(
         return _without_loss(error, paths, unread)
 
 
+def asked_boundary(
+    step: int | None, tokens: int | None = None, samples: int | None = None
+) -> Boundary | None:
+    """The checkpoint that the caller names; raises `UsageError` for counts without a step."""
+    if step is not None:
+        return Boundary(step, "asked", tokens, samples)
+    if tokens is not None or samples is not None:
+        raise UsageError(
+            "--resume-tokens and --resume-samples are counts at a step: name it with --resume-step"
+        )
+    return None
+
+
 def boundary_of(
-    resume_step: int | None, report: str | None, **storage: Any
+    asked: Boundary | None, report: str | None, **storage: Any
 ) -> tuple[Boundary | None, ResumeReport | None]:
     """The checkpoint that is said to have been resumed from, and the report that says so.
 
-    Raises `UsageError` where there is no such report, or where the job began fresh.
+    What the caller names comes first. The counts and the time of a report are those of its
+    own step. Raises `UsageError` where there is no such report, or the job began fresh.
     """
     found = None if report is None else read_resume_report(report, **storage)
-    if resume_step is not None:
-        return Boundary(resume_step, "asked"), found
-    if found is not None and found.boundary is None:
+    reported = None if found is None else found.boundary
+    if asked is not None:
+        if reported is None or reported.step != asked.step:
+            return asked, found
+        known = {"tokens": asked.tokens, "samples": asked.samples}
+        given = {name: count for name, count in known.items() if count is not None}
+        return replace(reported, source="asked", **given), found
+    if found is not None and reported is None:
         raise UsageError(f"{found.url}: the job began fresh, so there is no resume to judge")
-    return (None if found is None else found.boundary), found
+    return reported, found
 
 
 def check_rows(
@@ -206,7 +239,9 @@ def report_on(
         raise UsageError(f"the logs hold {parts.n_legs - 1} resumes, and none has number {resume}")
     judgements = tuple(judge(each) for each in chosen)
     findings = in_order([*_of_logs(parts, judgements, boundary), *_damage(unread)])
-    return _answer(parts, judgements, findings, logs, report, strict=strict)
+    answer = _answer(parts, judgements, findings, logs, report, strict=strict)
+    again = recomputed_by(judgements[-1].resume) if judgements else None
+    return replace(answer, recomputed=again)
 
 
 def _answer(
@@ -295,7 +330,8 @@ def _chosen(
         return list(there)
     if number is None:
         return list(there[-1:])
-    return [each for each in there if each.number == number]
+    numbered = resume_numbered(parts, number, boundary)
+    return [numbered] if numbered is not None else []
 
 
 def _of_logs(

@@ -90,11 +90,16 @@ def _step(resume: Resume) -> Iterator[Finding]:
     first = resume.first_step
     if boundary.step <= first <= last:
         return
-    if first > last and _tokens_say_no_gap(resume):
+    # A step that the caller names is held against the log: where the job that died had
+    # logged the steps between, counters that go on say that a newer step was loaded.
+    claimed = boundary.source == "asked" and any(
+        boundary.step < row.step < first for row in resume.before
+    )
+    if first > last and not claimed and _tokens_say_no_gap(resume):
         return
     how = "goes back behind" if first < boundary.step else "leaves a gap after"
     yield Finding(
-        "loss.step" if first < boundary.step else "loss.gap",
+        "loss.step" if first < boundary.step or boundary.source == "asked" else "loss.gap",
         _where(resume.after[0]),
         f"the log {how} the checkpoint: it holds step {boundary.step:,}, "
         f"and the first step logged after the resume is {first:,}",
@@ -183,12 +188,13 @@ def _counted_from_report(
     """The same where the log of before is not there, by what the checkpoint holds."""
     rates = _per_step(resume.after[:_N_RECENT], count)
     counted, boundary = count(first), resume.boundary
-    if count is not _tokens_of or counted is None or not rates:
+    if counted is None or boundary is None or not rates or median(rates) <= 0:
         return None
-    if boundary is None or boundary.tokens is None or median(rates) <= 0:
+    held = boundary.tokens if count is _tokens_of else boundary.samples
+    if held is None:
         return None
     per_step = median(rates)
-    expected = boundary.tokens + per_step * (first.step - boundary.step)
+    expected = held + per_step * (first.step - boundary.step)
     return expected, counted.value, max(per_step, counted.quantum)
 
 

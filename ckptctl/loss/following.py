@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.checking import LossReport, boundary_of, report_on
+from ckptctl.loss.checking import LossReport, asked_boundary, boundary_of, report_on
 from ckptctl.loss.legs import Split, Splitter
 from ckptctl.loss.level import WINDOWS
 from ckptctl.loss.reading import LogReader
@@ -22,6 +22,7 @@ from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement
 from ckptctl.loss.resumes import Boundary
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.verdict import Judgement, LossVerdict, decisive
+from ckptctl.loss.vitals import Pace, may_tell_throughput
 from ckptctl.storage.opening import is_local
 
 POLL_S = 1.0
@@ -143,6 +144,9 @@ def follow_loss(
     logs: Sequence[str],
     *,
     resume_step: int | None = None,
+    resume_tokens: int | None = None,
+    resume_samples: int | None = None,
+    with_throughput: bool = False,
     report: str | None = None,
     strict: bool = False,
     format: str | None = None,  # noqa: A002 - what it is called everywhere
@@ -156,13 +160,15 @@ def follow_loss(
     """Yield a report each time that was looked, the last of them when it is settled.
 
     Ends early after `wait_s` seconds, or `max_steps` steps after the resume, with the
-    verdict of then. `logs` are files, read to their end one after the other and then
+    verdict of then. `with_throughput` also waits until the rows say whether the speed is back.
+    `logs` are files, read to their end one after the other and then
     watched, or `-` for standard input; a file may be missing until it is there. The other
     arguments are those of `check_loss`.
 
     Raises `UsageError` for what cannot be watched.
     """
-    boundary, found = boundary_of(resume_step, report, **storage)
+    asked = asked_boundary(resume_step, resume_tokens, resume_samples)
+    boundary, found = boundary_of(asked, report, **storage)
 
     def reader_of(path: str) -> Callable[[], LogReader]:
         return lambda: LogReader(path, format=format, pattern=pattern, keys=keys)
@@ -191,12 +197,22 @@ def follow_loss(
             )
         yield now
         judged = now.judged
-        if judged is not None and (is_settled(judged) or _enough(judged, max_steps)):
+        if judged is not None and _enough(judged, max_steps):
             return
+        if judged is not None and is_settled(judged):
+            wrong = judged.verdict is LossVerdict.DISCONTINUOUS
+            if not with_throughput or wrong or _pace_is_known(judged):
+                return
         if over:
             return
         left_s = poll_s if ends_at is None else ends_at - time.monotonic()
         time.sleep(max(0.0, min(poll_s, left_s)))
+
+
+def _pace_is_known(judged: Judgement) -> bool:
+    """Whether rows to come cannot say more about the throughput than those that are there."""
+    known = judged.throughput.pace is not Pace.UNKNOWN
+    return known or not may_tell_throughput(judged.resume)
 
 
 def _may_part(parts: Split, boundary: Boundary | None) -> bool:

@@ -23,14 +23,15 @@ N_AFTER = 1_000
 class Boundary:
     """The checkpoint that a job says it resumed from.
 
-    `step` is the last step that the checkpoint holds, `tokens` the count at that step
-    where it is known, `source` who says so: `report`, `log` or `asked`. `at_s` is when the
-    job resumed, in seconds since 1970.
+    `step` is the last step that the checkpoint holds, `tokens` and `samples` the counts at
+    that step where they are known, `source` who says so: `report`, `log` or `asked`. `at_s`
+    is when the job resumed, in seconds since 1970.
     """
 
     step: int
     source: str
     tokens: int | None = None
+    samples: int | None = None
     at_s: float | None = None
 
 
@@ -75,6 +76,28 @@ def resumes(split: Split) -> tuple[Resume, ...]:
     return tuple(_resume(split.legs, i, n_lost + i, None) for i in range(1, len(split.legs)))
 
 
+def resume_numbered(split: Split, number: int, boundary: Boundary | None) -> Resume | None:
+    """The resume with this number; None where there is none, or it was not kept.
+
+    It is held against the boundary where the caller named its step, where the boundary
+    fits it, or where it is the last one: a report of another resume says nothing of it.
+    """
+    n_lost = split.n_legs - len(split.legs)
+    i = number - n_lost
+    if not 1 <= i < len(split.legs):
+        return None
+    is_its_own = boundary is not None and (
+        boundary.source == "asked" or i == len(split.legs) - 1 or _fits(split.legs[i], boundary)
+    )
+    return _resume(split.legs, i, number, boundary if is_its_own else None)
+
+
+def _fits(leg: Leg, boundary: Boundary) -> bool:
+    """Whether a leg begins just behind the checkpoint."""
+    interval = log_interval(leg.rows[:100])
+    return boundary.step <= leg.first_step <= boundary.step + max(1, interval)
+
+
 def resume_at(split: Split, boundary: Boundary, *, part: bool = True) -> Resume | None:
     """The last resume that fits a boundary; None where nothing was logged after it.
 
@@ -82,16 +105,18 @@ def resume_at(split: Split, boundary: Boundary, *, part: bool = True) -> Resume 
     other went on writing without a trace is parted at the step, if `part` allows it:
     what the job that died logged behind its checkpoint looks just like that, so a report
     parts a log only where the clock of the rows says that the resume lies between them.
-    Failing both, the last leg is meant, and its counter is wrong.
+    Where an earlier leg has reached the step, the checkpoint may be its own: the last leg
+    is meant, and its counter is wrong. So it is failing both.
     """
     legs, n_lost = split.legs, split.n_legs - len(split.legs)
     for i in reversed(range(1, len(legs))):
-        interval = log_interval(legs[i].rows[:100])
-        if boundary.step <= legs[i].first_step <= boundary.step + max(1, interval):
+        if _fits(legs[i], boundary):
             return _resume(legs, i, n_lost + i, boundary)
     parted = _parted(legs, boundary, n_lost) if part else None
     last = _resume(legs, len(legs) - 1, n_lost + len(legs) - 1, boundary) if legs[1:] else None
-    return (last or parted) if boundary.source == "report" else (parted or last)
+    if boundary.source == "report" or any(one.last_step >= boundary.step for one in legs[:-1]):
+        return last or parted
+    return parted or last
 
 
 def canary_of(known: Split, canary: Split) -> Resume | None:

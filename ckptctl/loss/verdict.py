@@ -17,7 +17,7 @@ from ckptctl.loss.level import Level, measure_level
 from ckptctl.loss.observed import later, of_level, of_other_data, of_replay, share, too_little
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Replay, compare_replay
 from ckptctl.loss.resumes import Resume
-from ckptctl.loss.vitals import check_grad_norm, check_throughput
+from ckptctl.loss.vitals import Throughput, check_grad_norm, check_throughput, measure_throughput
 
 
 class LossVerdict(str, Enum):
@@ -93,6 +93,7 @@ class Judgement:
     replay: Replay
     level: Level
     findings: tuple[Finding, ...]
+    throughput: Throughput
 
 
 def judge(resume: Resume) -> Judgement:
@@ -108,7 +109,13 @@ def judge(resume: Resume) -> Judgement:
         findings = in_order(_findings(resume, replay, level))
     verdict = _verdict(findings, replay)
     return Judgement(
-        verdict, _message(verdict, findings, replay, level), resume, replay, level, findings
+        verdict,
+        _message(verdict, findings, replay, level),
+        resume,
+        replay,
+        level,
+        findings,
+        measure_throughput(resume),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from statistics import median
 
@@ -70,39 +71,124 @@ class _Vital:
     """A number whose band of before is looked for after the resume."""
 
     name: str
+    words: str
     unit: str
     of: Callable[[Row], Number | None]
+    more_is_slower: bool = False
 
 
 _VITALS = (
-    _Vital("the throughput", "/s", lambda row: row.throughput),
-    _Vital("the time for a step", " s", lambda row: row.step_time_s),
-    _Vital("the MFU", "", lambda row: row.mfu),
+    _Vital("throughput", "the throughput", "/s", lambda row: row.throughput),
+    _Vital(
+        "step_time_s", "the time for a step", " s", lambda row: row.step_time_s, more_is_slower=True
+    ),
+    _Vital("mfu", "the MFU", "", lambda row: row.mfu),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """A number before and after the resume; `row` is the first that was compared."""
+
+    vital: _Vital
+    row: Row
+    low: float
+    high: float
+    then: float
+    now: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the job is slower than nine of ten rows before the resume."""
+        if self.vital.more_is_slower:
+            return self.now > self.high * (1 + _BAND)
+        return self.now < self.low * (1 - _BAND)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the job is faster than nine of ten rows before the resume."""
+        if self.vital.more_is_slower:
+            return self.now < self.low * (1 - _BAND)
+        return self.now > self.high * (1 + _BAND)
+
+
+class Pace(str, Enum):
+    """The speed after the resume, against the band of the run before it."""
+
+    SLOWER = "slower"
+    IN_BAND = "in-band"
+    FASTER = "faster"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """The speed after the resume: the answer, and the number that decided.
+
+    `name` is `throughput`, `step_time_s` or `mfu`; `before` and `after` are medians,
+    `low` and `high` the band of nine in ten rows before. All are None where `pace` is
+    unknown: the log does not hold the number, or too few rows of it.
+    """
+
+    pace: Pace
+    name: str | None = None
+    before: float | None = None
+    after: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def measure_throughput(resume: Resume) -> Throughput:
+    """Whether throughput, time for a step and MFU are back where they were.
+
+    One of them that is slower decides, then one that is faster.
+    """
+    bands = list(_bands(resume))
+    if not bands:
+        return Throughput(Pace.UNKNOWN)
+    slower = [each for each in bands if each.is_slower]
+    faster = [each for each in bands if each.is_faster]
+    pace = Pace.SLOWER if slower else Pace.FASTER if faster else Pace.IN_BAND
+    band = (slower or faster or bands)[0]
+    return Throughput(pace, band.vital.name, band.then, band.now, band.low, band.high)
+
+
+def may_tell_throughput(resume: Resume) -> bool:
+    """Whether enough rows before the resume hold a number, so that rows to come can tell."""
+    return any(_base(resume, vital) is not None for vital in _VITALS)
 
 
 def check_throughput(resume: Resume) -> Iterator[Finding]:
     """Yield `loss.throughput` for each number that has not come back into its band."""
-    warm = _WARM_UP if resume.interval == 1 else 2
-    for vital in _VITALS:
-        before = _values(resume.before, vital)[-5 * _N_BASE :]
-        after = _values(resume.after[warm:], vital)[:_N_BASE]
-        if len(before) < _N_BASE or len(after) < _N_FIRST or _is_clock(before):
+    for band in _bands(resume):
+        if not (band.is_slower or band.is_faster):
             continue
-        low, *_, high = sorted(before)[len(before) // 10 : len(before) - len(before) // 10]
-        now = median(after)
-        if low * (1 - _BAND) <= now <= high * (1 + _BAND):
-            continue
-        then = median(before)
-        row = resume.after[warm]
+        vital = band.vital
         yield Finding(
             "loss.throughput",
-            f"{row.place.file}:{row.place.line}",
-            f"{vital.name} is {now:,.4g}{vital.unit} after the resume, {now / then:.2f} times "
-            "what it was",
-            expected=f"{low:,.4g} to {high:,.4g}{vital.unit}",
-            found=f"{now:,.4g}{vital.unit}",
+            f"{band.row.place.file}:{band.row.place.line}",
+            f"{vital.words} is {band.now:,.4g}{vital.unit} after the resume, "
+            f"{band.now / band.then:.2f} times what it was",
+            expected=f"{band.low:,.4g} to {band.high:,.4g}{vital.unit}",
+            found=f"{band.now:,.4g}{vital.unit}",
         )
+
+
+def _bands(resume: Resume) -> Iterator[_Band]:
+    warm = _WARM_UP if resume.interval == 1 else 2
+    for vital in _VITALS:
+        before = _base(resume, vital)
+        after = _values(resume.after[warm:], vital)[:_N_BASE]
+        if before is None or len(after) < _N_FIRST:
+            continue
+        low, *_, high = sorted(before)[len(before) // 10 : len(before) - len(before) // 10]
+        yield _Band(vital, resume.after[warm], low, high, median(before), median(after))
+
+
+def _base(resume: Resume, vital: _Vital) -> list[float] | None:
+    """The newest values before the resume; None where there are too few, or they are a clock."""
+    before = _values(resume.before, vital)[-5 * _N_BASE :]
+    return None if len(before) < _N_BASE or _is_clock(before) else before
 
 
 def _values(rows: Sequence[Row], vital: _Vital) -> list[float]:

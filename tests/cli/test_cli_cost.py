@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from command_line import run_ckptctl, validated
 
 KNOWN = ("--interval", "1h", "--save-time", "60", "--mtbf", "11124", "--load", "5m")
@@ -14,6 +15,17 @@ def test_the_table_names_each_number_and_ends_without_a_next_command_when_all_is
     assert f"  {'in GPU hours':18}{'4.7':>12}\n" in done.stdout
     assert "  at the best              87.6%  with Daly's interval\n" in done.stdout
     assert "next:" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "word"),
+    [("1h", "above-mtbf"), ("2h", "longer-than-best"), ("60d", "short-enough"), (None, "unknown")],
+)
+def test_the_cadence_is_a_word_to_branch_on(mtbf, word):
+    known = ["--interval", "1h", "--save-time", "60"]
+    done = run_ckptctl("cost", *known, *(["--mtbf", mtbf] if mtbf else []), "--print-cadence")
+    assert (done.stdout, done.returncode) == (f"{word}\n", 0)
+    assert "a failure costs" in done.stderr
 
 
 def test_the_document_holds_to_its_schema_also_where_little_is_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -453,6 +454,24 @@ def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outco
     check = check_cadence("ckpt", mtbf, Measured(5, interval_s=3600, steps_apart=1, save_s=60))
     assert check.outcome is outcome
     assert says in check.message
+
+
+def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root: Path, tmp_path: Path):
+    log = tmp_path / "train.jsonl"
+    rows = [
+        {"step": n, "loss": 3 - n / 1000, "tokens": n * 4096, "time": 1e9 + 2 * n}
+        for n in range(350)
+    ]
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = ckptctl.preflight(str(root), logs=[str(log)])
+    assert message(found, "recompute").startswith("computed again: 49 steps, 200,704 tokens")
+    assert message(found, "recompute").endswith("(from step 300 to step 349)")
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:250]))
+    found = ckptctl.preflight(str(root), logs=[str(log)])
+    assert outcomes(found)["recompute"] is Outcome.WARNING
+    log.write_text("nothing to see\n")
+    assert ckptctl.preflight(str(root), logs=[str(log)]).exit_code == 0
+    assert run_ckptctl("preflight", root, "--log", tmp_path / "gone.log").returncode == 2
 
 
 # The probe

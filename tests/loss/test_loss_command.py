@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
-from made_losses import DIED, SAVED, loss_at, resumed, times
+from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 
 from ckptctl.loss.rows import Row
 
@@ -98,6 +98,7 @@ def test_the_resume_report_gives_the_boundary_and_the_next_commands(tmp_path, lo
         "step": SAVED,
         "source": "report",
         "tokens": None,
+        "samples": None,
         "at_s": 1795219200.0,
     }
     reject, pick = document["next_commands"]
@@ -193,3 +194,117 @@ def test_rows_of_megatron_that_are_no_single_step_are_left_out(tmp_path):
     assert done.stdout.startswith("continuous: ")
     assert "resumed after step 200 (by the log)" in done.stdout
     assert "left out: 1 step whose rows are means" in done.stdout
+
+
+# The step that was picked, what it counts, and how fast the job is
+
+
+def reported(root: Path, step: int, at: str = "2026-11-21T00:00:00.000000Z") -> Path:
+    """A root with the report of one resume."""
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    report = {"schema": "ckptctl.resume/1", "at": at, "step": step, "tokens": step * TOKENS}
+    report |= {"root": str(root), "path": str(root / f"step_{step}")}
+    (attempts / "20261121T000000.000000Z-00000000.resume.json").write_text(json.dumps(report))
+    return root
+
+
+def test_a_numbered_resume_keeps_the_step_that_the_report_names(tmp_path):
+    items = [*rows(1, 112), *rows(101, 212), *rows(201, 260)]
+    path = written(tmp_path / "train.jsonl", items)
+    root = reported(tmp_path / "run", SAVED)
+    done = run_ckptctl("loss", path, "--resume", "2", "--resume-report", root, "--json")
+    (judgement,) = validated(done.stdout)["judgements"]
+    assert (judgement["number"], judgement["boundary"]["step"]) == (2, SAVED)
+    assert judgement["boundary"]["tokens"] == SAVED * TOKENS
+    # The report of the newest resume says nothing of the one before it.
+    done = run_ckptctl("loss", path, "--resume", "1", "--resume-report", root, "--json")
+    (judgement,) = validated(done.stdout)["judgements"]
+    assert (judgement["number"], judgement["boundary"]) == (1, None)
+
+
+@pytest.mark.parametrize("loaded", [150, 207], ids=["older", "newer"])
+def test_a_job_that_loaded_another_step_than_was_named_is_discontinuous(tmp_path, loaded):
+    old = written(tmp_path / "old.jsonl", rows(1, 212))
+    new = written(tmp_path / "new.jsonl", rows(loaded + 1, 260))
+    assert run_ckptctl("loss", old, new, "--resume-step", loaded).returncode == 0
+    done = run_ckptctl("loss", old, new, "--resume-step", SAVED, "--json")
+    document = validated(done.stdout)
+    assert done.returncode == 30
+    assert document["judgements"][0]["findings"][0]["code"] == "loss.step"
+    assert document["judgements"][0]["where"]["file"] == str(new)
+
+
+@pytest.mark.parametrize("what", ["tokens", "samples"])
+def test_the_counts_of_the_checkpoint_are_held_against_the_new_log(tmp_path, what):
+    new = tmp_path / "new.jsonl"
+    lines = [{"step": n, "loss": loss_at(n), what: n * TOKENS} for n in range(SAVED + 1, 260)]
+    new.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    option = [f"--resume-{what}", SAVED * TOKENS]
+    right = run_ckptctl("loss", new, "--resume-step", SAVED, *option, "--json")
+    assert "loss.tokens" not in right.stdout
+    wrong = run_ckptctl("loss", new, "--resume-step", SAVED, option[0], 7 * SAVED * TOKENS)
+    assert "loss.tokens" not in run_ckptctl("loss", new, "--resume-step", SAVED).stdout
+    assert wrong.returncode == 30 or "no-resume" in wrong.stdout
+    lone = run_ckptctl("loss", new, *option)
+    assert lone.returncode == 2
+    assert "name it with --resume-step" in lone.stderr
+
+
+def paced(path: Path, before: float, after: float, key: str = "tokens_per_second") -> Path:
+    """A log with the speed in every row."""
+    lines = [
+        {"step": n, "loss": round(loss_at(n), 4), key: speed * (1 + 0.01 * math.sin(n))}
+        for steps, speed in ((range(1, 213), before), (range(201, 260), after))
+        for n in steps
+    ]
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "after", "word"),
+    [
+        ("tokens_per_second", 1000.0, "in-band"),
+        ("tokens_per_second", 500.0, "slower"),
+        ("tokens_per_second", 2000.0, "faster"),
+        ("step_time_s", 2000.0, "slower"),
+        ("step_time_s", 500.0, "faster"),
+        ("something_else", 500.0, "unknown"),
+    ],
+)
+def test_the_speed_after_the_resume_is_a_word_to_branch_on(tmp_path, key, after, word):
+    path = paced(tmp_path / "train.jsonl", 1000.0, after, key)
+    done = run_ckptctl("loss", path, "--print-throughput")
+    assert (done.stdout, done.returncode) == (f"{word}\n", 0)
+    assert done.stderr.startswith("continuous: ")
+    document = validated(run_ckptctl("loss", path, "--json").stdout)
+    found = document["judgements"][0]
+    assert found["throughput"]["pace"] == word
+    codes = {finding["code"] for finding in found["findings"]}
+    assert ("loss.throughput" in codes) == (word in ("slower", "faster"))
+
+
+def test_the_work_that_is_done_again_is_counted(tmp_path, log):
+    done = run_ckptctl("loss", log(), "--resume-step", SAVED)
+    assert "computed again: 12 steps, 49,152 tokens (from step 200 to step 212)" in done.stdout
+    document = validated(run_ckptctl("loss", log(), "--resume-step", SAVED, "--json").stdout)
+    assert document["recomputed"] == {
+        "from_step": SAVED,
+        "to_step": DIED,
+        "steps": DIED - SAVED,
+        "tokens": (DIED - SAVED) * TOKENS,
+        "samples": None,
+        "seconds": None,
+    }
+
+
+def test_following_waits_for_the_speed_where_it_is_asked_for(tmp_path):
+    path = paced(tmp_path / "train.jsonl", 1000.0, 500.0)
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(text[: 212 + 14]))  # enough to settle the loss, and not the speed
+    plain = run_ckptctl("loss", path, "--follow", "--timeout", "60", "-q")
+    assert (plain.stdout, plain.returncode) == ("continuous\n", 0)
+    path.write_text("".join(text))
+    done = run_ckptctl("loss", path, "--follow", "--timeout", "60", "--print-throughput", "-q")
+    assert (done.stdout, done.returncode) == ("slower\n", 0)

@@ -17,6 +17,7 @@ from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number
 from ckptctl.loss.verdict import Judgement, LossVerdict
+from ckptctl.loss.vitals import Pace
 
 _STYLES: dict[LossVerdict, Style] = {
     LossVerdict.DISCONTINUOUS: "bad",
@@ -38,6 +39,7 @@ def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
     ]
     for judgement in report.judgements:
         lines += _resume_lines(judgement, several=len(report.judgements) > 1)
+    lines += section(_recomputed_lines(report))
     judged = report.judged
     if judged is not None:
         lines += section(_replay_lines(judged, several=len(report.judgements) > 1))
@@ -51,6 +53,18 @@ def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
     for command in report.next_commands:
         lines += next_line(command)
     return lines
+
+
+def _recomputed_lines(report: LossReport) -> Iterator[Line]:
+    """The work that is done again, and the speed of the resumed job."""
+    if report.recomputed is not None:
+        yield line(f"  computed again: {report.recomputed.message}", hang=4)
+    judged = report.judged
+    if judged is not None and judged.throughput.pace is not Pace.UNKNOWN:
+        pace = judged.throughput
+        style: Style = "warn" if pace.pace is Pace.SLOWER else ""
+        words = f" ({pace.name}: {pace.after:,.4g}, and {pace.before:,.4g} before)"
+        yield line("  speed after the resume: ", Span(pace.pace.value, style), words, hang=4)
 
 
 def _every_finding(report: LossReport) -> tuple[Finding, ...]:
