@@ -7,6 +7,7 @@ listing.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ def open_store(
     bytes of an object store. A request that failed in a way that may pass is
     repeated `retries` times, and then until `retry_for_s` seconds have passed:
     `SAVE_RETRY_S` for the store of a save, 0 where somebody waits for an answer.
+    The storage option `retry_for_s` changes the first of the two.
     A mounted file system has its own bounds, and `Watchdog`.
 
     Raises `UsageError` for an address that no store can have, and
@@ -48,6 +50,10 @@ def open_store(
         from ckptctl.storage.remote import open_remote
 
         options = dict(storage_options or {})
+        given = options.pop("retry_for_s", None)
+        if given is not None:
+            wanted = _seconds(given)
+            retry_for_s = wanted if retry_for_s else retry_for_s
         if endpoint_url:
             options["endpoint_url"] = endpoint_url
         return open_remote(
@@ -61,6 +67,16 @@ def open_store(
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
     return LocalStore(root, url=start + root)
+
+
+def _seconds(given: object) -> float:
+    try:
+        seconds = float(str(given))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"the storage option retry_for_s is {given!r}; it is a number of seconds")
+    return seconds
 
 
 def check_address(url: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import CkptctlError
 from ckptctl.formats.seals import Origin
 from ckptctl.judge.fencing import Token
 from ckptctl.train.evidence import NOT_FINITE, signature_of
@@ -22,6 +22,9 @@ from ckptctl.train.ledger import Ledger
 
 PROGRESS_EVERY_S = 30.0
 """How often progress is written down, in seconds."""
+
+RECORD_TIMEOUT_S = 5.0
+"""How long one try to write a line beside the training may take, and how long its end waits."""
 
 Hook = Callable[..., Any]
 
@@ -52,9 +55,9 @@ class Attempt:
         return Origin(self.token.attempt, self.resumed_from, job, node)
 
     def record(self, event: str, **fields: object) -> None:
-        """A line that nothing depends on: a storage that refuses it ends no training."""
-        with suppress(StorageError):
-            self.ledger.add(event, rank=self.ledger.rank, **fields)
+        """A line that nothing depends on, written by a thread: no training waits for it."""
+        with suppress(CkptctlError):
+            self.ledger.add_later(event, rank=self.ledger.rank, **fields)
 
     def note(self, step: int, loss: float | None) -> None:
         """Remember how far the training has come; write it down now and then, on rank 0."""
@@ -97,8 +100,7 @@ class Attempt:
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
         self._hooks = None
-        if self._over:
-            return
-        self._over = True
-        if self.ledger.rank == 0:
+        if not self._over and self.ledger.rank == 0:
             self.record("ended", step=self.step, how="exception" if self._has_failed else how)
+        self._over = True
+        self.ledger.close(RECORD_TIMEOUT_S)

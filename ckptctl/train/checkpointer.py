@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +23,8 @@ from ckptctl.judge.pruning import surplus
 from ckptctl.judge.removing import remove_step
 from ckptctl.model import Level
 from ckptctl.storage.opening import join_url, open_store
-from ckptctl.train.attempt import Attempt
+from ckptctl.storage.retrying import SAVE_RETRY_S
+from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.deciding import SETTLE_S, Looking
 from ckptctl.train.group import PATIENCE_S, Group, make_group
 from ckptctl.train.restoring import Policies
@@ -31,6 +33,7 @@ from ckptctl.train.saving import (
     Saver,
     check_step_format,
     clear_aside,
+    failing,
     flush_step,
     make_place,
     seal_step,
@@ -118,7 +121,10 @@ class Checkpointer:
             Policies(rng, accept_repetition, tuple(accept_lost)),
             looking,
             tell,
+            open_store(root, **looking.storage | {"timeout_s": RECORD_TIMEOUT_S}, retries=0),
         )
+        # An outage of a minute must not end a run that could save after it.
+        self._save_store = open_store(root, **looking.storage, retry_for_s=SAVE_RETRY_S)
         self._later = make_group(patience_s)  # for what runs beside the training
         self._keep, self._seed, self._seal, self._key = keep, seed, seal, key
         self._step_format = step_format
@@ -180,10 +186,12 @@ class Checkpointer:
         """Save everything as `step`, and seal it; its address. Every rank calls it.
 
         `tokens` and `samples` count from the beginning of the run, over all ranks. Returns
-        when the step is durable. Raises `SaveFailed` where it could not be saved, `Fenced`
-        where another attempt has taken the root over, `UsageError` where a whole step of
-        that number is there; older steps are as they were, whatever happens. In a replay
-        nothing is saved, and behind its last step `UsageError` is raised.
+        when the step is durable. Requests of an object store that fail are repeated for two
+        minutes (storage option `retry_for_s`). Raises `SaveFailed` where the step could not
+        be saved, with the cause, `Fenced` where another attempt has taken the root over,
+        `UsageError` where a whole step of that number is there, `RanksLost`; older steps are
+        as they were, whatever happens. In a replay nothing is saved, and behind its last
+        step `UsageError` is raised.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
@@ -246,7 +254,7 @@ class Checkpointer:
     def _ready(self, group: Group) -> tuple[Attempt, Saver]:
         attempt = self._begun()
         saver = Saver(
-            self._job.store, group, attempt.token, self._step_format, self._key, attempt.origin
+            self._save_store, group, attempt.token, self._step_format, self._key, attempt.origin
         )
         return attempt, saver
 
@@ -280,11 +288,13 @@ class Checkpointer:
     ) -> None:
         began_s = time.monotonic()
         group = saver.group
-        moved = group.from_first(lambda: make_place(saver, step))
-        written = write_step(saver, step, state, digest=self._seal)
-        flush_step(saver, step)
-        if self._seal:
-            seal_step(saver, step, written)
+        with failing(saver, f"step {step} was not saved", "older steps are as they were"):
+            moved = group.from_first(lambda: make_place(saver, step))
+            written = write_step(saver, step, state, digest=self._seal)
+        with failing(saver, f"step {step} was written, and is not sealed", "it may be whole"):
+            flush_step(saver, step)
+            if self._seal:
+                seal_step(saver, step, written)
         if group.is_first:
             attempt.record(
                 "saved",
@@ -295,10 +305,13 @@ class Checkpointer:
                 took_s=round(time.monotonic() - began_s, 3),
                 moved_aside=moved,
             )
+            attempt.ledger.drain(RECORD_TIMEOUT_S)
         keep = self._keep
         if keep is not None:
             protected = {step, attempt.resumed_from or 0}
-            group.from_first(lambda: self._prune(saver, protected, keep))
+            # What is not removed now goes with the next save: no training waits for it.
+            quick = replace(saver, store=self._job.store)
+            group.from_first(lambda: self._prune(quick, protected, keep))
 
     def _prune(self, saver: Saver, protected: Collection[int], keep: int) -> None:
         """Remove what is older than the steps that are kept; on rank 0 alone.
@@ -377,4 +390,7 @@ class Checkpointer:
         self._stager.close()
         if self._attempt is not None:
             self._attempt.leave(how)
+        else:
+            self._job.later.close()
         self._job.store.close()
+        self._save_store.close()

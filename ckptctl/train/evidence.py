@@ -29,7 +29,7 @@ from ckptctl.model import Level
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.ledger import ATTEMPTS_FOLDER, Event
+from ckptctl.train.ledger import ATTEMPTS_FOLDER, Row
 
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""
@@ -39,7 +39,7 @@ WITHIN_STEPS = 20
 
 NOT_FINITE = "non-finite loss"
 
-Attempts = tuple[tuple[str, tuple[Event, ...]], ...]
+Attempts = tuple[tuple[str, tuple[Row, ...]], ...]
 """What `read_attempts` gives: oldest attempt first."""
 
 _OF_OTHERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
@@ -77,7 +77,7 @@ class Failure:
 def failures_in(attempts: Attempts) -> Iterator[Failure]:
     """Yield at most one failure for each attempt: the first that says something."""
     for attempt, events in attempts:
-        resumed: Event = next((e for e in events if e.get("event") == "resumed"), {})
+        resumed: Row = next((e for e in events if e.get("event") == "resumed"), {})
         step, metadata = resumed.get("step"), resumed.get("metadata")
         if not isinstance(step, int) or not isinstance(metadata, dict):
             continue

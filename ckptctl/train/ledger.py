@@ -12,16 +12,20 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
+from ckptctl.errors import CkptctlError, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url
 from ckptctl.storage.publishing import sync_folder
+from ckptctl.storage.threads import start_daemon
 
 ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 
@@ -35,7 +39,8 @@ _MAX_LINE_BYTES = 1 << 20
 MAX_ATTEMPTS = 20
 """How many of the newest attempts are read."""
 
-Event = Mapping[str, Any]
+Row = Mapping[str, Any]
+"""One line of a ledger."""
 
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
@@ -70,29 +75,80 @@ class Ledger:
 
     On a file system every rank adds lines to the one file; an object store cannot
     append, so there each rank has an object of its own, written anew for each line.
+
+    `add` writes while the caller waits. `add_later` hands the line to a thread, which
+    writes it with one try through `later`, a store with a short timeout: a storage that
+    hangs must not hold the training. What could not be written is written with the next
+    line.
     """
 
     store: Store
     attempt: str
     rank: int = 0
+    later: Store | None = None
     _lines: list[bytes] = field(default_factory=list)
+    _queue: SimpleQueue[bytes | Event | None] = field(default_factory=SimpleQueue)
+    _thread: Thread | None = None
 
     def add(self, event: str, **fields: object) -> None:
-        """Add one line, durably. Raises `StorageError` where that cannot be."""
+        """Add one line, durably. Raises `StorageError` where that cannot be.
+
+        Not to be called after `add_later`.
+        """
+        self._write(self.store, self._line(event, fields))
+
+    def add_later(self, event: str, **fields: object) -> None:
+        """Add one line beside the caller, who does not wait and is told of no failure."""
+        if self._thread is None:
+            self._thread = start_daemon("ckptctl-ledger", self._write_queued)
+        self._queue.put(self._line(event, fields))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was handed to the thread has been tried, `timeout_s` at most."""
+        if self._thread is not None:
+            tried = Event()
+            self._queue.put(tried)
+            tried.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Drain, and end the thread; it closes `later` when it has done with it."""
+        self.drain(timeout_s)
+        if self._thread is not None:
+            self._queue.put(None)
+        elif self.later is not None:
+            self.later.close()
+
+    def _write_queued(self) -> None:
+        store = self.store if self.later is None else self.later
+        unwritten: list[bytes] = []
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, Event):
+                item.set()
+                continue
+            unwritten.append(item)
+            with suppress(CkptctlError, OSError):
+                self._write(store, b"".join(unwritten))
+                unwritten.clear()
+        if self.later is not None:
+            self.later.close()
+
+    def _line(self, event: str, fields: Mapping[str, object]) -> bytes:
         row = {"at": utc_now(), "event": event, "attempt": self.attempt, **fields}
-        line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+    def _write(self, store: Store, lines: bytes) -> None:
         if is_local(self.store.url):
             path = join_url(absolute_url(self.store.url), f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl")
             try:
                 _make_durable(os.path.dirname(path))
             except OSError as error:
                 raise StorageUnavailable(f"{path}: {error.strerror}") from error
-            append_line(path, line)
+            append_line(path, lines)
             return
-        self._lines.append(line)
         own = "" if self.rank == 0 else f".rank{self.rank}"
         path = f"{ATTEMPTS_FOLDER}/{self.attempt}{own}.jsonl"
-        self.store.put(path, b"".join(self._lines), replace=True)
+        store.put(path, b"".join((*self._lines, lines)), replace=True)
+        self._lines.append(lines)
 
 
 def _make_durable(folder: str) -> None:
@@ -112,7 +168,7 @@ def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
 
 def read_attempts(
     store: Store, *, last: int = MAX_ATTEMPTS
-) -> tuple[tuple[str, tuple[Event, ...]], ...]:
+) -> tuple[tuple[str, tuple[Row, ...]], ...]:
     """The newest attempts with their events in order of time, oldest attempt first.
 
     A ledger is a help and never a condition: a line that was cut short is passed over,
@@ -133,8 +189,8 @@ def read_attempts(
     )
 
 
-def _events(store: Store, paths: list[str], attempt: str) -> tuple[Event, ...]:
-    rows: list[Event] = []
+def _events(store: Store, paths: list[str], attempt: str) -> tuple[Row, ...]:
+    rows: list[Row] = []
     for path in paths:
         try:
             data = store.read(path, limit=_MAX_BYTES)

@@ -87,7 +87,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a resume works with: the root, the ranks, what they hold, and the caller's policies."""
+    """What a resume works with: the root, the ranks, what they hold, and the caller's policies.
+
+    `later` opens the same root with one short try, for what is written beside training.
+    """
 
     root: str
     store: Store
@@ -97,6 +100,7 @@ class Job:
     policies: Policies
     looking: Looking
     tell: Tell
+    later: Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     history = first(lambda: read_attempts(job.store))
     done = _resumed(job, resume_from, history)
     token = first(lambda: take_token(job.store, new_attempt))
-    attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank))
+    attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
     if first(lambda: _started(job, attempt, resume_from, done)):
         done = _resumed(job, resume_from, history)
     report = first(lambda: _reported(job, attempt, done, history[-1][0] if history else None))

@@ -13,8 +13,8 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,16 @@ from ckptctl import __version__
 from ckptctl.checks.byte_pass import Limits
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.stored import as_kept, best_of
-from ckptctl.errors import CkptctlError, PathNotFound, SaveFailed, StorageError, UsageError
+from ckptctl.errors import (
+    AccessDenied,
+    CkptctlError,
+    Fenced,
+    PathNotFound,
+    RanksLost,
+    SaveFailed,
+    StorageError,
+    UsageError,
+)
 from ckptctl.findings import Finding, Severity, Verdict
 from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.layouts import name_of_attempt, shard_rank, step_name
@@ -216,15 +225,42 @@ def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool =
         causes = [cause for cause, _ in error.failures.values()]
         if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
             raise _disk_full(saver, step, failures_of(error)) from error
-        raise SaveFailed(
+        failed = SaveFailed(
             f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
             next_command=f"ckptctl scan {shlex.quote(saver.store.url)}",
-        ) from error
+        )
+        if any(isinstance(cause, AccessDenied) for cause in causes):
+            failed.exit_code = AccessDenied.exit_code
+        raise failed from error
     except RuntimeError as error:
         if alone:
-            raise
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise SaveFailed(f"step {step} was not saved: {first[:300]}") from error
         raise ranks_lost(error) from error
     return files.written
+
+
+@contextmanager
+def failing(saver: Saver, what: str, left: str) -> Iterator[None]:
+    """Turn what a storage or a file does to a save into a `SaveFailed`, with its cause.
+
+    `what` begins the message and `left` ends it. `Fenced`, `RanksLost` and `UsageError`
+    say something else, and pass.
+    """
+    try:
+        yield
+    except (SaveFailed, Fenced, RanksLost, UsageError):
+        raise
+    except (CkptctlError, OSError) as error:
+        message = error.message if isinstance(error, CkptctlError) else str(error)
+        own = error.next_command if isinstance(error, CkptctlError) else None
+        failed = SaveFailed(
+            f"{what}: {message}; {left}",
+            next_command=own or f"ckptctl scan {shlex.quote(saver.store.url)}",
+        )
+        if isinstance(error, AccessDenied):  # no retry changes that
+            failed.exit_code = error.exit_code
+        raise failed from error
 
 
 def _check_still_held(saver: Saver) -> None:
