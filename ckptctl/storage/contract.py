@@ -42,6 +42,10 @@ class ShortRead(StorageError):
         self.size = size
 
 
+class Replaced(ShortRead):
+    """The file was replaced by another while its pieces were read."""
+
+
 class TooLarge(StorageError):
     """More than ckptctl takes in: a file over the limit, folders nested without end."""
 
@@ -170,14 +174,17 @@ class Store(Protocol):
         """Each span with its bytes, in the order asked for.
 
         Several are in flight at once where that is faster; at most 64 MiB wait
-        to be taken. Adjacent spans are not merged here: the caller knows better.
+        to be taken. On an object store all spans of one path are of one object:
+        where it is replaced meanwhile, `Replaced` is raised. Adjacent spans are not
+        merged here: the caller knows better.
         """
         ...
 
     def open_file(self, path: str) -> OpenFile:
         """A file to read many pieces of, into a buffer of the caller's; closed by the caller.
 
-        What was opened is what is read to the end, where the storage can promise that.
+        What was opened is what is read to the end; an object store raises `Replaced`
+        where it is another now.
         """
         ...
 

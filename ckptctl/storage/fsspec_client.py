@@ -75,12 +75,12 @@ class FsspecClient:
             found += level
         return found, None
 
-    def get(self, key: str, start: int, end: int) -> bytes:
-        """See `Client.get`."""
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
+        """See `Client.get`; no ETag."""
         data = bytes(self._ask(lambda: self._fs.cat_file(key, start=start, end=end), key))
         if not data:
             raise ShortRead(f"{key} ends before the bytes that were asked for")
-        return data
+        return data, ""
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """See `Client.put`; for stores of whole objects only."""

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace as with_fields
+from functools import partial
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge, Upload
+from ckptctl.storage.contract import (
+    Kept,
+    Kind,
+    OpenFile,
+    Replaced,
+    ShortRead,
+    Span,
+    TooLarge,
+    Upload,
+)
 from ckptctl.storage.in_flight import in_flight, read_in_flight
 from ckptctl.storage.paths import key_of
 from ckptctl.storage.retrying import Retries, Transient, retried
@@ -55,8 +65,11 @@ class Client(Protocol):
         """
         ...
 
-    def get(self, key: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, fewer where the object ends before; `ShortRead` at `start`."""
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
+        """Bytes `start` to `end`, fewer where the object ends before; `ShortRead` at `start`.
+
+        And the ETag of the object that they are of, empty where the storage has none.
+        """
         ...
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
@@ -126,7 +139,7 @@ class ObjectStore:
         """See `Store.read`: one request, for one byte more than the limit."""
         key = self._key(path)
         try:
-            data = self._tried(path, lambda: self._client.get(key, 0, limit + 1))
+            data, _ = self._tried(path, lambda: self._client.get(key, 0, limit + 1))
         except ShortRead:
             return b""  # a range of an empty object cannot be satisfied
         if len(data) > limit:
@@ -135,11 +148,11 @@ class ObjectStore:
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: always in flight, one request a span."""
-        return read_in_flight(self._span, spans)
+        return read_in_flight(partial(self._span, etags={}), spans)
 
     def open_file(self, path: str) -> OpenFile:
-        """See `Store.open_file`: a request for each piece; an object may be replaced meanwhile."""
-        return _OpenObject(self._span, path)
+        """See `Store.open_file`: a request for each piece."""
+        return _OpenObject(partial(self._span, etags={}), path)
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
         """See `Store.kept`."""
@@ -242,14 +255,19 @@ class ObjectStore:
     ) -> Callable[[], tuple[Sequence[Upload], object]]:
         return lambda: self._client.list_uploads(prefix, token=token)
 
-    def _span(self, span: Span) -> bytes:
+    def _span(self, span: Span, etags: dict[str, str]) -> bytes:
+        """The bytes of a span; `etags` holds those of the objects that were read before."""
         if span.length == 0:
             return b""
         key, end = self._key(span.path), span.offset + span.length
         wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were asked for"
         if span.offset < 0 or span.length < 0:
             raise ShortRead(f"{wanted}; there is no such range")
-        data = self._tried(span.path, lambda: self._client.get(key, span.offset, end))
+        data, etag = self._tried(span.path, lambda: self._client.get(key, span.offset, end))
+        if etags.setdefault(span.path, etag) != etag:
+            raise Replaced(
+                f"{self._named(span.path)} was replaced by another object while it was read"
+            )
         if len(data) < span.length:
             size = span.offset + len(data)
             raise ShortRead(f"{wanted}, it ends at {size:,}", size=size)
@@ -281,7 +299,7 @@ class ObjectStore:
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
-            return self._client.get(key, 0, len(data) + 1) == data
+            return self._client.get(key, 0, len(data) + 1)[0] == data
         except ShortRead:
             return not data
         except PathNotFound:

@@ -128,17 +128,17 @@ class ObstoreClient:
             raise StorageUnavailable(f"s3://{self._bucket}: what answers there is no S3 server")
         return found, None
 
-    def get(self, key: str, start: int, end: int) -> bytes:
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
         """See `Client.get`."""
         import obstore
 
-        def once() -> bytes:
+        def once() -> tuple[bytes, str]:
             answer = obstore.get(self._store, key, options={"range": (start, end)})
             data = bytes(answer.bytes())
             first, last = answer.range
             if len(data) != last - first:
                 raise Transient(f"{len(data):,} of {last - first:,} bytes arrived")
-            return data
+            return data, answer.meta["e_tag"] or ""
 
         return self._ask(once, key)
 

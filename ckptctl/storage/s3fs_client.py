@@ -73,7 +73,7 @@ class S3fsClient:
         except KeyError as exc:
             raise Transient(f"the answer is no listing, it has no {exc}") from exc
 
-    def get(self, key: str, start: int, end: int) -> bytes:
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
         """See `Client.get`."""
         return self._ask(self._get(key, start, end), key)
 
@@ -181,7 +181,7 @@ class S3fsClient:
     async def _call(self, method: str, **arguments: object) -> Any:
         return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)
 
-    async def _get(self, key: str, start: int, end: int) -> bytes:
+    async def _get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
         answer = await self._call("get_object", Key=key, Range=f"bytes={start}-{end - 1}")
         async with answer["Body"] as body:
             data: bytes = await body.read()
@@ -192,7 +192,7 @@ class S3fsClient:
             raise Transient("the answer does not say which bytes it holds")
         if said and (int(said[1]), int(said[2])) != (start, start + len(data) - 1):
             raise Transient(f"{len(data):,} bytes arrived as {said[0]}")
-        return data
+        return data, answer.get("ETag", "")
 
     async def _head(self, key: str) -> Mapping[str, Any]:
         client = await self._fs.set_session()

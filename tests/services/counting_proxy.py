@@ -240,7 +240,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _ask_upstream(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         upstream = http.client.HTTPConnection(self.owner.upstream, timeout=60)
         try:
-            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            # A client that takes this for its HTTP proxy sends the whole address.
+            path = re.sub(r"^http://[^/]+", "", self.path)
+            upstream.putrequest(self.command, path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 if name.lower() not in ("connection", "expect"):
                     upstream.putheader(name, value)

@@ -12,17 +12,17 @@ from services.processes import answers, end, free_port, wait_until
 
 
 @contextmanager
-def moto_server(folder: Path) -> Iterator[str]:
+def moto_server(folder: Path, host: str = "127.0.0.1") -> Iterator[str]:
     """Run the server while the context is open; gives its endpoint, logs into `folder`."""
     port = free_port()
     with (folder / "moto.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            [sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)],
             stdout=log,
             stderr=log,
         )
         try:
-            wait_until(lambda: answers(port), what="moto's server")
-            yield f"http://127.0.0.1:{port}"
+            wait_until(lambda: answers(port, host), what="moto's server")
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         finally:
             end(process)

@@ -19,11 +19,13 @@ def free_port() -> int:
         return port
 
 
-def answers(port: int) -> bool:
+def answers(port: int, host: str = "127.0.0.1") -> bool:
     """Whether something accepts connections on the port."""
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60) -> None:

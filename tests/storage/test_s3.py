@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from services.counting_proxy import CountingProxy, Fault
+from services.moto_server import moto_server
 from services.plugin import S3Server
 from services.processes import free_port, wait_until
 
@@ -28,7 +30,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage import obstore_client, retrying
-from ckptctl.storage.contract import ShortRead, Span, Store
+from ckptctl.storage.contract import Replaced, ShortRead, Span, Store
 from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.opening import open_store
 
@@ -660,6 +662,35 @@ def test_an_object_beside_a_folder_of_its_name_is_shown_as_both(
     assert sorted(found) == [("step_1", "dir"), ("step_1", "file")]
 
 
+def replaced(server: S3Server, prefix: str) -> Callable[[], object]:
+    """What puts another shard of the same size in the place of one."""
+    return lambda: server.client.put_object(
+        Bucket=server.bucket, Key=f"{prefix}/step_1/__0_0.distcp", Body=b"9876543210" * 1000
+    )
+
+
+def test_a_shard_that_is_replaced_between_two_reads_is_never_read_as_one(
+    store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str
+):
+    proxy.break_request("GET", replaced(s3_moto, prefix), nth=20)
+    spans = [Span("step_1/__0_0.distcp", n * 10, 10) for n in range(40)]
+    with pytest.raises(Replaced, match=r"__0_0\.distcp was replaced by another object"):
+        list(store.read_spans(spans))
+    # Whoever begins anew reads the new one, and that alone.
+    assert {data for _, data in store.read_spans(spans)} == {b"9876543210"}
+
+
+def test_an_open_shard_that_is_replaced_is_not_read_on(
+    store: Store, s3_moto: S3Server, prefix: str
+):
+    buffer = memoryview(bytearray(10))
+    with store.open_file("step_1/__0_0.distcp") as file:
+        file.read_into(0, buffer)
+        replaced(s3_moto, prefix)()
+        with pytest.raises(Replaced):
+            file.read_into(10, buffer)
+
+
 def test_a_range_that_outgrew_its_object_says_how_large_it_is(store: Store):
     with pytest.raises(ShortRead) as caught:
         list(store.read_spans([Span("step_1/.metadata", 4, 100)]))
@@ -705,6 +736,65 @@ def test_an_option_wins_over_the_environment(s3_ceph: S3Server, url: str, client
     assert "AccessDenied" in listed(url, client, **wrong)
     right = (f"key={s3_ceph.access_key}", f"secret={s3_ceph.secret_key}")
     assert listed(url, client, *right, **wrong) == "a"
+
+
+def test_requests_go_through_the_http_proxy_of_the_environment(
+    s3_ceph: S3Server,
+    counting_proxy: Callable[[str], CountingProxy],
+    url: str,
+    client: str,
+):
+    proxy = counting_proxy(s3_ceph.endpoint)
+    assert listed(url, client, **s3_ceph.environment, http_proxy=proxy.url) == "a"
+    assert proxy.counts == {"LIST": 1}
+    direct = {**s3_ceph.environment, "http_proxy": f"http://127.0.0.1:{free_port()}"}
+    assert "no answer after 1 try" in listed(url, client, **direct)
+    assert listed(url, client, **direct, no_proxy="127.0.0.1") == "a"
+
+
+def _has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_endpoint_of_ipv6_is_listed_read_and_written(tmp_path: Path, client: str):
+    data = os.urandom(PART_BYTES + 1)
+    with moto_server(tmp_path, "::1") as endpoint:
+        server = S3Server(endpoint, "test", "test")
+        options = {**server.options, "client": client}
+        with open_store(f"s3://{server.bucket}/run", storage_options=options) as store:
+            store.put("a", b"1")
+            store.put_pieces("big", lambda: iter([memoryview(data)]), len(data))
+            assert [info.path for info in store.list_tree()] == ["a", "big"]
+            assert store.read("big", limit=len(data)) == data
+
+
+def test_a_bucket_with_object_lock_is_written_replaced_and_removed_and_keeps_every_version(
+    s3_ceph: S3Server, client: str
+):
+    bucket = f"locked-{uuid.uuid4().hex[:12]}"
+    s3_ceph.client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+    days = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+    s3_ceph.client.put_object_lock_configuration(
+        Bucket=bucket, ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": days}
+    )
+    data = bytes(PART_BYTES + 1)
+    options = {**s3_ceph.options, "client": client}
+    with open_store(f"s3://{bucket}/run", storage_options=options) as store:
+        store.put("step_1/.metadata", b"1")
+        store.put("step_1/.metadata", b"2", replace=True)
+        store.put_pieces("step_1/shard", lambda: iter([memoryview(data)]), len(data))
+        store.remove("step_1/.metadata")
+        assert [info.path for info in store.list_tree()] == ["step_1/shard"]
+        store.put("step_1/.metadata", b"3")
+        assert store.read("step_1/.metadata", limit=1) == b"3"
+    versions = s3_ceph.client.list_object_versions(Bucket=bucket)["Versions"]
+    assert len(versions) == 4
 
 
 def test_an_s3a_url_is_the_same_storage(s3_ceph: S3Server, url: str, client: str):
