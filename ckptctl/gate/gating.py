@@ -30,7 +30,7 @@ from ckptctl.gate.sizing import (
     ranks_in,
     sized,
 )
-from ckptctl.gate.suspects import check_damage
+from ckptctl.gate.suspects import check_damage, check_writers
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.scanning import scan
@@ -221,6 +221,7 @@ def preflight(
                 *_check_roots(named, nodes, room),
                 probe,
                 check_damage(store, reports, f"ckptctl scan {named.words} --level content"),
+                check_writers(store, picked.chosen) if saved_world_size is None else None,
                 check_capacity(asked_size, source, picked.chosen, seen),
                 *(check_sizes(sizes) if world_sizes else ()),
                 _check_resharding(stores, picked.chosen, advice, endpoint_url),

@@ -338,6 +338,30 @@ def test_the_report_of_a_node_holds_to_its_schema(root: Path):
 # Ranks and saves
 
 
+def recorded(root: Path, name: str, step: int | None, world_size: int) -> None:
+    """The record of a resume, as ckptctl.train leaves it."""
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    record = {"schema": "ckptctl.resume/1", "step": step, "world_size": world_size}
+    (attempts / f"{name}.resume.json").write_text(json.dumps(record))
+
+
+def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts_them(root: Path):
+    recorded(root, "20261120T000000.000000Z-00000001", None, 2)
+    found = ckptctl.preflight(str(root))
+    assert (found.exit_code, outcomes(found)["writers"]) == (0, Outcome.OK)
+    # A later resume from the chosen step itself says nothing of who wrote it.
+    recorded(root, "20261122T000000.000000Z-00000003", 300, 8)
+    assert ckptctl.preflight(str(root)).exit_code == 0
+    recorded(root, "20261121T000000.000000Z-00000002", 200, 4)
+    found = ckptctl.preflight(str(root))
+    assert (found.path, found.exit_code) == (None, 11)
+    assert "4 ranks wrote it" in found.message
+    assert "no shard file of rank 2, 3; --saved-world-size 2 states" in found.message
+    assert ckptctl.preflight(str(root), saved_world_size=2).exit_code == 0
+    assert ckptctl.preflight(str(root), saved_world_size=4).step is None
+
+
 def test_the_environment_says_how_many_ranks_there_will_be():
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
     assert ranks_in(cluster_context(slurm)) == (32, "4 nodes of 8 GPUs")
