@@ -190,6 +190,7 @@ CODES: Mapping[str, Code] = {
     "pointer.differs": _remark("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is absent or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
+    "root.unnumbered": _remark("a checkpoint under the root bears no step number"),
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),
     "loss.step": _fault(None, "the step counter goes back behind the checkpoint"),

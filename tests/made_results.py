@@ -80,6 +80,7 @@ def scan(*reports: Report, chosen: int | None = None, **changes: object) -> Scan
         n_steps=len(reports),
         exit_code=0 if chosen is not None else 11,
         next_command=None if chosen is None else f"ckptctl pick {ROOT}",
+        message=f"resume from step {chosen}" if chosen else "none is usable",
     )
     return replace(made, **changes)
 

@@ -79,5 +79,4 @@ def misnamed(step: Step, number: int, further: str) -> Finding:
         f"here would begin at step {number}",
         expected=f"step {step.number}",
         found=f"step {number}",
-        next_command=shlex.join(["ckptctl", "accept", step.url, "--reason", "renamed on purpose"]),
     )

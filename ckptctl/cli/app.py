@@ -24,6 +24,7 @@ from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.repeating import TRUE
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 
@@ -52,6 +53,7 @@ COMMANDS = (
 """In the order in which help lists them; each is a module of `cli` with a function of its name."""
 
 _USAGE = 2
+_PATIENT_S = 120
 _READER_LEFT = 128 + signal.SIGPIPE
 
 
@@ -89,7 +91,7 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
     """Whether a flag is set, for when the command line could not be parsed."""
     value = os.environ.get(variable, "").lower()
     own = argv[: argv.index("--")] if "--" in argv else argv  # behind it, another's command line
-    return option in own or value in ("1", "true", "t", "yes", "y", "on")
+    return option in own or value in TRUE
 
 
 def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
@@ -192,7 +194,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",
-        next_command=_same(argv, "" if "--debug" in argv else "--debug"),
+        next_command="ckptctl explain 1" if "--debug" in argv else _same(argv, "--debug"),
     )
 
 
@@ -201,8 +203,8 @@ def _next(error: CkptctlError, argv: Sequence[str]) -> str:
     if isinstance(error, UsageError) and (error.instead is not None or error.without):
         return _mended(argv, error)
     if isinstance(error, StorageUnavailable):
-        patient = any(word.partition("=")[0] == "--timeout" for word in argv)
-        return _same(argv, "" if patient else "--timeout 120")
+        again = _same(argv, f"--timeout {_PATIENT_S}")
+        return f"ckptctl explain {error.exit_code}" if again == _same(argv) else again
     if isinstance(error, OutOfMemory):
         return "ckptctl explain step.no-memory"
     if error.exit_code == _USAGE:
@@ -227,7 +229,7 @@ def _mended(argv: Sequence[str], error: UsageError) -> str:
 
 
 def _same(argv: Sequence[str], option: str = "") -> str:
-    """The caller's own words, with `option`, as a shell reads it, added or in place of its like."""
+    """The caller's own words with `option`, as a shell reads it, added or in place of its like."""
     at = argv.index("--") if "--" in argv else len(argv)  # behind it, another's command line
     words = _without(argv[:at], option.partition(" ")[0]) if option else argv[:at]
     again = (shlex.join(["ckptctl", *without_secrets(words)]), option, shlex.join(argv[at:]))

@@ -42,7 +42,7 @@ _ALSO: Mapping[type, tuple[str, ...]] = {
     Report: ("usable", "interrupted", "damaged"),
 }
 # Pairs that are an object in JSON.
-_PAIRS = frozenset({"digests", "bytes_by_kind", "facts"})
+_PAIRS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 
 
 def scan_document(scan: Scan) -> Document:

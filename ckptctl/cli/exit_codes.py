@@ -47,8 +47,9 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     11: ExitCode(
         "steps exist, none is usable",
-        "Never start fresh: page someone. Run `ckptctl scan ROOT` to see every step with its "
-        "reason, and have the storage path looked at when several recent steps are damaged.",
+        "Never start fresh: page someone. The message names the newest step that is sound at the "
+        "level asked for, or says that there is none; `ckptctl runbook run storage-corruption "
+        "ROOT` leads on, and `ckptctl scan ROOT` shows every step with its reason.",
     ),
     20: ExitCode(
         "incomplete",

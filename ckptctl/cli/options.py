@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from ckptctl.cli.lines import Line, line
 from ckptctl.cli.output import Color, Output
-from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options, without_secrets
+from ckptctl.cli.repeating import definition_of, given_options, with_options
+from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
 from ckptctl.storage.watchdog import Watchdog
@@ -94,14 +95,6 @@ LevelOpt = Annotated[
         "--level",
         help="How deep to look: listing reads the metadata, structure also the frame of every "
         "record, content every byte. Default: as deep as is cheap on that storage.",
-    ),
-]
-VerifyLevelOpt = Annotated[
-    LevelChoice,
-    option(
-        "--level",
-        help="How deep to look: listing reads the metadata, structure also the frame of every "
-        "record, content every byte.",
     ),
 ]
 RequireOpt = Annotated[
@@ -363,9 +356,8 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
         timeout_s = common.get("timeout") or given.get("timeout") or _TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
-        repeated = ""
+        repeated = given_options(parameters, {**given, **common}, _SHARED)
         if takes_storage:
-            repeated = _repeated(common, given.get("pattern"))
             given["storage"] = {
                 "storage_options": parse_storage_options(common["storage_option"] or ()),
                 "endpoint_url": common["endpoint_url"],
@@ -376,7 +368,7 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
             quiet=common["quiet"],
             color=common["color"],
             report_file=common["report"],
-            repeated=repeated,
+            complete=lambda command: with_options(command, repeated, _taken_by),
         )
         out.lines(_ignored_lines(given), to=out.err)
         if not takes_storage:
@@ -405,16 +397,22 @@ def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
             )
 
 
-def _repeated(common: dict[str, Any], pattern: str | None) -> str:
-    """The options that a next command needs again; those in the environment it has already."""
-    words: list[str] = []
-    if pattern is not None and pattern != os.environ.get("CKPTCTL_PATTERN"):
-        words += ["--pattern", pattern]
-    url = common["endpoint_url"]
-    if url is not None and url != os.environ.get("CKPTCTL_ENDPOINT_URL"):
-        words += ["--endpoint-url", url]
-    pairs = common["storage_option"] or []
-    if pairs != os.environ.get("CKPTCTL_STORAGE_OPTION", "").split():
-        for pair in without_secrets(pairs):
-            words += ["--storage-option", pair]
-    return shlex.join(words)
+def _taken_by(command: str) -> set[int]:
+    """The identities of the options that a command takes; every one may reach a storage."""
+    try:
+        function = getattr(import_module(f"ckptctl.cli.{command}"), command)
+    except (ImportError, AttributeError):
+        return set()
+    parameters = inspect.signature(function, eval_str=True).parameters
+    own = {id(definition_of(each.annotation)) for each in parameters.values()}
+    reach = {id(definition_of(each)) for name, (each, _) in _STORAGE.items()}
+    return own | reach if "storage" in parameters else own
+
+
+_SHARED = [
+    definition
+    for each in (*globals().values(), *(each for each, _ in _STORAGE.values()))
+    if (definition := definition_of(each)) is not None
+    and all(definition is not definition_of(common) for common, _ in _COMMON.values())
+]
+"""The definitions of the options that several commands have: what an answer depends on."""

@@ -74,7 +74,7 @@ class Channel(NamedTuple):
             stream,
             terminal=terminal,
             width=_terminal_width(stream) if terminal else _columns("CKPTCTL_COLUMNS"),
-            unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑"),
+            unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑◇□"),
             color=_wants_color(color, terminal=terminal),
             must_arrive=must_arrive,
         )
@@ -111,13 +111,13 @@ class Output:
         quiet: bool = False,
         color: Color = Color.AUTO,
         report_file: str | None = None,
-        repeated: str = "",
+        complete: Callable[[str], str] = str,
     ) -> None:
-        """Take the caller's options; `repeated` are those that a next command needs again."""
+        """Take the caller's options; `complete` repeats in a next command those that it needs."""
         self.as_json = as_json
         self.quiet = quiet
         self._report_file = report_file
-        self._repeated = repeated
+        self._complete = complete
         # Colour is worth an import, but not in front of a training job.
         color = Color.NEVER if self.command == "pick" else color
         self.out = Channel.on(sys.stdout, color, must_arrive=True)
@@ -230,7 +230,7 @@ class Output:
 
     def _rendered(self, a_line: Line, channel: Channel) -> Iterable[str]:
         spans = tuple(
-            span._replace(text=in_shell(self._again(span.text)))
+            span._replace(text=in_shell(self._complete(span.text)))
             if span.style == "command"
             else span
             for span in a_line.spans
@@ -239,26 +239,18 @@ class Output:
         for part in wrapped(whole, channel.width):
             yield _colored(part) if channel.color else part.text
 
-    def _again(self, command: str) -> str:
-        """A next command with the caller's own options that it needs."""
-        if not command.startswith("ckptctl ") or command.startswith("ckptctl explain"):
-            return command
-        if command.endswith(" --help"):
-            return command
-        return command if self._repeated in command else f"{command} {self._repeated}"
-
     def _as_text(self, document: Document) -> str:
         from ckptctl.cli.documents import as_text
 
-        return as_text({key: self._with_again(key, value) for key, value in document.items()})
+        return as_text({key: self._with_options(key, value) for key, value in document.items()})
 
-    def _with_again(self, key: str, value: object) -> object:
+    def _with_options(self, key: str, value: object) -> object:
         if key == "next_command" and isinstance(value, str):
-            return self._again(value)
+            return self._complete(value)
         if isinstance(value, dict):
-            return {name: self._with_again(name, item) for name, item in value.items()}
+            return {name: self._with_options(name, item) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._with_again(key, item) for item in value]
+            return [self._with_options(key, item) for item in value]
         return value
 
     def _stdout(self) -> TextIO:

@@ -8,12 +8,13 @@ nothing is lost without colour; ASCII stands in where the terminal knows no more
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.cli.lines import Line, Span, Style, line
 from ckptctl.findings import CODES, Report, Severity, Verdict
 from ckptctl.formats.layouts import rank_local_rank, shard_rank
+from ckptctl.model import Level
 
 MAX_CELLS = 64
 """A row of ranks is never longer: beyond, nobody can tell one cell from the next."""
@@ -32,9 +33,10 @@ class Mark:
 
 
 LACKING = "lacking"
+VERIFIED = "verified"
 
 # Worst first, as `Verdict` has it; a step that is whole but lacks what was asked
-# for stands before the good ones.
+# for comes before the good ones.
 STEP_MARKS: Mapping[str, Mark] = {
     Verdict.UNSAFE.value: Mark("⊘", "U", "bad", "unsafe"),
     Verdict.UNKNOWN.value: Mark("?", "?", "warn", "unknown"),
@@ -46,18 +48,22 @@ STEP_MARKS: Mapping[str, Mark] = {
     Verdict.REJECTED.value: Mark("⨯", "R", "bad", "rejected"),
     Verdict.SUPERSEDED.value: Mark("»", "S", "warn", "superseded"),
     LACKING: Mark("◒", "-", "warn", "lacks state"),
-    Verdict.COMPLETE.value: Mark("✓", "+", "good", "complete"),
+    Verdict.COMPLETE.value: Mark("◇", "=", "good", "complete, bytes not compared"),
+    VERIFIED: Mark("✓", "+", "good", "complete, every byte verified"),
 }
 
 RANK_MARKS: Mapping[str, Mark] = {
     "damaged": Mark("✗", "X", "bad", "damaged"),
     "missing": Mark("○", "o", "bad", "missing"),
     "short": Mark("!", "!", "bad", "short"),
+    "unreadable": Mark("?", "?", "warn", "not readable"),
     "long": Mark("»", ">", "warn", "too long"),
     "extra": Mark("±", "x", "", "extra"),
     "empty": Mark("·", ".", "", "empty"),
     "none": Mark("-", "-", "", "no file"),
-    "whole": Mark("✓", "+", "good", "whole"),
+    "present": Mark("□", "p", "", "present, not checked"),
+    "framed": Mark("◇", "=", "", "structure checked, bytes not"),
+    "verified": Mark("✓", "+", "good", "verified"),
 }
 
 _RANK_STATES = {
@@ -66,14 +72,33 @@ _RANK_STATES = {
     "shard.trailing": "long",
     "shard.orphan": "extra",
     "shard.empty": "empty",
+    "step.denied": "unreadable",
+    "step.unknown": "unreadable",
+    "record.unverifiable": "present",
 }
+_PROVE_NOTHING = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
+"""Remarks on shards whose bytes no checksum of theirs proves."""
 
 
 def step_state(report: Report, *, passed_over: bool = False) -> str:
-    """The key of a step in `STEP_MARKS`; `passed_over` is newer than the one that `pick` takes."""
-    if report.verdict is Verdict.COMPLETE and (passed_over or not report.usable):
+    """The key of a step in `STEP_MARKS`; `passed_over` says that `pick` refused it.
+
+    A step without an optimizer is never shown as a good one: a resume would reset it.
+    """
+    verdict: str = report.verdict.value
+    if report.verdict is not Verdict.COMPLETE:
+        return verdict
+    held = report.state.held
+    if passed_over or not report.usable or (held and "optimizer" not in held):
         return LACKING
-    return report.verdict.value
+    return VERIFIED if every_byte_verified(report) else verdict
+
+
+def every_byte_verified(report: Report) -> bool:
+    """Whether checksums or a seal prove every byte of a step that is complete."""
+    if report.level is not Level.CONTENT or report.verdict is not Verdict.COMPLETE:
+        return False
+    return report.seal is not None or report.bytes_proven == report.bytes_in_records
 
 
 def step_mark(state: str, *, unicode: bool) -> Span:
@@ -82,18 +107,23 @@ def step_mark(state: str, *, unicode: bool) -> Span:
 
 
 def strip_of_steps(
-    reports: Sequence[Report], chosen: str | None, width: int, *, unicode: bool
+    reports: Sequence[Report],
+    chosen: str | None,
+    passed_over: Collection[str],
+    width: int,
+    *,
+    unicode: bool,
 ) -> list[Line]:
     """A row of glyphs, oldest step to newest, with an arrow under the chosen one.
 
-    `reports` are newest first. One cell stands for several steps where there are
-    more steps than cells: the cells are then filled from the newest end, and each
-    shows the worst of its steps.
+    `reports` are newest first, `passed_over` the addresses of those that `pick` refused.
+    One cell stands for several steps where there are more steps than cells: the cells are
+    then filled from the newest end, and each shows the worst of its steps.
     """
     if len(reports) < 2:
         return []
     at = next((i for i, report in enumerate(reports) if report.url == chosen), None)
-    states = [step_state(r, passed_over=at is not None and i < at) for i, r in enumerate(reports)]
+    states = [step_state(each, passed_over=each.url in passed_over) for each in reports]
     per_cell = -(-len(reports) // max(1, width - 2))
     newest_first = [states[i : i + per_cell] for i in range(0, len(states), per_cell)]
     cells = [_glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]
@@ -146,8 +176,10 @@ def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
 def rank_states(report: Report) -> dict[str, list[str]]:
     """For each part of the step the state of every rank's files: a key of `RANK_MARKS` each.
 
-    A rank is as bad as the worst that a finding says of one of its files.
+    A rank is as bad as the worst that a finding says of one of its files. Of the others the
+    state says how far the inspection came.
     """
+    reached = _reached(report)
     said: dict[tuple[str, int], list[str]] = {}
     for finding in report.findings:
         part, _, name = finding.where.rpartition("/")
@@ -166,11 +198,21 @@ def rank_states(report: Report) -> dict[str, list[str]]:
         n_ranks = min(_MAX_RANKS, max(size, max(present | named, default=-1) + 1))
         rows[part] = [
             _worst_key(
-                [*said.get((part, rank), ()), "whole" if rank in present else "none"], RANK_MARKS
+                [*said.get((part, rank), ()), reached if rank in present else "none"], RANK_MARKS
             )
             for rank in range(n_ranks)
         ]
     return rows
+
+
+def _reached(report: Report) -> str:
+    """What is known of a shard file that no finding speaks of."""
+    if report.level is Level.LISTING or report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED):
+        return "present"
+    unproven = any(f.code in _PROVE_NOTHING for f in report.findings) and report.seal is None
+    if report.level is Level.STRUCTURE or unproven or report.verdict is Verdict.UNVERIFIABLE:
+        return "framed"
+    return "verified"
 
 
 def _rank(name: str) -> int | None:

@@ -8,27 +8,32 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.documents import scan_document
 from ckptctl.cli.options import (
+    AcceptUnverifiableOpt,
+    BeforeOpt,
     GraceOpt,
     KeyFileOpt,
     LevelOpt,
     MarksOpt,
+    MaxFallbackOpt,
     OptionalRootOpt,
     PatternOpt,
     RequireOpt,
     RequireSealOpt,
     RootsArg,
     SavedWorldSizeOpt,
+    SkipOpt,
     Storage,
     WeightsOpt,
     WorldSizeOpt,
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of, parse_kinds, seal_key
+from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
 from ckptctl.cli.words import count
 from ckptctl.findings import Report
 from ckptctl.judge.results import Scan
+from ckptctl.judge.scanning import NEWEST
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -38,12 +43,16 @@ def scan(
     roots: RootsArg,
     optional_root: OptionalRootOpt = None,
     last: Annotated[
-        int | None,
-        option("--last", metavar="N", min=1, help="Only the newest N steps."),
-    ] = None,
+        int,
+        option("--last", metavar="N", min=0, help="Only the newest N steps; 0 for all of them."),
+    ] = NEWEST,
     level: LevelOpt = None,
     require: RequireOpt = None,
     weights_ok: WeightsOpt = False,
+    accept_unverifiable: AcceptUnverifiableOpt = False,
+    before: BeforeOpt = None,
+    skip: SkipOpt = None,
+    max_fallback: MaxFallbackOpt = 2,
     world_size: WorldSizeOpt = None,
     saved_world_size: SavedWorldSizeOpt = None,
     pattern: PatternOpt = None,
@@ -57,8 +66,11 @@ def scan(
 ) -> int:
     """Which steps are under a root, is each of them whole, and which one would pick take?
 
-    Steps are shown newest first, as soon as each has been looked at. With --quiet the
-    addresses of the usable steps are printed, one a line.
+    Steps are shown newest first, as soon as each has been inspected; --before STEP goes on where
+    the list ended. Without --level the steps that decide the choice are inspected as deep as pick
+    does, and the others by their listing and metadata; --level content reads every byte of every
+    step that is shown. With --quiet the address of the step that pick takes is printed, and those
+    of usable older ones, one a line.
     """
     named = dict.fromkeys((*roots, *(optional_root or ())))
     shown = _Shown(out, tuple(each.rstrip("/") or each for each in named))
@@ -66,10 +78,14 @@ def scan(
         *roots,
         optional_roots=optional_root or (),
         level=level_of(level),
-        last=last,
+        last=last or None,
         pattern=pattern,
         require=parse_kinds(require),
         weights_ok=weights_ok,
+        accept_unverifiable=accept_unverifiable,
+        before=before,
+        skip=parse_steps(skip),
+        max_fallback=max_fallback,
         grace_s=grace,
         require_seal=require_seal,
         key=seal_key(key_file),
@@ -89,20 +105,20 @@ class _Shown:
     def __init__(self, out: Output, roots: tuple[str, ...]) -> None:
         self._out = out
         self._roots = roots if len(roots) > 1 else ()
-        self._waiting: list[Report] = []
+        self._waiting: list[tuple[Report, str | None]] = []
         self._table: StepTable | None = None
 
-    def on_report(self, report: Report, is_chosen: bool) -> None:
-        """One more step was looked at."""
+    def on_report(self, report: Report, is_chosen: bool, reason: str | None) -> None:
+        """One more step was inspected."""
         if not self._out.talks:
             return
         if self._table is None:
-            self._waiting.append(report)
+            self._waiting.append((report, reason))
         if is_chosen:
             self._out.lines(chosen_lines(report))
             self._begin(report.url)
         elif self._table is not None:
-            self._out.lines(self._table.row(report))
+            self._out.lines(self._table.row(report, reason))
         else:
             self._out.progress(f"{count(len(self._waiting), 'step')} looked at")
 
@@ -121,10 +137,9 @@ class _Shown:
 
     def _begin(self, chosen: str | None) -> None:
         out = self._out.out
-        first = self._waiting[0]
+        first, _ = self._waiting[0]
         table = StepTable(first, chosen, time.time(), out.width, out.unicode, self._roots)
         self._table = table
         self._out.lines(table.head())
-        for report in self._waiting:
-            newer = chosen is not None and report.url != chosen
-            self._out.lines(table.row(report, passed_over=newer))
+        for report, reason in self._waiting:
+            self._out.lines(table.row(report, reason))

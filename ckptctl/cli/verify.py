@@ -13,6 +13,7 @@ from ckptctl.cli.documents import verify_document
 from ckptctl.cli.options import (
     GraceOpt,
     KeyFileOpt,
+    LevelOpt,
     MarksOpt,
     PatternOpt,
     RequireOpt,
@@ -20,15 +21,13 @@ from ckptctl.cli.options import (
     SavedWorldSizeOpt,
     StepArg,
     Storage,
-    VerifyLevelOpt,
     WorldSizeOpt,
     option,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.stopping import ended_by_signals
-from ckptctl.cli.values import LevelChoice, parse_duration, parse_kinds, seal_key
+from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
-from ckptctl.model import Level
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -40,7 +39,7 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 
 def verify(
     step: StepArg,
-    level: VerifyLevelOpt = LevelChoice.LISTING,
+    level: LevelOpt = None,
     require: RequireOpt = None,
     world_size: WorldSizeOpt = None,
     saved_world_size: SavedWorldSizeOpt = None,
@@ -111,7 +110,7 @@ def verify(
             stop = stack.enter_context(ended_by_signals()) if crew is None else None
         report = ckptctl.verify(
             step,
-            level=Level(level.value),
+            level=level_of(level),
             require=parse_kinds(require),
             world_size=world_size,
             saved_world_size=saved_world_size,

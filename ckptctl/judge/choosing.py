@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.layouts import StepName
 from ckptctl.judge.results import PassedOver
 from ckptctl.model import STATE_KINDS, Level
+
+MAX_LOOKED_FURTHER = 10
+"""How many steps behind too many damaged ones are inspected for the newest that is sound."""
 
 MAX_PREDECESSORS = 10
 """How many older steps are asked whether they hold the optimizer that a newer one lacks."""
@@ -51,7 +54,9 @@ class Choice:
     ended before the steps did: `unknown` for a step that could not be looked at,
     `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
     that turned out to be something else, `unknown` the copies of the step at which the
-    search stopped that could not be looked at.
+    search stopped that could not be looked at. `further` is there after too many damaged
+    steps: the search for the newest sound step behind them, which is for a person to
+    decide on.
     """
 
     chosen: Report | None = None
@@ -61,6 +66,7 @@ class Choice:
     unknown: list[Report] = field(default_factory=list)
     stopped: str | None = None
     exit_code: int = EXIT_NONE_USABLE
+    further: Choice | None = None
 
     def pass_over(self, report: Report, reason: str) -> None:
         """Note a step that is not taken."""
@@ -107,8 +113,23 @@ def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choic
             return choice
         if len(choice.damaged) > policy.max_fallback:
             choice.stopped = "suspect"
+            _look_further(candidates[n_seen:], look, policy, choice)
             return choice
     return choice
+
+
+def _look_further(
+    candidates: Sequence[Candidate], look: Look, policy: Policy, choice: Choice
+) -> None:
+    """Find the newest sound step behind too many damaged ones, and do not choose it."""
+    choice.further = Choice(damaged=[*choice.damaged])
+    n_seen = 0
+    for _, group in islice(groupby(candidates, key=lambda c: c.named.number), MAX_LOOKED_FURTHER):
+        copies = list(group)
+        n_seen += len(copies)
+        older = candidates[n_seen : n_seen + MAX_PREDECESSORS]
+        if _take_one_of(copies, older, look, policy, choice.further):
+            return
 
 
 def _take_one_of(
@@ -224,7 +245,7 @@ _KINDS_PER_RANK = ("rng", "dataloader")
 
 def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[str]:
     yield from (kind for kind in missing if kind in earlier.state.held)
-    yield from (f"the part {part}" for part in earlier.parts if part not in report.parts)
+    yield from (_part(part) for part in earlier.parts if part not in report.parts)
     if report.world_size != earlier.world_size:
         return
     # Safetensors have no metadata that would miss the shard of a rank.
@@ -237,6 +258,11 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
         now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
         if now is not None and before is not None and now < before:
             yield f"the {kind} of {before - now} of {before} ranks"
+
+
+def _part(path: str) -> str:
+    # The part without a path lies at the top of the step's folder.
+    return f"the part {path}" if path else "the tensors at the top of its folder"
 
 
 def _predecessors(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
+from ckptctl.findings import Finding
 from ckptctl.formats.layouts import step_name
 from ckptctl.judge.roots import RootListing, check_listed_again, read_listing
 from ckptctl.judge.targets import check_is_folder, check_root_there, parse_target
@@ -21,6 +22,7 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
 
 MAX_FOLDERS_TRIED = 64
+MAX_NAMED = 8
 _RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -72,6 +74,29 @@ def check_empty(store: Store, listing: RootListing, pattern: re.Pattern[str] | N
             "step number; say with --pattern where the number is, or name the step itself",
             next_command=f"ckptctl verify {shlex.quote(join_url(store.url, unnumbered[0]))}",
         )
+
+
+def check_unnumbered(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> Iterator[Finding]:
+    """Yield `root.unnumbered` where checkpoints bear no step number, which `pick` never takes.
+
+    Cost: one listing for each folder that is no step, at most `MAX_FOLDERS_TRIED`.
+    """
+    inside = _listed_folders(store, listing, pattern)
+    names = [*listing.unnumbered, *(name for name, one in inside if one.is_step)]
+    if not names:
+        return
+    looks = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
+    yield Finding(
+        "root.unnumbered",
+        ", ".join(names[:MAX_NAMED]),
+        f"{_some(names)} {looks} and bear{'s' * (len(names) == 1)} no step number: "
+        "not in the list, and never taken by pick",
+        expected="a step number in the name, or --pattern",
+        found=_some(names),
+        next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",
+    )
 
 
 def _check_path(url: str, *, exists: bool) -> None:

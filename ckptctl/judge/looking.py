@@ -341,7 +341,7 @@ def could_not_look(store: Store, error: StorageError | MemoryError, step: Step) 
         code, expected = "step.unknown", "an answer"
     finding = Finding(
         code,
-        step.name,
+        _named_in(error.message, step),
         error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
         expected=expected,
         found=error.message,
@@ -351,6 +351,12 @@ def could_not_look(store: Store, error: StorageError | MemoryError, step: Step) 
         return really_changed(store, step, [finding])[-1]
     except StorageError:
         return finding
+
+
+def _named_in(message: str, step: Step) -> str:
+    """The file of the step that a storage error names; the step where it names none."""
+    named = [file.path for file in step.files if f"{step.name}/{file.path}" in message]
+    return max(named, key=len, default=step.name)
 
 
 _NOT_KNOWN = {

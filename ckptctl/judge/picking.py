@@ -9,12 +9,13 @@ exit codes: there is none at all (10), none is usable (11), we could not look
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import (
@@ -143,6 +144,11 @@ class Looker:
             self.looked[candidate] = known
         return known.report
 
+    def found(self, candidate: Candidate) -> Report | None:
+        """The report on a candidate that was inspected already."""
+        known = self.looked.get(candidate)
+        return known.report if known else None
+
     def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
         steps = self._tiers[candidate.tier].listing.steps
         return older_steps(steps, candidate.named.number)
@@ -223,23 +229,30 @@ def _found(
     findings: Sequence[Finding],
     looker: Looker,
 ) -> Pick:
-    newer = [over for over in choice.passed_over if over.report.number != chosen.number]
-    message = f"resume from step {chosen.number}"
-    if newer:
-        steps = ", ".join(str(over.report.number) for over in newer)
-        message += f", falling back past {'steps' if len(newer) > 1 else 'step'} {steps}"
     return Pick(
-        answer=Answer.FELL_BACK if newer else Answer.FOUND,
+        answer=Answer.FELL_BACK if _newer(choice, chosen) else Answer.FOUND,
         roots=roots,
         chosen=chosen,
         passed_over=tuple(choice.passed_over),
         findings=tuple(findings),
         level=chosen.level,
         level_reason=looker.level_reason(chosen),
-        message=message,
+        message=found_message(choice, chosen),
         exit_code=0,
         next_command=None,
     )
+
+
+def _newer(choice: Choice, chosen: Report) -> list[int | None]:
+    numbers = [over.report.number for over in choice.passed_over]
+    return [number for number in numbers if number != chosen.number]
+
+
+def found_message(choice: Choice, chosen: Report) -> str:
+    """Which step is taken, and past which newer ones."""
+    newer = _newer(choice, chosen)
+    past = f", falling back past {_numbers(newer)}" if newer else ""
+    return f"resume from step {chosen.number}{past}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -281,7 +294,7 @@ def _gone(roots: Roots, findings: Sequence[Finding], pointer: Finding) -> Pick:
         message=f"no step is left in {_listed(roots.urls)}, but {pointer.where} names "
         f"{pointer.found}: what was saved here is gone; do not start fresh before you know why",
         exit_code=EXIT_NONE_USABLE,
-        next_command=f"ckptctl scan {roots.words}",
+        next_command=storage_corruption(roots),
     )
 
 
@@ -293,33 +306,11 @@ def _none(
     *,
     n_steps: int,
 ) -> Pick:
-    next_command = f"ckptctl scan {roots.words}"
-    answer = Answer.NONE_USABLE
-    if choice.stopped == "unknown":
-        last = choice.passed_over[-1]
-        answer = Answer.UNKNOWN
-        message = (
-            f"step {last.report.number} could not be looked at, so no older one is taken: "
-            f"{last.reason}"
-        )
-        next_command = f"ckptctl pick {roots.words} --skip {last.report.number}"
-    elif choice.stopped == "suspect":
-        n_damaged = len(choice.damaged)
-        message = (
-            f"{n_damaged} damaged step{'s' if n_damaged != 1 else ''}, more than --max-fallback "
-            f"{policy.max_fallback} allows: suspect the storage path itself before you trust an "
-            "older step"
-        )
-    elif not choice.passed_over:
-        message = f"none of the {n_steps} steps is left by --before and --skip"
-    else:
-        n_over = len(choice.passed_over)
-        message = (
-            f"{n_over} step{'s' if n_over != 1 else ''} looked at, and none is usable: "
-            "do not start fresh over them"
-        )
+    unknown = choice.stopped == "unknown"
+    message, next_command = none_usable(roots, choice, policy, n_steps)
+    sound = choice.further.chosen if choice.further else None
     return Pick(
-        answer=answer,
+        answer=Answer.UNKNOWN if unknown else Answer.NONE_USABLE,
         roots=roots.urls,
         chosen=None,
         passed_over=tuple(choice.passed_over),
@@ -329,4 +320,76 @@ def _none(
         message=message,
         exit_code=choice.exit_code,
         next_command=next_command,
+        newest_sound=sound.url if sound else None,
     )
+
+
+def none_usable(roots: Roots, choice: Choice, policy: Policy, n_steps: int) -> tuple[str, str]:
+    """Why no step is taken although there are `n_steps`, and what to run next."""
+    over = choice.passed_over
+    if choice.stopped == "unknown":
+        number = choice.unknown[-1].number
+        reason = next(one.reason for one in over if one.report is choice.unknown[-1])
+        message = f"step {number} could not be looked at, so no older one is taken: {reason}"
+        return message, f"ckptctl pick {roots.words} --skip {number}"
+    if not over:
+        return (
+            f"none of the {n_steps} steps is left by --before and --skip",
+            f"ckptctl explain {EXIT_NONE_USABLE}",
+        )
+    if choice.stopped == "suspect":
+        n_damaged = len(choice.damaged)
+        message = (
+            f"{n_damaged} damaged step{'s' if n_damaged != 1 else ''}, more than --max-fallback "
+            f"{policy.max_fallback} allows: suspect the storage path itself before you trust an "
+            f"older step; {_newest_sound(choice)}"
+        )
+    else:
+        message = (
+            f"{len(over)} step{'s' if len(over) != 1 else ''} looked at, and none is usable: "
+            f"do not start fresh over them; {_newest_sound(choice)}"
+        )
+    return message, storage_corruption(roots)
+
+
+def storage_corruption(roots: Roots) -> str:
+    """The command that leads through a root on which no step can be used."""
+    words = ["ckptctl", "runbook", "run", "storage-corruption", roots.first]
+    others = [url for url in roots.urls if url != roots.first]
+    if others:
+        words += ["--set", f"OTHER_ROOT={others[0]}"]
+    return shlex.join(words)
+
+
+def _newest_sound(choice: Choice) -> str:
+    """Which step is sound although none is taken, or that there is none."""
+    level = choice.passed_over[-1].report.level.value
+    further = choice.further
+    if further is None or not (further.chosen or further.passed_over):
+        whole = [one for one in choice.passed_over if one.report.verdict is Verdict.COMPLETE]
+        if whole:
+            return f"step {whole[0].report.number} is whole, but {whole[0].reason}"
+        return f"no step is sound at {level}"
+    unknown = [one.report.number for one in further.passed_over if _is_unknown(one.report)]
+    said = f" ({_numbers(unknown)} could not be looked at)" if unknown else ""
+    if further.chosen is not None:
+        found = further.chosen
+        return f"the newest step that is sound at {found.level.value} is {found.number}{said}"
+    n_over = len(further.passed_over)
+    before = (
+        f"none of the {n_over} steps before them is" if n_over > 1 else "the step before is not"
+    )
+    return f"no step is sound at {level}: {before}{said}"
+
+
+def _is_unknown(report: Report) -> bool:
+    return report.verdict is Verdict.UNKNOWN
+
+
+MAX_NAMED = 5
+
+
+def _numbers(steps: Sequence[int | None]) -> str:
+    more = f" and {len(steps) - MAX_NAMED:,} more" if len(steps) > MAX_NAMED else ""
+    named = ", ".join(map(str, steps[:MAX_NAMED]))
+    return f"step{'s' if len(steps) > 1 else ''} {named}{more}"

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Every step under a root, or under several, newest first.
+    """The steps under a root, or under several, newest first.
 
-    `root` is the first of the `roots` that is not optional. `chosen` is the address of
-    the step that `pick` would take, None where it would take none. `findings` speak of the
-    root, not of a step. `n_steps` counts the steps under the root, also those that `last`
-    left out of `reports`. `exists` is false where there is no such folder.
+    `root` is the first of the `roots` that is not optional. `chosen` is the address of the
+    step that `pick` would take, None where it would take none; `message` is its answer in
+    one line, and `refused` are the addresses of the steps that it passed over, each with the
+    reason. `findings` speak of the root, not of a step. `n_steps` counts the steps under the
+    root, also those that `last`, `before` and `skip` left out of `reports`, and `n_older`
+    the older ones that `last` left out: `before=more_before` shows the next of them.
+    `exists` is false where there is no such folder.
     """
 
     root: str
@@ -37,6 +40,10 @@ class Scan:
     n_steps: int
     exit_code: int
     next_command: str | None
+    message: str
+    refused: tuple[tuple[str, str], ...] = ()
+    n_older: int = 0
+    more_before: int | None = None
 
 
 class Answer(str, Enum):
@@ -67,7 +74,9 @@ class Pick:
     `fell-back`. `message` is the answer in one line. `required` are the kinds of train
     state that were demanded of the chosen step: by the caller, and because the steps
     before it hold them. `absent` are the kinds that it does not restore; unless
-    `weights_ok` was given, the step before it does not hold them either.
+    `weights_ok` was given, the step before it does not hold them either. `newest_sound` is
+    the address of the newest step that is sound behind more damaged ones than may be passed
+    over: a person decides whether to resume from it.
     """
 
     answer: Answer
@@ -82,6 +91,7 @@ class Pick:
     next_command: str | None
     required: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    newest_sound: str | None = None
 
     @property
     def path(self) -> str:

@@ -15,16 +15,29 @@ from dataclasses import replace
 
 from ckptctl.findings import EXIT_FRESH, Report
 from ckptctl.formats.layouts import compile_pattern
-from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order
-from ckptctl.judge.picking import Looker, candidates_of, check_all_empty, root_findings
+from ckptctl.judge.empty_roots import check_unnumbered
+from ckptctl.judge.picking import (
+    Looker,
+    candidates_of,
+    check_all_empty,
+    found_message,
+    none_usable,
+    root_findings,
+    storage_corruption,
+)
 from ckptctl.judge.results import Scan
 from ckptctl.judge.roots import RootListing, list_root, read_listing
 from ckptctl.judge.tiers import Roots, Tier, Trees, open_tiers, roots_in
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Kind, Store
 
-OnReport = Callable[[Report, bool], None]
+OnReport = Callable[[Report, bool, str | None], None]
+"""Is told a report, whether it is the chosen one, and why `pick` passed the step over."""
+
+NEWEST = 50
+"""How many steps are inspected where nobody says how many."""
 
 _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
@@ -33,10 +46,14 @@ def scan(
     *roots: str,
     optional_roots: Collection[str] = (),
     level: Level | None = None,
-    last: int | None = None,
+    last: int | None = NEWEST,
     pattern: str | None = None,
     require: Collection[str] = (),
     weights_ok: bool = False,
+    accept_unverifiable: bool = False,
+    before: int | None = None,
+    skip: Collection[int] = (),
+    max_fallback: int = 2,
     world_size: int | None = None,
     saved_world_size: int | None = None,
     grace_s: float = 600.0,
@@ -48,18 +65,20 @@ def scan(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Scan:
-    """Look at every step under a root or several, newest first, and at what `pick` would take.
+    """Inspect the steps under a root or several, newest first, and find what `pick` would take.
 
-    `level` None looks at the steps that decide the choice as `pick` would, and at
-    the others at `listing`. `last` keeps to the newest so many. `on_report` gets
-    each report, and whether it is the chosen one, as soon as it is known, newest
-    first. The other arguments are those of `pick`.
+    `last` keeps to the newest so many, None to all of them; `before` goes on where an
+    earlier scan ended. `level` None inspects the steps that decide the choice as `pick`
+    would, and the others at `listing`. `on_report` gets each report, newest first, as soon
+    as it is known. The other arguments are those of `pick`.
 
     Raises `StorageError` when the root cannot be listed, `UsageError` for arguments and
     where the root holds no step that it knows, but something that is one.
 
-    Cost: on an object store one request per 1,000 objects and one for each
-    metadata; on a file system one listing for each step, and the reads of `pick`.
+    Cost: what `pick` costs, which may go back further than `last`; for each other step that
+    is shown, one listing and one read of each metadata, or what `level` takes. One listing
+    for each folder that is no step, at most `MAX_FOLDERS_TRIED`. On an object store where
+    all steps are shown, one request for 1,000 objects takes the place of their listings.
     """
     asked = conditions(
         require,
@@ -71,32 +90,46 @@ def scan(
         marks=marks,
     )
     named = roots_in(roots, optional_roots)
+    fallback = int(not_negative("max-fallback", max_fallback))
+    policy = Policy(weights_ok, accept_unverifiable, before, frozenset(skip), fallback)
     level = known_level(level)
     compiled = compile_pattern(pattern)
     with ExitStack() as stack:
         tiers = open_tiers(
             stack,
             named,
-            lambda store: _list_all(store, compiled, flat=last is None),
+            lambda store: _list_all(store, compiled, last),
             storage_options=storage_options,
             endpoint_url=endpoint_url,
             timeout_s=timeout_s,
         )
         looker = Looker(tiers, asked, level)
-        policy = Policy(weights_ok=weights_ok)
         candidates = in_order(candidates_of(tiers), policy)
         choice = choose(candidates, looker, policy)
-        shown = [c for c in candidates if c not in choice.no_steps][:last]
-        reports = _reports(shown, looker, choice, level, on_report)
-        return _answer(named, tiers, choice, reports, len(candidates), compiled)
+        steps = [c for c in candidates if c not in choice.no_steps]
+        shown, older = steps[:last], steps[len(steps[:last]) :]
+        # The chosen one is shown wherever it is.
+        beyond = [c for c in older if choice.chosen and looker.found(c) is choice.chosen]
+        reports = _reports([*shown, *beyond], looker, choice, level, on_report)
+        scan = _answer(named, tiers, choice, reports, policy, compiled)
+        n_older = len(older) - len(beyond)
+        more_before = shown[-1].named.number if n_older and shown else None
+        return replace(scan, n_older=n_older, more_before=more_before)
 
 
 def _list_all(
-    store: Store, pattern: re.Pattern[str] | None, *, flat: bool
+    store: Store, pattern: re.Pattern[str] | None, last: int | None
 ) -> tuple[RootListing, Trees]:
-    """The root's listing, and where it came with it, the files of each step."""
-    if store.kind is not Kind.OBJECT or not flat:
+    """The root's listing, and where it came with it, the files of each step.
+
+    All objects are listed at once only where the files of all steps are needed.
+    """
+    if store.kind is not Kind.OBJECT:
         return list_root(store, pattern), {}
+    if last is not None:
+        listing = list_root(store, pattern)
+        if len(listing.steps) > last:
+            return listing, {}
     trees: dict[str, list[FileInfo]] = {}
     top: list[FileInfo] = []
     for file in store.list_tree(""):
@@ -121,14 +154,21 @@ def _reports(
     # What decides nothing any more is looked at no deeper than was asked for, and once.
     looker.level = level or Level.LISTING
     looker.confirm = False
+    reasons = reasons_of(choice)
     for candidate in shown:
         report = looker(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
             continue
         reports.append(report)
         if on_report is not None:
-            on_report(report, report is choice.chosen)
+            on_report(report, report is choice.chosen, reasons.get(report.url))
     return tuple(reports)
+
+
+def reasons_of(choice: Choice) -> dict[str, str]:
+    """Why `pick` passed steps over, by their addresses."""
+    searches = (choice, choice.further) if choice.further else (choice,)
+    return {over.report.url: over.reason for one in searches for over in one.passed_over}
 
 
 def _answer(
@@ -136,15 +176,18 @@ def _answer(
     tiers: Sequence[Tier],
     choice: Choice,
     reports: tuple[Report, ...],
-    n_steps: int,
+    policy: Policy,
     pattern: re.Pattern[str] | None,
 ) -> Scan:
     chosen = choice.chosen
+    n_steps = len(candidates_of(tiers)) - len(choice.no_steps)
     findings = root_findings(tiers, choice, pattern)
-    empty = len(choice.no_steps) == n_steps
-    gone = empty and any(finding.code == "pointer.differs" for finding in findings)
-    if empty:
+    gone = not n_steps and any(finding.code == "pointer.differs" for finding in findings)
+    if not n_steps:
         check_all_empty(tiers, pattern)
+    for tier in tiers if n_steps else ():
+        findings += check_unnumbered(tier.store, tier.listing, pattern)
+    message, next_command = _in_words(named, choice, policy, n_steps, gone=gone)
     return Scan(
         root=named.first,
         roots=named.urls,
@@ -152,20 +195,29 @@ def _answer(
         reports=reports,
         chosen=chosen.url if chosen else None,
         findings=tuple(findings),
-        n_steps=n_steps - len(choice.no_steps),
-        exit_code=0 if chosen else choice.exit_code if gone or not empty else EXIT_FRESH,
-        next_command=_next_command(tiers, chosen),
+        n_steps=n_steps,
+        exit_code=0 if chosen else choice.exit_code if gone or n_steps else EXIT_FRESH,
+        next_command=next_command,
+        message=message,
+        refused=tuple(reasons_of(choice).items()),
     )
 
 
-def _next_command(tiers: Sequence[Tier], chosen: Report | None) -> str | None:
-    if chosen is not None:
-        deeper = _DEEPER.get(chosen.level)
-        if deeper is None:
-            return f"ckptctl show {shlex.quote(chosen.url)}"
-        return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"
-    with_steps = [one for one in tiers if one.listing.steps]
-    if with_steps:
-        newest = max(with_steps, key=lambda one: one.listing.steps[0].number)
-        return f"ckptctl verify {shlex.quote(newest.store.url)}@latest"
-    return f"ckptctl explain {EXIT_FRESH}"
+def _in_words(
+    roots: Roots, choice: Choice, policy: Policy, n_steps: int, *, gone: bool
+) -> tuple[str, str]:
+    """The answer in the words of `pick`, and what to run next."""
+    if choice.chosen is not None:
+        return found_message(choice, choice.chosen), _deeper(choice.chosen)
+    if n_steps:
+        return none_usable(roots, choice, policy, n_steps)
+    if gone:
+        return "no step is left, but a pointer names one", storage_corruption(roots)
+    return "no step at all", f"ckptctl explain {EXIT_FRESH}"
+
+
+def _deeper(chosen: Report) -> str:
+    deeper = _DEEPER.get(chosen.level)
+    if deeper is None:
+        return f"ckptctl show {shlex.quote(chosen.url)}"
+    return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"

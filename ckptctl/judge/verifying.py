@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def verify(
     step: str,
     *,
-    level: Level = Level.LISTING,
+    level: Level | None = None,
     require: Collection[str] = (),
     world_size: int | None = None,
     saved_world_size: int | None = None,
@@ -54,13 +54,15 @@ def verify(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Report:
-    """Look at one step as deep as `level` says, and report everything that is found.
+    """Inspect one step as deep as `level` says, and report everything that is found.
 
-    `step` is `PATH`, `ROOT@1200`, `ROOT@latest` or `ROOT@auto`. `require` names
-    kinds of train state that must be there (exit code 23); `saved_world_size` is
-    how many ranks wrote the step and must each have left a shard file;
-    `world_size` is how many are to load it (24 where that cannot be). `grace_s` is
-    how long after its last write an unfinished save counts as running, in seconds.
+    `level` None is as deep as `pick` inspects: as deep as is cheap on that storage.
+    `step` is `PATH`, `ROOT@1200`, `ROOT@latest` or `ROOT@auto`, the step that `pick` takes
+    under the same conditions. `require` names kinds of train state that must be there
+    (exit code 23); `saved_world_size` is how many ranks wrote the step and must each have
+    left a shard file; `world_size` is how many are to load it (24 where that cannot be).
+    `grace_s` is how long after its last write an unfinished save counts as running, in
+    seconds.
 
     A seal in the step is compared with it: sizes and metadata at every level, every
     byte at `content`. `require_seal` asks for one that proves the step (22 without),
@@ -88,9 +90,10 @@ def verify(
 
     Cost: see `looking.look`.
     """
+    level = known_level(level)
     return look_at_target(
         step,
-        level=known_level(level),
+        level=level,
         asked=conditions(
             require,
             world_size,
@@ -111,7 +114,7 @@ def verify(
 
 def _content(
     step: str,
-    level: Level | str,
+    level: Level | None,
     subset: str | None,
     deadline_s: float | None,
     jobs: int | None,
@@ -128,14 +131,14 @@ def _content(
         "nan-scan": "" if nan_scan else None,
     }
     for name, value in given.items():
-        if value is not None and known_level(level) is not Level.CONTENT:
+        if value is not None and level is not Level.CONTENT:
             words = ["ckptctl", "verify", step, "--level", "content", f"--{name}", value]
             raise UsageError(
-                f"--{name} is for level content; level {Level(level).value} reads no more than a "
-                "little of each record",
+                f"--{name} is for level content; the other levels read no more than a little of "
+                "each record",
                 next_command=shlex.join(word for word in words if word),
             )
-    if known_level(level) is not Level.CONTENT:
+    if level is not Level.CONTENT:
         return None
     # Nobody who asks for less waits for these.
     from ckptctl.checks.byte_pass import Limits, Stop
@@ -236,6 +239,10 @@ def open_target(
             pick(
                 target.root,
                 pattern=pattern,
+                require=asked.require,
+                world_size=asked.world_size,
+                saved_world_size=asked.saved_world_size,
+                grace_s=asked.grace_s,
                 require_seal=asked.require_seal,
                 key=asked.seal_key,
                 marks=asked.marks.path if asked.marks else None,

@@ -232,12 +232,10 @@ def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
 def _not_usable(report: Report) -> CkptctlError:
     faults = report.with_severity(Severity.FAULT)
     why = faults[0].message if faults else "a condition that was asked for does not hold"
-    quoted = shlex.quote(report.url)
-    lifts = report.exit_code == 27
     return NothingToResume(
         f"{report.url} was asked for, and it is {report.verdict.value}: {why}",
         exit_code=report.exit_code,
-        next_command=f"ckptctl accept {quoted}" if lifts else f"ckptctl verify {quoted}",
+        next_command=f"ckptctl verify {shlex.quote(report.url)}",
     )
 
 

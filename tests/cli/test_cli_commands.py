@@ -63,10 +63,12 @@ def test_scan_shows_the_chosen_step_first_then_every_step_newest_first(ckptctl, 
     done = ckptctl("scan", broken_root)
     lines = done.stdout.splitlines()
     assert done.returncode == 0
-    assert lines[0] == "resume from step 10: complete (looked at: structure)"
+    assert lines[0] == (
+        "resume from step 10: complete (checked: structure; its bytes were not compared)"
+    )
     assert lines[1] == f"  {broken_root}/step_10"
-    rows = [each.split()[:3] for each in lines if each.startswith(("!", "✓"))]
-    assert rows == [["!", "30", "incomplete"], ["!", "20", "incomplete"], ["✓", "10", "complete"]]
+    rows = [each.split()[:3] for each in lines if each.startswith(("!", "◇"))]
+    assert rows == [["!", "30", "incomplete"], ["!", "20", "incomplete"], ["◇", "10", "complete"]]
     assert lines[-1].startswith("next: ckptctl ")
 
 
@@ -160,7 +162,10 @@ def test_quiet_verify_answers_with_nothing_else(ckptctl, broken_root):
 def test_verify_draws_a_map_of_the_ranks(ckptctl, broken_root):
     lines = ckptctl("verify", f"{broken_root}@30").stdout.splitlines()
     at = lines.index("ranks 0 to 1")
-    assert lines[at + 1 : at + 3] == ["  ✓○", "  ○ missing 1   ✓ whole 1"]
+    assert lines[at + 1 : at + 3] == [
+        "  ◇○",
+        "  ○ missing 1   ◇ structure checked, bytes not 1",
+    ]
 
 
 def test_show_lists_what_is_in_a_step(ckptctl, sound_root):
@@ -272,8 +277,10 @@ def test_a_storage_that_does_not_answer_is_asked_again_with_more_patience(ckptct
     assert message.startswith("error: s3://bucket/run: no answer after ")
     assert command == (
         "next:  ckptctl pick s3://bucket/run --endpoint-url http://127.0.0.1:9 "
-        "--storage-option 'key=***' --storage-option 'secret=***' --timeout 1"
+        "--storage-option 'key=***' --storage-option 'secret=***' --timeout 120"
     )
+    patient = ckptctl("pick", "s3://bucket/run", *server, *keys, "--timeout", "120")
+    assert patient.stderr.endswith("next:  ckptctl explain 75\n")
 
 
 def test_a_mistake_is_told_on_one_line(ckptctl):

@@ -87,8 +87,8 @@ def test_a_next_command_repeats_how_the_storage_is_reached(capsys, monkeypatch):
         storage_option=["anon=true", "secret=hunter2", "client_kwargs={}"],
     )
     assert shown == (
-        "ckptctl pick s3://b/run --endpoint-url http://ceph:7480 --storage-option anon=true "
-        "--storage-option 'secret=***' --storage-option 'client_kwargs={}'"
+        "ckptctl pick s3://b/run --storage-option anon=true --storage-option 'secret=***' "
+        "--storage-option 'client_kwargs={}' --endpoint-url http://ceph:7480"
     )
 
 

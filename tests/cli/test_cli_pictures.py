@@ -1,25 +1,28 @@
 """The strip of steps and the map of ranks."""
 
 import pytest
-from made_results import ROOT, VERDICTS, report, short
+from made_results import ROOT, VERDICTS, report, short, state
 
 from ckptctl.cli.pictures import (
     LACKING,
     MAX_CELLS,
     RANK_MARKS,
     STEP_MARKS,
+    VERIFIED,
     map_of_ranks,
     rank_states,
     step_state,
     strip_of_steps,
 )
 from ckptctl.findings import Finding, Verdict
-from ckptctl.model import WorldSize
+from ckptctl.model import Level, WorldSize
 
 
 def strip(reports, chosen=None, width=80, unicode=True):
     url = None if chosen is None else f"{ROOT}/step_{chosen}"
-    return [each.text for each in strip_of_steps(reports, url, width, unicode=unicode)]
+    refused = {each.url for each in reports if chosen is not None and each.number > chosen}
+    lines = strip_of_steps(reports, url, refused, width, unicode=unicode)
+    return [each.text for each in lines]
 
 
 def newest_first(n_steps, broken=()):
@@ -32,9 +35,9 @@ def newest_first(n_steps, broken=()):
 def test_steps_go_from_the_oldest_to_the_newest_with_an_arrow_under_the_chosen_one():
     title, glyphs, arrow, legend = strip(newest_first(7, broken=(600, 700)), chosen=500)
     assert title == "steps 100 to 700, oldest to newest"
-    assert glyphs == "  ✓✓✓✓✓!!"
+    assert glyphs == "  ◇◇◇◇◇!!"
     assert arrow.index("↑") == glyphs.index("!") - 1
-    assert legend == "  ! incomplete 2   ✓ complete 5"
+    assert legend == "  ! incomplete 2   ◇ complete, bytes not compared 5"
 
 
 def test_the_arrow_is_under_its_step_wherever_that_is():
@@ -52,7 +55,7 @@ def test_nothing_is_pointed_at_where_nothing_is_chosen():
 def test_ascii_stands_in_for_every_glyph():
     lines = strip(newest_first(7, broken=(700,)), chosen=600, unicode=False)
     assert all(text.isascii() for text in lines)
-    assert "+" in lines[1]
+    assert "=" in lines[1]
     assert "!" in lines[1]
     assert "^" in lines[2]
 
@@ -62,14 +65,14 @@ def test_many_steps_share_glyphs_and_the_worst_of_them_shows(width):
     title, glyphs, arrow, _ = strip(newest_first(1000, broken=(50_000,)), 100_000, width)
     assert len(glyphs) <= width
     assert glyphs.count("!") == 1
-    assert glyphs.endswith("✓")
+    assert glyphs.endswith("◇")
     assert arrow.rstrip().index("↑") == len(glyphs) - 1
     assert "to a glyph, the worst shows" in title
 
 
 def test_a_whole_step_that_was_passed_over_is_not_shown_as_good():
     _, glyphs, _, legend = strip(newest_first(3), chosen=200)
-    assert glyphs == "  ✓✓◒"
+    assert glyphs == "  ◇◇◒"
     assert "lacks state 1" in legend
 
 
@@ -78,7 +81,7 @@ def test_one_step_needs_no_strip():
 
 
 def test_every_verdict_has_a_mark_of_its_own():
-    assert set(STEP_MARKS) == {verdict.value for verdict in Verdict} | {LACKING}
+    assert set(STEP_MARKS) == {verdict.value for verdict in Verdict} | {LACKING, VERIFIED}
     for marks in (STEP_MARKS, RANK_MARKS):
         for look in ("glyph", "ascii", "word"):
             seen = [getattr(mark, look) for mark in marks.values()]
@@ -106,15 +109,15 @@ def test_each_rank_is_as_bad_as_its_worst_file():
     ]
     made = report(1, *findings, ranks=(("", (0, 1, 3, 4, 5)),), world_size=WorldSize(7, "x"))
     assert rank_states(made) == {
-        "": ["whole", "damaged", "missing", "empty", "extra", "long", "none"]
+        "": ["present", "damaged", "missing", "empty", "extra", "long", "none"]
     }
 
 
 def test_the_map_has_a_glyph_for_each_rank_and_counts_the_states():
     title, glyphs, legend = (each.text for each in map_of_ranks(report(1, short(3)), unicode=True))
     assert title == "ranks 0 to 7"
-    assert glyphs == "  ✓✓✓!✓✓✓✓"
-    assert legend == "  ! short 1   ✓ whole 7"
+    assert glyphs == "  □□□!□□□□"
+    assert legend == "  ! short 1   □ present, not checked 7"
 
 
 def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
@@ -123,14 +126,14 @@ def test_many_ranks_share_glyphs_and_the_worst_of_them_shows():
     assert title == "ranks 0 to 511; 8 to a glyph, the worst shows"
     assert len(glyphs.strip()) == MAX_CELLS
     assert glyphs.count("!") == 1
-    assert legend == "  ! short 1   + whole 511"
+    assert legend == "  ! short 1   p present, not checked 511"
 
 
 def test_each_part_of_a_step_has_a_row():
     lost = Finding("shard.missing", "pp1/__0_0.distcp", "3 chunks cannot be read")
     made = report(1, lost, ranks=(("pp0", (0, 1)), ("pp1", (1,))), parts=("pp0", "pp1"))
     lines = [each.text for each in map_of_ranks(made, unicode=True)]
-    assert lines[1:3] == ["  pp0  ✓✓", "  pp1  ○✓"]
+    assert lines[1:3] == ["  pp0  □□", "  pp1  ○□"]
 
 
 def test_a_step_of_one_rank_needs_no_map():
@@ -142,3 +145,45 @@ def test_a_shard_file_with_an_absurd_rank_does_not_make_an_absurd_map():
     made = report(1, ranks=(("", (0, 999_999_999)),))
     lines = map_of_ranks(made, unicode=True)
     assert all(each.width < 100 for each in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({"level": Level.LISTING}, "present"),
+        ({"level": Level.STRUCTURE}, "framed"),
+        ({"level": Level.CONTENT}, "verified"),
+        ({"level": Level.CONTENT, "verdict": Verdict.UNVERIFIABLE}, "framed"),
+        # The level was asked for, and the storage did not answer.
+        ({"level": Level.CONTENT, "verdict": Verdict.UNKNOWN}, "present"),
+    ],
+)
+def test_a_shard_that_nobody_compared_is_never_verified(changes, state):
+    assert rank_states(report(1, n_ranks=2, **changes)) == {"": [state, state]}
+
+
+def test_a_shard_that_the_storage_denies_is_not_readable():
+    denied = Finding("step.denied", "__1_0.distcp", "permission denied")
+    made = report(1, denied, n_ranks=2, level=Level.CONTENT)
+    assert rank_states(made) == {"": ["present", "unreadable"]}
+
+
+@pytest.mark.parametrize(
+    "code", ["record.no-crc", "record.transformed", "format.no-checksums", "record.unverifiable"]
+)
+def test_records_without_checksums_are_not_verified_at_any_level(code):
+    made = report(1, Finding(code, "", "nothing to compare with"), level=Level.CONTENT, n_ranks=2)
+    assert rank_states(made) == {"": ["framed", "framed"]}
+
+
+def test_a_step_is_verified_only_where_every_byte_was():
+    assert step_state(report(1, level=Level.CONTENT)) == VERIFIED
+    assert step_state(report(1, level=Level.STRUCTURE)) == "complete"
+    part = report(1, level=Level.CONTENT, bytes_in_records=10, bytes_proven=9)
+    assert step_state(part) == "complete"
+
+
+def test_a_step_of_weights_alone_is_never_shown_as_a_good_one():
+    weights = report(1, state=state("model", "step"), level=Level.CONTENT)
+    assert step_state(weights) == LACKING
+    assert STEP_MARKS[LACKING].style != "good"

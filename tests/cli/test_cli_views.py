@@ -33,7 +33,7 @@ def rows(width, *reports, chosen=None):
 
 def test_scan_begins_with_the_step_to_resume_from_and_ends_with_a_command():
     assert text(chosen_lines(report(1200)))[:2] == [
-        "resume from step 1200: complete (looked at: listing)",
+        "resume from step 1200: complete (checked: listing; its bytes were not compared)",
         f"  {ROOT}/step_1200",
     ]
     assert text(foot_lines(scan(report(1200), chosen=1200), 80, unicode=True))[-1] == (
@@ -44,10 +44,22 @@ def test_scan_begins_with_the_step_to_resume_from_and_ends_with_a_command():
 def test_a_row_names_step_verdict_size_ranks_age_and_train_state():
     head, row = rows(None, report(1200), chosen=f"{ROOT}/step_1200")
     assert head.split() == [
-        *("step", "verdict", "size", "ranks", "age", "written", "(UTC)", "train", "state")
+        *(
+            "step",
+            "verdict",
+            "checked",
+            "size",
+            "ranks",
+            "age",
+            "written",
+            "(UTC)",
+            "train",
+            "state",
+        )
     ]
     assert row.split() == [
-        *("✓", "1200", "complete", "1.2", "GiB", "8", "3", "h", "2027-01-15", "05:00:00"),
+        *("◇", "1200", "complete", "listing", "1.2", "GiB", "8", "3", "h"),
+        *("2027-01-15", "05:00:00"),
         *("all", "←", "pick"),
     ]
 
@@ -85,19 +97,38 @@ def test_the_table_fits_the_terminal(width):
 
 
 def test_a_root_without_steps_says_so():
-    assert text(none_lines(scan(exit_code=10))) == [f"no step at all in {ROOT}"]
+    assert text(none_lines(scan(exit_code=10, message="no step at all"))) == [
+        f"no step at all in {ROOT}"
+    ]
 
 
-def test_a_root_without_a_usable_step_says_how_many_there_are():
-    none = scan(report(200, NO_METADATA), report(100, NO_METADATA))
-    assert text(none_lines(none))[0] == f"none of the 2 steps is usable in {ROOT}"
-    limited = scan(report(200, NO_METADATA), n_steps=50)
-    assert text(none_lines(limited))[0] == f"none of the newest 1 step is usable in {ROOT}"
+def test_a_root_without_a_usable_step_says_what_pick_says():
+    none = scan(report(200, NO_METADATA), message="1 step looked at, and none is usable")
+    assert text(none_lines(none))[:2] == ["1 step looked at, and none is usable", f"  {ROOT}"]
 
 
-def test_scan_says_what_it_did_not_look_at():
-    lines = text(foot_lines(scan(report(200), chosen=200, n_steps=50), 80, unicode=True))
-    assert "  49 older steps not looked at" in lines
+def test_scan_says_how_many_older_steps_there_are_and_how_to_see_them():
+    found = scan(report(200), chosen=200, n_steps=50, n_older=49, more_before=200)
+    lines = text(foot_lines(found, 80, unicode=True))
+    assert "  49 older steps of 50 not shown (--before 200 goes on, --last 0 shows all)" in lines
+    assert "  4.0 KiB read of 1 step" in lines
+
+
+def test_quiet_scan_gives_nothing_where_pick_takes_nothing():
+    assert usable_urls(scan(report(300), report(200))) == []
+
+
+def test_quiet_scan_leaves_out_what_pick_refused():
+    refused = ((f"{ROOT}/step_300", "lacks optimizer"),)
+    found = scan(report(300), report(200), chosen=200, refused=refused)
+    assert usable_urls(found) == [f"{ROOT}/step_200"]
+
+
+def test_a_whole_step_that_pick_refused_bears_the_reason_of_pick():
+    table = StepTable(report(30), None, NOW_S, None, unicode=True)
+    (row,) = table.row(report(30), "lacks the rng of 1 of 4 ranks, which step 20 holds")
+    assert "lacks state" in row.text
+    assert row.text.endswith("lacks the rng of 1 of 4 ranks, which step 20 holds")
 
 
 def test_quiet_scan_gives_the_chosen_step_and_usable_older_ones():
@@ -163,14 +194,25 @@ def test_a_finding_names_its_code_and_the_thing_it_speaks_of():
     ("made", "command"),
     [
         (report(1200), f"ckptctl verify {ROOT}/step_1200 --level structure"),
-        (report(1200, level=Level.STRUCTURE), f"ckptctl show {ROOT}/step_1200"),
+        (report(1200, level=Level.STRUCTURE), f"ckptctl verify {ROOT}/step_1200 --level content"),
+        (report(1200, level=Level.CONTENT), f"ckptctl show {ROOT}/step_1200"),
         (report(1200, exit_code=23), f"ckptctl show {ROOT}/step_1200"),
-        (report(1200, Finding("step.changed", "", "x")), f"ckptctl verify {ROOT}/step_1200"),
+        (report(1200, Finding("step.changed", "", "x")), "ckptctl explain step.changed"),
+        (report(1200, Finding("step.unknown", "", "x")), f"ckptctl doctor storage {ROOT}"),
+        (report(1200, Finding("step.in-progress", "", "x")), f"ckptctl pick {ROOT} --before 1200"),
         (report(1200, short(1), number=None), "ckptctl explain shard.short"),
         (report(1200, Finding("path.escape", "", "x")), "ckptctl explain path.escape"),
         (
             report(1200, Finding("part.missing", "pp1", "x", next_command="ckptctl show x")),
             "ckptctl show x",
+        ),
+        (
+            report(
+                1200,
+                Finding("part.missing", "pp1", "x", next_command="ckptctl show x"),
+                n_tensors=0,
+            ),
+            f"ckptctl pick {ROOT} --before 1200",
         ),
         (
             report(1200, short(1), url="/my runs/a/step_1200"),

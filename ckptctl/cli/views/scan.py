@@ -10,24 +10,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
-from ckptctl.cli.pictures import STEP_MARKS, step_mark, step_state, strip_of_steps
+from ckptctl.cli.pictures import (
+    LACKING,
+    STEP_MARKS,
+    every_byte_verified,
+    step_mark,
+    step_state,
+    strip_of_steps,
+)
 from ckptctl.cli.views.common import finding_lines, next_line, said_of, step_name
 from ckptctl.cli.words import age, count, size, utc
-from ckptctl.findings import Report, Severity
+from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.judge.results import Scan
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 
 _WIDE = 100
-"""From so many cells on, the table has a column for the time in UTC."""
-
-
-_PASSED_OVER = "passed over: older steps hold train state that this one lacks (--weights-ok)"
+"""From so many cells on, the table has columns for the ranks and for the time in UTC."""
 
 
 def chosen_lines(chosen: Report) -> list[Line]:
-    """The first lines: the step that `pick` takes."""
+    """The first lines: the step that `pick` takes, and how sure that is."""
+    proven = "every byte verified" if every_byte_verified(chosen) else "its bytes were not compared"
     said = f"resume from step {step_name(chosen)}"
-    looked = f": {chosen.verdict.value} (looked at: {chosen.level.value})"
+    looked = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
         line(Span(said + looked, "good"), hang=2),
         line("  ", Span(chosen.url, "name"), solid=True),
@@ -39,11 +44,8 @@ def none_lines(scan: Scan) -> list[Line]:
     """The first lines where `pick` takes nothing."""
     if not scan.n_steps:
         absent = "" if scan.exists else ", which does not exist"
-        return [line(Span("no step at all", "strong"), f" in {scan.root}{absent}", hang=2)]
-    looked_at = len(scan.reports)
-    which = "newest " if scan.n_steps > looked_at else ""
-    said = f"none of the {which}{count(looked_at, 'step')} is usable"
-    return [line(Span(said, "bad"), f" in {scan.root}", hang=2), EMPTY]
+        return [line(Span(scan.message, "strong"), f" in {scan.root}{absent}", hang=2)]
+    return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name")), EMPTY]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +68,26 @@ class StepTable:
         """The names of the columns, below those of the roots."""
         for number, root in enumerate(self.roots, start=1):
             yield line(f"  root {number}: ", Span(root, "name"), solid=True)
-        cells = ("step", "root", "verdict", "size", "ranks", "age", "written (UTC)", "train state")
+        cells = (
+            *("step", "root", "verdict", "checked", "size", "ranks", "age", "written (UTC)"),
+            "train state",
+        )
         yield line(" ", *self._cells(cells, ""))
 
-    def row(self, report: Report, *, passed_over: bool = False) -> Iterator[Line]:
+    def row(self, report: Report, passed_over: str | None = None) -> Iterator[Line]:
         """One step: a row, and its reason beside or below it.
 
-        `passed_over` is a step newer than the one that `pick` takes.
+        `passed_over` is why `pick` refused it, None where it did not.
         """
-        state = step_state(report, passed_over=passed_over)
+        state = step_state(report, passed_over=passed_over is not None)
         mark = STEP_MARKS[state]
+        unknown = report.verdict is Verdict.UNKNOWN
         written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
         cells = (
             step_name(report),
             self._root_of(report),
-            mark.word,
+            mark.word if state == LACKING else report.verdict.value,
+            "-" if unknown else report.level.value,
             size(report.n_bytes),
             _ranks(report.world_size),
             age(report.written_s, self.now_s),
@@ -89,7 +96,8 @@ class StepTable:
         )
         glyph = step_mark(state, unicode=self.unicode)
         row = line(glyph, *self._cells(cells, mark.style), *self._pointer(report))
-        reason = _PASSED_OVER if passed_over and report.usable else reason_of(report)
+        complete = report.verdict is Verdict.COMPLETE
+        reason = passed_over if passed_over and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
         if self.width is None or beside.width <= self.width:
             yield beside
@@ -107,17 +115,18 @@ class StepTable:
         return (Span("  "), Span("← pick" if self.unicode else "<- pick", "strong"))
 
     def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[Span]:
-        step, root, verdict, n_bytes, ranks, written, written_utc, state = cells
+        step, root, verdict, checked, n_bytes, ranks, written, written_utc, state = cells
         wide = self.width is None or self.width >= _WIDE
         columns = [
             padded(step, max(4, len(step_name(self.newest))), right=True),
             *([padded(root, 4, right=True)] if self.roots else []),
             padded(verdict, 12, verdict_style),
+            padded(checked, 9),
             padded(n_bytes, 9, right=True),
-            padded(ranks, 5, right=True),
+            *([padded(ranks, 5, right=True)] if wide else []),
             padded(written, 7, right=True),
             *([padded(written_utc, 19)] if wide else []),
-            padded(state, 18),
+            padded(state, 18 if wide else 0),
         ]
         for column in columns:
             yield Span("  ")
@@ -127,12 +136,18 @@ class StepTable:
 def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
     """What follows the table: the strip, what is to say about the root, what is next."""
     lines: list[Line] = []
-    strip = strip_of_steps(scan.reports, scan.chosen, width, unicode=unicode)
+    over = dict(scan.refused)
+    strip = strip_of_steps(scan.reports, scan.chosen, over, width, unicode=unicode)
     if strip:
         lines += [EMPTY, *strip]
-    left_out = scan.n_steps - len(scan.reports)
-    if left_out > 0:
-        lines.append(line(f"  {count(left_out, 'older step')} not looked at", hang=2))
+    if scan.n_older:
+        more = f"{count(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
+        lines.append(
+            line(f"  {more} (--before {scan.more_before} goes on, --last 0 shows all)", hang=2)
+        )
+    n_read = sum(report.bytes_read for report in scan.reports)
+    if scan.reports:
+        lines.append(line(f"  {size(n_read)} read of {count(len(scan.reports), 'step')}", hang=2))
     if scan.findings:
         lines += [EMPTY, *finding_lines(scan.findings)]
     if scan.next_command:
@@ -141,9 +156,18 @@ def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
 
 
 def usable_urls(scan: Scan) -> list[str]:
-    """What `scan --quiet` prints: the step that `pick` takes, and usable older ones."""
-    urls = [report.url for report in scan.reports if report.usable]
-    return urls[urls.index(scan.chosen) :] if scan.chosen in urls else urls
+    """What `scan --quiet` prints: the step that `pick` takes, and usable older ones.
+
+    Nothing where `pick` takes none: a script would take the first of them.
+    """
+    over = dict(scan.refused)
+    good = [r.url for r in scan.reports if r.usable and r.url not in over]
+    return good[good.index(scan.chosen) :] if scan.chosen in good else _chosen_alone(scan)
+
+
+def _chosen_alone(scan: Scan) -> list[str]:
+    # An unverifiable step that was accepted, or one that is older than those shown.
+    return [scan.chosen] if scan.chosen is not None else []
 
 
 def reason_of(report: Report) -> str:

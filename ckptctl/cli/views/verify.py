@@ -28,7 +28,10 @@ _NOT_SEEN = {
 def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     """The verdict, the facts, the findings, the map of ranks, what a resume restores."""
     state = step_state(report)
-    word = "whole, but not usable as asked" if state == LACKING else STEP_MARKS[state].word
+    word = STEP_MARKS[state].word
+    if state == LACKING:
+        word = "whole, but without an optimizer"
+        word = word if report.usable else "whole, but not usable as asked"
     verdict = Span(f"{word}:", STEP_MARKS[state].style)
     glyph = step_mark(state, unicode=unicode)
     return [
@@ -42,28 +45,41 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     ]
 
 
-def next_command(report: Report) -> str:
-    """What to run after `verify`.
+_DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
-    The same look again where that may end otherwise, else what the worst fault says,
-    else the choice of another step.
+
+def next_command(report: Report) -> str:
+    """What to run after `verify`: never the same command again.
+
+    A deeper look at a step that can be used, what is known of the worst fault, or the
+    choice of another step.
     """
-    same = shlex.join(["ckptctl", "verify", report.url])
+    url = shlex.quote(report.url)
+    root = shlex.quote(parent_url(report.url))
     if report.usable:
-        deeper = f"{same} --level structure"
-        return (
-            deeper if report.level is Level.LISTING else f"ckptctl show {shlex.quote(report.url)}"
-        )
-    if report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED, Verdict.IN_PROGRESS):
-        return same
+        deeper = _DEEPER.get(report.level)
+        return f"ckptctl verify {url} --level {deeper.value}" if deeper else f"ckptctl show {url}"
     if report.verdict is Verdict.COMPLETE:
-        return f"ckptctl show {shlex.quote(report.url)}"
+        return f"ckptctl show {url}"
     fault = report.with_severity(Severity.FAULT)[0]
-    if fault.next_command not in (None, same):
-        return str(fault.next_command)
-    if report.verdict is Verdict.UNSAFE or report.number is None:
+    given = fault.next_command
+    if given is not None and not _repeats(given, report):
+        return given
+    if report.verdict is Verdict.UNKNOWN:
+        return f"ckptctl doctor storage {root}"
+    if report.verdict is Verdict.CHANGED or report.verdict is Verdict.UNSAFE:
         return f"ckptctl explain {fault.code}"
-    return shlex.join(["ckptctl", "pick", parent_url(report.url), "--before", str(report.number)])
+    if report.number is None:
+        return f"ckptctl explain {fault.code}"
+    return f"ckptctl pick {root} --before {report.number}"
+
+
+def _repeats(command: str, report: Report) -> bool:
+    """Whether a command inspects the step once more, or shows what could not be read."""
+    words = shlex.split(command)
+    if words == ["ckptctl", "verify", report.url]:
+        return True
+    return words[:2] == ["ckptctl", "show"] and not report.n_tensors
 
 
 def _by_store(found: ByStore) -> str:
@@ -79,10 +95,13 @@ def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
     held = f"{count(report.n_tensors, 'tensor')} in {count(report.n_records, 'record')}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
+    seen = f"looked at: {read}; {_NOT_SEEN[report.level]}"
+    if report.verdict is Verdict.UNKNOWN:
+        seen = "could not be looked at; nothing below is checked"
     facts = [
         f"{number}layout {report.layout}, {ranks_in_words(report.world_size)}",
         f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
-        f"looked at: {read}; {_NOT_SEEN[report.level]}",
+        seen,
     ]
     if report.bytes_in_records:
         proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"

@@ -1,0 +1,290 @@
+"""What an engineer on call is led to: no circle, and no two answers that contradict each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from command_line import validated
+from storage.faulty import FaultyStore
+
+import ckptctl
+from ckptctl import AccessDenied
+from ckptctl.cli.app import run
+from ckptctl.judge import tiers, verifying
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+
+MONTH_S = 30 * 86400
+
+
+def flip(step: Path) -> None:
+    """Flip the byte in the middle of a tensor record: only its checksum shows it."""
+    shard = step / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    at = data.index(b"data/0") + 200
+    data[at] ^= 0xFF
+    shard.write_bytes(data)
+    age(step)
+
+
+def age(step: Path) -> None:
+    """Make a step a month old, so that no save in it can be running."""
+    old_s = time.time() - MONTH_S
+    for path in step.rglob("*"):
+        os.utime(path, (old_s, old_s))
+
+
+def next_of(text: str) -> str:
+    (line,) = [each for each in text.splitlines() if each.startswith("next:")]
+    return line.removeprefix("next:").strip()
+
+
+@pytest.fixture
+def corrupt_root(sound_root: Path) -> Path:
+    """Steps 10, 20 and 30, where the bytes of 20 and 30 do not match their checksums."""
+    for name in ("step_20", "step_30"):
+        flip(sound_root / name)
+    return sound_root
+
+
+STRICT = ("--level", "content", "--max-fallback", "1")
+
+
+def test_pick_that_gives_up_names_the_newest_step_that_is_sound(ckptctl, corrupt_root):
+    done = ckptctl("pick", corrupt_root, *STRICT)
+    assert (done.returncode, done.stdout) == (11, "")
+    assert "the newest step that is sound at content is 10" in done.stderr
+    assert next_of(done.stderr) == f"ckptctl runbook run storage-corruption {corrupt_root}"
+    document = validated(ckptctl("pick", corrupt_root, *STRICT, "--json").stdout)
+    assert document["newest_sound"] == f"{corrupt_root}/step_10"
+
+
+def test_pick_that_gives_up_says_that_no_step_is_sound(ckptctl, corrupt_root):
+    flip(corrupt_root / "step_10")
+    done = ckptctl("pick", corrupt_root, *STRICT)
+    assert done.returncode == 11
+    assert "no step is sound at content: the step before is not" in done.stderr
+    every = ckptctl("pick", corrupt_root, "--level", "content")
+    assert every.returncode == 11
+    assert "no step is sound at content" in every.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--level", "content"), STRICT, ("--before", "20")])
+def test_the_first_line_of_scan_is_the_answer_of_pick(ckptctl, corrupt_root, options):
+    picked = ckptctl("pick", corrupt_root, *options, "--json")
+    scanned = ckptctl("scan", corrupt_root, *options)
+    assert scanned.returncode == picked.returncode
+    answer = validated(picked.stdout)
+    if picked.returncode:
+        assert scanned.stdout.startswith(answer["message"])
+    else:
+        assert scanned.stdout.startswith(f"resume from step {answer['step']}: complete")
+    document = validated(ckptctl("scan", corrupt_root, *options, "--json").stdout)
+    assert (document["chosen"], document["message"]) == (answer["path"], answer["message"])
+
+
+def test_the_table_of_scan_shows_no_row_that_contradicts_its_first_line(ckptctl, corrupt_root):
+    done = ckptctl("scan", corrupt_root, *STRICT)
+    rows = {each.split()[1]: each.split()[2] for each in done.stdout.splitlines() if "KiB" in each}
+    assert rows["30"] == rows["20"] == "corrupt"
+    assert rows["10"] == "complete"
+    assert "the newest step that is sound at content is 10" in done.stdout.splitlines()[0]
+
+
+def denied(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Deny every access to a file or folder of the roots that are opened from now on."""
+
+    def opened(url: str, **kwargs: object) -> Store:
+        store = FaultyStore(open_store(url, **kwargs))
+        error = AccessDenied(f"{url}/{path}: permission denied")
+        for verb in ("list_tree", "list_dir", "read", "span"):
+            store.fail(verb, error, path=path, lasts=True)
+        return store
+
+    for module in (tiers, verifying):
+        monkeypatch.setattr(module, "open_store", opened)
+
+
+def test_a_step_that_may_not_be_read_is_the_answer_of_scan(sound_root, capsys, monkeypatch):
+    denied(monkeypatch, "step_30")
+    assert run(["scan", str(sound_root)]) == 77
+    said = capsys.readouterr().out
+    assert said.startswith("step 30 could not be looked at, so no older one is taken: unknown: ")
+    assert "none of the" not in said
+    (row,) = [each for each in said.splitlines() if each.startswith("?")]
+    assert row.split()[1:4] == ["30", "unknown", "-"]
+    assert next_of(said) == f"ckptctl pick {sound_root} --skip 30"
+
+
+def test_no_shard_is_shown_as_whole_where_one_could_not_be_read(sound_root, capsys, monkeypatch):
+    denied(monkeypatch, "step_30/__1_0.distcp")
+    assert run(["verify", f"{sound_root}@30", "--level", "content"]) == 77
+    said = capsys.readouterr().out
+    assert "every byte was looked at" not in said
+    assert "  □?\n" in said
+    assert "? not readable 1   □ present, not checked 1" in said
+
+
+def test_a_step_of_weights_alone_is_no_green_row_wherever_it_is(ckptctl, torch_root):
+    done = ckptctl("scan", torch_root)
+    rows = [each.split() for each in done.stdout.splitlines() if " KiB " in each]
+    shown = {row[1]: (row[0], row[2]) for row in rows}
+    assert shown["20"] == ("◒", "lacks")
+    assert shown["10"][0] == shown["30"][0] == "◇"
+
+
+@pytest.fixture
+def torch_root(sound_root: Path, checkpoints: Path) -> Path:
+    """Steps 10, 20 and 30, of which 20 holds the weights of a model and nothing else."""
+    shutil.rmtree(sound_root / "step_20")
+    shutil.copytree(checkpoints / "dtypes_1" / "step_100", sound_root / "step_20")
+    age(sound_root / "step_20")
+    return sound_root
+
+
+def test_a_lost_file_and_a_kind_that_was_never_saved_are_told_apart(ckptctl, ranks_root):
+    done = ckptctl("scan", ranks_root)
+    assert "of 2 ranks, which step 20 holds" in done.stdout
+    (row,) = [each for each in done.stdout.splitlines() if each.split()[1:2] == ["30"]]
+    assert "lacks state" in row
+    assert "passed over: older steps hold" not in done.stdout
+
+
+@pytest.fixture
+def ranks_root(framework_roots: Path, tmp_path: Path) -> Path:
+    """Steps 10, 20 and 30; the newest has lost the random state of one of two ranks."""
+    saved = framework_roots / "transformers" / "trainer_fsdp2"
+    root = Path(shutil.copytree(saved, tmp_path / "ranks"))
+    (root / "checkpoint-30" / "rng_state_1.pth").unlink()
+    age(root / "checkpoint-30")
+    return root
+
+
+def test_scan_shows_the_newest_steps_and_how_to_see_more(ckptctl, many_steps):
+    done = ckptctl("scan", many_steps)
+    rows = [each for each in done.stdout.splitlines() if " KiB " in each and " days " in each]
+    assert len(rows) == 50
+    assert "10 older steps of 60 not shown (--before 11 goes on, --last 0 shows all)" in done.stdout
+    more = ckptctl("scan", many_steps, "--before", "11")
+    assert more.stdout.startswith("resume from step 10: complete")
+    document = validated(ckptctl("scan", many_steps, "--json").stdout)
+    assert (document["n_steps"], document["n_older"], document["more_before"]) == (60, 10, 11)
+    everything = validated(ckptctl("scan", many_steps, "--last", "0", "--json").stdout)
+    assert (len(everything["reports"]), everything["n_older"]) == (60, 0)
+
+
+@pytest.fixture
+def many_steps(checkpoints: Path, tmp_path: Path) -> Path:
+    """Sixty steps of one save."""
+    root = tmp_path / "many"
+    for number in range(1, 61):
+        shutil.copytree(checkpoints / "run_bare4" / "step_20", root / f"step_{number}")
+        age(root / f"step_{number}")
+    return root
+
+
+def test_a_scan_of_many_steps_lists_only_those_that_it_shows(many_steps, monkeypatch):
+    made: list[FaultyStore] = []
+
+    def opened(url: str, **kwargs: object) -> Store:
+        made.append(FaultyStore(open_store(url, **kwargs)))
+        return made[-1]
+
+    monkeypatch.setattr(tiers, "open_store", opened)
+    ckptctl.scan(str(many_steps), last=5)
+    # Those that are shown, the newest once more after it was inspected, and a step before.
+    assert made[0].calls["list_tree"] <= 5 + 2
+
+
+def test_the_chosen_step_is_shown_wherever_it_is(ckptctl, many_steps):
+    for number in range(6, 61):
+        assert run(["reject", f"{many_steps}@{number}", "--reason", "abandoned", "-q"]) == 0
+    done = ckptctl("scan", many_steps)
+    assert done.stdout.startswith("resume from step 5: complete")
+    rows = [each.split()[1] for each in done.stdout.splitlines() if "KiB" in each][:51]
+    assert (rows[0], rows[49], rows[50]) == ("60", "11", "5")
+    assert "9 older steps of 60 not shown (--before 11" in done.stdout
+
+
+def test_scan_names_checkpoints_without_a_step_number(ckptctl, sound_root):
+    shutil.copytree(sound_root / "step_30", sound_root / "final")
+    (sound_root / "last.ckpt").write_bytes(b"PK\x03\x04")
+    (sound_root / "logs").mkdir()
+    done = ckptctl("scan", sound_root)
+    assert done.returncode == 0
+    (line,) = [each for each in done.stdout.splitlines() if "root.unnumbered" in each]
+    assert "last.ckpt, final look like checkpoints and bear no step number" in line
+    assert "logs" not in line
+
+
+def test_verify_inspects_as_deep_as_pick(ckptctl, sound_root):
+    picked = validated(ckptctl("pick", sound_root, "--json").stdout)
+    verified = validated(ckptctl("verify", f"{sound_root}@auto", "--json").stdout)
+    assert verified["report"]["level"] == picked["level"] == "structure"
+
+
+def test_auto_means_the_step_that_pick_takes_under_the_same_conditions(ckptctl, sound_root):
+    (sound_root / "step_30" / ".metadata").unlink()  # a save that may be running
+    for path in (sound_root / "step_30").rglob("*"):
+        os.utime(path)
+    wanted = ("--require", "model,optimizer", "--saved-world-size", "2", "--grace", "0")
+    done = ckptctl("verify", f"{sound_root}@auto", *wanted, "--json")
+    assert validated(done.stdout)["report"]["number"] == 20
+    # Three ranks wrote none of them: `auto` has no answer, where it once gave the newest.
+    none = ckptctl("verify", f"{sound_root}@auto", "--saved-world-size", "3")
+    assert none.returncode == 11
+
+
+CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
+    (
+        ("verify", "run@30", "--level", "content", "--require", "model", "--grace", "5"),
+        "ckptctl pick run --before 30 --level content --require model --grace 5",
+    ),
+    (
+        ("verify", "run@30", "--marks", "m.jsonl", "--world-size", "2", "--timeout", "60"),
+        "ckptctl pick run --before 30 --world-size 2 --marks m.jsonl --timeout 60",
+    ),
+    # `show` takes neither conditions nor a level.
+    (("verify", "run@10", "--level", "content", "--grace", "5"), "ckptctl show run/step_10"),
+    (
+        ("scan", "run", "--require-seal", "--skip", "30", "--grace", "60"),
+        "ckptctl runbook run storage-corruption run",
+    ),
+    (
+        ("scan", "run", "--saved-world-size", "2", "--last", "2"),
+        "ckptctl verify run/step_10 --level content --saved-world-size 2",
+    ),
+    (
+        ("pick", "run", "--before", "5", "--weights-ok", "--print", "step"),
+        "ckptctl explain 11",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "following"), CARRIED, ids=lambda each: " ".join(each)[:40])
+def test_a_next_command_repeats_the_conditions_of_the_answer(
+    ckptctl: Callable, broken_root: Path, words: tuple[str, ...], following: str
+):
+    (broken_root.parent / "m.jsonl").touch()
+    done = ckptctl(*words)
+    assert next_of(done.stdout + done.stderr) == following
+
+
+@pytest.mark.parametrize("name", ["CKPTCTL_GRACE", "CKPTCTL_REQUIRE"])
+def test_a_condition_in_the_environment_is_not_repeated(ckptctl, broken_root, name):
+    given = {"CKPTCTL_GRACE": "60", "CKPTCTL_REQUIRE": "model"}[name]
+    done = ckptctl("verify", f"{broken_root.name}@30", env={name: given})
+    assert next_of(done.stdout) == f"ckptctl pick {broken_root.name} --before 30"
+
+
+def test_no_damaged_step_is_offered_to_be_accepted(ckptctl, sound_root):
+    shutil.copytree(sound_root / "step_20", sound_root / "step_40")
+    done = ckptctl("verify", sound_root / "step_40")
+    assert done.returncode == 21
+    assert "step.misnamed" in done.stdout
+    assert next_of(done.stdout) == f"ckptctl pick {sound_root} --before 40"
