@@ -168,6 +168,7 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     known = _in_our_words(error, argv)
     if known.next_command is None and not isinstance(known, _Ended):
         known.next_command = _next(known, argv)
+        out.keep_commands()  # it has the caller's options
     # What cannot be said, for a full disk or a reader that left, changes no exit code.
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):

@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -356,7 +357,9 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
         timeout_s = common.get("timeout") or given.get("timeout") or _TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
-        repeated = given_options(parameters, {**given, **common}, _SHARED)
+        # How an answer is shown is no part of what was asked.
+        asked = [each for each in parameters if each.name not in _COMMON]
+        repeated = given_options(asked, {**given, **common})
         if takes_storage:
             given["storage"] = {
                 "storage_options": parse_storage_options(common["storage_option"] or ()),
@@ -368,7 +371,7 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
             quiet=common["quiet"],
             color=common["color"],
             report_file=common["report"],
-            complete=lambda command: with_options(command, repeated, _taken_by),
+            complete=lambda each: with_options(each, repeated, partial(_takes, out.command)),
         )
         out.lines(_ignored_lines(given), to=out.err)
         if not takes_storage:
@@ -397,22 +400,16 @@ def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
             )
 
 
-def _taken_by(command: str) -> set[int]:
-    """The identities of the options that a command takes; every one may reach a storage."""
+def _takes(own: str | None, command: str, definition: object) -> bool:
+    """Whether a command takes an option that was given to the command `own`."""
+    if command == own:
+        return True
     try:
         function = getattr(import_module(f"ckptctl.cli.{command}"), command)
     except (ImportError, AttributeError):
-        return set()
+        return False
     parameters = inspect.signature(function, eval_str=True).parameters
-    own = {id(definition_of(each.annotation)) for each in parameters.values()}
-    reach = {id(definition_of(each)) for name, (each, _) in _STORAGE.items()}
-    return own | reach if "storage" in parameters else own
-
-
-_SHARED = [
-    definition
-    for each in (*globals().values(), *(each for each, _ in _STORAGE.values()))
-    if (definition := definition_of(each)) is not None
-    and all(definition is not definition_of(common) for common, _ in _COMMON.values())
-]
-"""The definitions of the options that several commands have: what an answer depends on."""
+    taken = [definition_of(each.annotation) for each in parameters.values()]
+    if "storage" in parameters:
+        taken += [definition_of(each) for each, _ in _STORAGE.values()]
+    return any(each is definition for each in taken)

@@ -124,6 +124,10 @@ class Output:
         self.err = Channel.on(sys.stderr, color, must_arrive=False)
         self._progress: Progress | None = None
 
+    def keep_commands(self) -> None:
+        """Print next commands as they are from now on."""
+        self._complete = str
+
     def step_aside(self) -> None:
         """Say nothing but errors, and those on standard error: another process gives the answer."""
         self.as_json, self.quiet, self._report_file = False, True, None

@@ -2,7 +2,9 @@
 
 An answer that was given under `--require`, `--level` or `--endpoint-url` leads to a
 command that asks under the same. An option is repeated where the next command has the
-very same one: two options of one name that are defined apart mean different things.
+very same one, which is one of those that several commands share, or the next command is
+the caller's own with a change: two options of one name that are defined apart mean
+different things.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Any, NamedTuple
 
 from ckptctl.cli.values import without_secrets
 
-_OF_ONE_ACT = frozenset({"--reason", "--evidence", "--by"})
-"""Options of a mark: another mark has reasons of its own."""
+_OF_ONE_ACT = frozenset({"--reason", "--evidence", "--by", "--new", "--continue", "--dry-run"})
+"""What is said of one mark or one run of a runbook, and not of the next."""
 
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -33,17 +35,17 @@ class Given(NamedTuple):
 
 
 def given_options(
-    parameters: Iterable[inspect.Parameter], values: Mapping[str, Any], shared: Iterable[object]
+    parameters: Iterable[inspect.Parameter], values: Mapping[str, Any]
 ) -> tuple[Given, ...]:
-    """The options among `shared` that the caller gave on the command line.
+    """The options that the caller gave on the command line.
 
-    Those in the environment are not repeated: the next command reads them there.
+    Those in the environment are not repeated: the next command reads them there. Nor are
+    switches that change something, which have no variable: consent is given each time.
     """
-    definitions = {id(each) for each in shared}
     return tuple(
         Given(found, name, words)
         for each in parameters
-        if (found := definition_of(each.annotation)) is not None and id(found) in definitions
+        if (found := definition_of(each.annotation)) is not None
         for name in (_name(found),)
         if name not in _OF_ONE_ACT
         if (words := tuple(_written(name, values[each.name], each.default)))
@@ -94,10 +96,10 @@ def _in_environment(variable: str, words: Sequence[str]) -> bool:
     return here.split() == list(words[1::2])
 
 
-def with_options(command: str, given: Sequence[Given], accepted: Callable[[str], set[int]]) -> str:
+def with_options(command: str, given: Sequence[Given], takes: Callable[[str, object], bool]) -> str:
     """A next command with the caller's options that it takes and does not have yet.
 
-    `accepted` gives the identities of the definitions that a command of ckptctl takes.
+    `takes` says whether a command of ckptctl has an option of that definition.
     """
     own, dashes, behind = command.partition(" -- ")
     try:
@@ -107,8 +109,7 @@ def with_options(command: str, given: Sequence[Given], accepted: Callable[[str],
     if not given or words[:1] != ["ckptctl"] or len(words) < 2 or words[-1] == "--help":
         return command
     there = {word.partition("=")[0] for word in words}
-    known = accepted(words[1])
     for each in given:
-        if id(each.definition) in known and each.name not in there:
+        if each.name not in there and takes(words[1], each.definition):
             own += f" {shlex.join(each.words)}"
     return own + dashes + behind

@@ -205,7 +205,7 @@ def _answer(
 
 def _in_words(
     roots: Roots, choice: Choice, policy: Policy, n_steps: int, *, gone: bool
-) -> tuple[str, str]:
+) -> tuple[str, str | None]:
     """The answer in the words of `pick`, and what to run next."""
     if choice.chosen is not None:
         return found_message(choice, choice.chosen), _deeper(choice.chosen)
@@ -216,8 +216,8 @@ def _in_words(
     return "no step at all", f"ckptctl explain {EXIT_FRESH}"
 
 
-def _deeper(chosen: Report) -> str:
+def _deeper(chosen: Report) -> str | None:
     deeper = _DEEPER.get(chosen.level)
     if deeper is None:
-        return f"ckptctl show {shlex.quote(chosen.url)}"
+        return None
     return f"ckptctl verify {shlex.quote(chosen.url)} --level {deeper.value}"

@@ -250,7 +250,10 @@ CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
         "ckptctl pick run --before 30 --world-size 2 --marks m.jsonl --timeout 60",
     ),
     # `show` takes neither conditions nor a level.
-    (("verify", "run@10", "--level", "content", "--grace", "5"), "ckptctl show run/step_10"),
+    (
+        ("verify", "run@10", "--require", "tokens,rng"),
+        "ckptctl verify run/step_10 --level content --require tokens,rng",
+    ),
     (
         ("scan", "run", "--require-seal", "--skip", "30", "--grace", "60"),
         "ckptctl runbook run storage-corruption run",

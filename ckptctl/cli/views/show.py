@@ -185,10 +185,12 @@ _MAX_RANGES = 8
 
 
 def _number_range(numbers: set[int]) -> str:
-    """`7`, `{0..31}`, `{0,3}`, `{0..3,8..11}`, as a shell expands the first three."""
+    """`7`, `{0..31}`, `{0,3}`, `{0..3,8..11}`."""
     ordered = sorted(numbers)
     if len(ordered) == 1:
         return str(ordered[0])
+    if ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{{{ordered[0]}..{ordered[-1]}}}"
     runs: list[list[int]] = []
     for number in ordered:
         if runs and number == runs[-1][-1] + 1:

@@ -48,8 +48,8 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
 _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
 
-def next_command(report: Report) -> str:
-    """What to run after `verify`: never the same command again.
+def next_command(report: Report) -> str | None:
+    """What to run after `verify`: never the same command again, and nothing where all is proven.
 
     A deeper look at a step that can be used, what is known of the worst fault, or the
     choice of another step.
@@ -58,7 +58,7 @@ def next_command(report: Report) -> str:
     root = shlex.quote(parent_url(report.url))
     if report.usable:
         deeper = _DEEPER.get(report.level)
-        return f"ckptctl verify {url} --level {deeper.value}" if deeper else f"ckptctl show {url}"
+        return f"ckptctl verify {url} --level {deeper.value}" if deeper else None
     if report.verdict is Verdict.COMPLETE:
         return f"ckptctl show {url}"
     fault = report.with_severity(Severity.FAULT)[0]
