@@ -188,7 +188,7 @@ def test_with_json_a_failure_is_one_document_with_the_same_next_command(folder, 
 
 
 def test_a_next_command_can_be_run_whatever_the_name_of_the_root(folder, capsys):
-    strange = os.fsdecode(b'it\'s\xff "new"\n')
+    strange = os.fsdecode(b'it\'s\xff "new\n"')
     os.rename("run", strange)
     assert run(["scan", strange]) == 0
     better = next_of(capsys.readouterr().out)
