@@ -10,6 +10,7 @@ when the step is saved anew.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -86,6 +87,19 @@ class Mark:
         if self.metadata is None and is_of_one_attempt(self.url.rpartition("/")[2]):
             return self.number == number
         return (self.number, self.metadata) == (number, metadata)
+
+
+def named_word(path: str) -> Word | None:
+    """The word that the name of a mark's file says (`…Z-rejected-….json`); None for another name.
+
+    Known where the file itself cannot be read.
+    """
+    match = _FILE_NAME.fullmatch(path.rpartition("/")[2])
+    return None if match is None else Word(match["word"])
+
+
+_WORDS = "|".join(word.value for word in Word)
+_FILE_NAME = re.compile(rf"[0-9TZ]+-(?P<word>{_WORDS})-[0-9a-f]+\.json")
 
 
 def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:

@@ -22,6 +22,7 @@ from ckptctl.formats.marks import (
     Mark,
     Word,
     metadata_digest,
+    named_word,
     parse_mark,
     standing,
 )
@@ -32,7 +33,7 @@ from ckptctl.model import FileInfo, Step
 from ckptctl.storage.contract import Span, Store, TooLarge
 
 MAX_MARKS = 256
-"""So many marks of one step are read, the newest; more is not what people write."""
+"""So many marks of one step are read: those that rule it out first, then the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def read_notes(
         for one in look.metadata
     }
     current = metadata_digest(tuple(metadata.items()))
-    marks, damaged = _marks_of(store, step)
+    marks, damaged = _marks_of(store, step, current)
     if conditions.marks is not None:
         marks += conditions.marks.on_step(step.url, step.number, current)
         damaged += conditions.marks.findings
@@ -105,30 +106,64 @@ def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:
         return None, [_unreadable("seal.invalid", SEAL, "the seal", error.message)]
 
 
-def _marks_of(store: Store, step: Step) -> tuple[tuple[Mark, ...], tuple[Finding, ...]]:
+def _marks_of(
+    store: Store, step: Step, current: str | None
+) -> tuple[tuple[Mark, ...], tuple[Finding, ...]]:
+    """The marks on a step, and a finding for each file that could not be used as one.
+
+    A mark that rules the step out counts by the name of its file where it cannot be
+    read: neither damage nor many later marks let a step be taken that was rejected.
+    """
     files = [
         file
         for file in step.files
         if file.path.startswith(f"{MARKS_FOLDER}/") and file.path.endswith(".json")
     ]
-    read = [f for f in files[-MAX_MARKS:] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
+    newest = sorted(files, key=lambda file: file.path, reverse=True)
+    order = sorted(newest, key=lambda file: named_word(file.path) not in _RULES_OUT)
+    read = [f for f in order[:MAX_MARKS] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
     marks: list[Mark] = []
-    damaged = [_not_read(file) for file in files if file not in read]
+    unread = {file.path: _why_not_read(file) for file in files if file not in read}
     spans = (Span(f"{step.name}/{file.path}", 0, file.size) for file in read)
     for span, data in store.read_spans(spans):
         path = span.path.removeprefix(f"{step.name}/")
         try:
             marks.append(parse_mark(data))
         except OwnFileUnreadable as error:
-            damaged.append(_unreadable("mark.damaged", path, "a mark", error.message))
+            unread[path] = error.message
+    marks += [
+        _by_name(path, word, why, step, current)
+        for path, why in unread.items()
+        if (word := named_word(path)) in _RULES_OUT
+    ]
+    damaged = [
+        _unreadable("mark.damaged", path, "a mark", why) for path, why in sorted(unread.items())
+    ]
     return tuple(marks), tuple(damaged)
 
 
-def _not_read(file: FileInfo) -> Finding:
-    why = f"{file.size:,} bytes, or one of too many marks; it was not read"
+_RULES_OUT = (Word.REJECTED, Word.SUPERSEDED)
+
+
+def _by_name(path: str, word: Word, why: str, step: Step, current: str | None) -> Mark:
+    """The mark that a file was written for which cannot be read; `accept` lifts it as any other."""
+    name = path.rpartition("/")[2].removesuffix(".json")
+    return Mark(
+        id=name,
+        word=word,
+        by="somebody",
+        at=name.partition("-")[0],
+        reason=f"known by its name only, the mark cannot be read: {why}",
+        url=step.url,
+        number=step.number,
+        metadata=current,
+    )
+
+
+def _why_not_read(file: FileInfo) -> str:
     if file.kind != "file":
-        why = f"it is a {file.kind}, not a file; it was not opened"
-    return _unreadable("mark.damaged", file.path, "a mark", why)
+        return f"it is a {file.kind}, not a file; it was not opened"
+    return f"{file.size:,} bytes, or one of too many marks; it was not read"
 
 
 def _unreadable(code: str, where: str, what: str, why: str) -> Finding:

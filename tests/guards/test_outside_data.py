@@ -106,8 +106,10 @@ def seals(root: Path, data: bytes) -> None:
 
 
 def marks(root: Path, data: bytes) -> None:
-    put(root / "step_20" / ".ckptctl" / "marks" / "0-rejected-0.json", data)
+    put(root / "step_20" / ".ckptctl" / "marks" / "0-pinned-0.json", data)
     answers("verify", root / "step_20", codes=(0,))
+    put(root / "step_20" / ".ckptctl" / "marks" / "0-rejected-0.json", data)
+    answers("verify", root / "step_20", codes=(27,))
 
 
 def marks_in_a_file(root: Path, data: bytes) -> None:

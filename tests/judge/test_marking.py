@@ -252,7 +252,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_mark_is_a_warning_and_the_others_count(root: Path, name: str) -> None:
     for step in (500, 400):
-        damaged = ckptctl.mark(f"{root}@{step}", "rejected", reason="spike")
+        damaged = ckptctl.mark(f"{root}@{step}", "pinned", reason="spike")
         DAMAGED[name](Path(damaged.path))
     ckptctl.mark(f"{root}@400", "rejected", reason="another")
     report = ckptctl.verify(f"{root}@500")
@@ -260,13 +260,39 @@ def test_a_damaged_mark_is_a_warning_and_the_others_count(root: Path, name: str)
     assert codes(ckptctl.verify(f"{root}@400")) == ["step.rejected", "mark.damaged"]
 
 
-def test_marks_beyond_the_newest_few_are_told_and_not_read(root: Path) -> None:
+@pytest.mark.parametrize("word", ["rejected", "superseded"])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_rejection_that_is_damaged_still_counts_and_can_be_lifted(
+    root: Path, name: str, word: str
+) -> None:
+    damaged = ckptctl.mark(f"{root}@500", word, reason="spike")
+    DAMAGED[name](Path(damaged.path))
+    report = ckptctl.verify(f"{root}@500")
+    assert (report.exit_code, codes(report)) == (27, [f"step.{word}", "mark.damaged"])
+    assert ckptctl.pick(str(root)).step == 400
+    lifted = ckptctl.mark(f"{root}@500", "accepted", reason="the data was bad")
+    assert [one.id for one in lifted.lifted] == [damaged.mark.id]
+    assert ckptctl.pick(str(root)).step == 500
+
+
+def test_marks_beyond_the_bound_are_reported_and_not_read(root: Path) -> None:
     folder = root / "step_500" / MARKS_FOLDER
-    ckptctl.mark(f"{root}@500", "rejected", reason="spike")
+    ckptctl.mark(f"{root}@500", "pinned", reason="release")
     for number in range(MAX_MARKS):
         (folder / f"99990101T000000Z-pinned-{number:04}.json").write_bytes(b"{}")
     report = ckptctl.verify(f"{root}@500")
     assert set(codes(report)) == {"mark.damaged"}
+
+
+@pytest.mark.parametrize("later", ["pinned", "accepted", "superseded"])
+def test_a_rejection_is_not_forgotten_behind_later_marks(root: Path, later: str) -> None:
+    folder = root / "step_500" / MARKS_FOLDER
+    rejected = ckptctl.mark(f"{root}@500", "rejected", reason="spike")
+    kept = Path(rejected.path).read_bytes()
+    for number in range(2 * MAX_MARKS):
+        (folder / f"99990101T000000Z-{later}-{number:04}.json").write_bytes(kept)
+    assert "step.rejected" in codes(ckptctl.verify(f"{root}@500"))
+    assert ckptctl.pick(str(root)).step == 400
 
 
 @pytest.mark.parametrize("line", [b"{", b"\x00" * 50, b"[]", b'{"schema":"ckptctl.mark/2"}'])
