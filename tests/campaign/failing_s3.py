@@ -15,13 +15,13 @@ from random import Random
 from typing import Any
 
 from oracle import Outcome
-from services.counting_proxy import CountingProxy, Fault
+from services.counting_proxy import Answer, CountingProxy, Fault
 from services.moto_server import moto_server
 from sound_steps import Sound
 
 import ckptctl
 from ckptctl import Level, Verdict
-from ckptctl.errors import CkptctlError
+from ckptctl.errors import CkptctlError, StorageMisconfigured
 from ckptctl.storage import obstore_client, retrying
 
 N_CASES = 1200
@@ -34,6 +34,19 @@ ANY = (
     *(Fault.UNAVAILABLE, Fault.BROKEN, Fault.DENIED, Fault.NOT_THERE, Fault.NO_KEY),
     *(Fault.RESET, Fault.SHORT, Fault.LOST),
 )
+KEY = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+PERMANENT = (
+    Answer(403, "InvalidObjectState"),
+    Answer(301, "PermanentRedirect", headers=(("x-amz-bucket-region", "eu-west-1"),)),
+    Answer(400, "AuthorizationHeaderMalformed", "<Region>eu-west-1</Region>"),
+    Answer(400, "KMS.DisabledException", f"<Message>{KEY} is disabled.</Message>"),
+    Answer(403, "RequestTimeTooSkewed"),
+    Answer(400, "ExpiredToken"),
+    Answer(403, "QuotaExceeded"),
+    Answer(400, "InvalidRequest"),
+)
+"""What is not asked again, and says nothing of the step."""
+
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "LIST": (*ANY, Fault.NO_LISTING, Fault.CUT, Fault.STALE, Fault.EMPTY, Fault.NO_TOKEN),
     "GET": (*ANY, Fault.CUT, Fault.SHRUNK),
@@ -44,7 +57,7 @@ SLOW = (Fault.SILENT,)
 """A case of these takes seconds: there are few. A server that sends a few bytes a second
 is waited for as long as it sends; the watchdog of the command line ends that, not the library."""
 
-ACTS = ("saved over", "cut", "deleted", "added")
+ACTS = ("saved over", "swapped", "cut", "deleted", "added")
 
 Options = dict[str, Any]
 QUESTIONS: dict[str, Callable[[str, Options], Any]] = {
@@ -138,7 +151,9 @@ def failing_s3(number: int, chance: Random, bucket: Bucket, outcome: Outcome) ->
     if number % 4 == 3 and name != "pick at listing":
         _while_it_changes(chance, bucket, name, client, outcome)
     else:
-        fault = chance.choice(SLOW if chance.random() < 0.02 else FAULTS[verb])
+        fault = chance.choice(
+            SLOW if chance.random() < 0.02 else PERMANENT if chance.random() < 0.2 else FAULTS[verb]
+        )
         # A store whose every listing is empty is an empty one to everybody; to obstore
         # one that answers every listing with a page in HTML, and all else as S3 does, too.
         unseen = fault is Fault.EMPTY or (fault is Fault.NO_LISTING and client == "obstore")
@@ -181,7 +196,8 @@ def _wrong(name: str, answer: Any, outcome: Outcome, *, stale: bool) -> str | No
         return outcome.problem
     code = answer.exit_code
     if isinstance(answer, CkptctlError):
-        return None if code in COULD_NOT_LOOK else f"ends with {code}"
+        could_not_look = code in COULD_NOT_LOOK or isinstance(answer, StorageMisconfigured)
+        return None if could_not_look else f"ends with {code}"
     if name.startswith("pick"):
         taken = answer.chosen and answer.chosen.number
         right = taken == 20 or (taken is None and code in COULD_NOT_LOOK)
@@ -219,6 +235,7 @@ def _while_it_changes(
     extra = f"{subject.path.name}/__55_0.distcp"
     acts: dict[str, Callable[[], None]] = {
         "saved over": lambda: bucket.put(path, older),
+        "swapped": lambda: bucket.put(path, data[::-1]),
         "cut": lambda: bucket.put(path, data[: len(data) // 2]),
         "deleted": lambda: bucket.delete(path),
         "added": lambda: bucket.put(extra, data),

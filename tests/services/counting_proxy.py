@@ -78,6 +78,11 @@ class Answer:
     headers: tuple[tuple[str, str], ...] = ()
 
     @property
+    def name(self) -> str:
+        """Status and code."""
+        return f"{self.status} {self.code}"
+
+    @property
     def content(self) -> bytes:
         """The body: a code, a message and whatever else an error of S3 holds."""
         return f"<?xml version='1.0'?><Error><Code>{self.code}</Code>{self.more}</Error>".encode()
