@@ -148,7 +148,7 @@ PLACES = [
     ("explain shard.shrt", 2, "ckptctl explain", "did you mean shard.short"),
     ("scn run", 2, "ckptctl --help", "Did you mean 'scan'"),
     ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
-    ("runbook show rb-8", 2, "ckptctl runbook list", "there are rb-7"),
+    ("runbook show rb-8", 2, "ckptctl runbook list", "there are gpu-fault, mfu-regression"),
     ("runbook list", 0, "ckptctl runbook show rb-7", "storage-corruption"),
     ("runbook run rb-7", 2, "ckptctl runbook run rb-7 ROOT", "on which checkpoint root"),
     ("runbook run rb-7 run --set NODES=1", 2, "ckptctl runbook show rb-7", "has no input 'NODES'"),

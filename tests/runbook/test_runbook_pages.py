@@ -166,5 +166,5 @@ def test_a_page_of_ones_own_wins_over_a_shipped_one(tmp_path: Path):
 
 
 def test_a_runbook_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(UsageError, match="there are rb-7, storage-corruption"):
+    with pytest.raises(UsageError, match="there are gpu-fault, mfu-regression, nccl-hang, rb-7"):
         shelf.find("rb-99")
