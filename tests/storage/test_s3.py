@@ -238,6 +238,24 @@ def test_an_upload_whose_part_never_passes_ends_after_bounded_tries_and_is_abort
     assert not uploads(s3_moto, f"{prefix}/")
 
 
+def test_a_part_that_fails_more_often_than_the_count_is_sent_again_while_there_is_time(
+    s3_moto: S3Server, proxy: CountingProxy, store: Store, client: str
+):
+    data = os.urandom(PART_BYTES + 1)
+    for nth in range(1, 2 * RETRIES + 4):
+        proxy.break_request("PUT", Fault.BROKEN, nth=nth)
+    with open_store(
+        store.url,
+        storage_options={**s3_moto.options, "client": client},
+        endpoint_url=proxy.url,
+        retries=RETRIES,
+        retry_for_s=600,
+    ) as patient:
+        patient.put_pieces("big", lambda: iter([memoryview(data)]), len(data))
+        assert patient.read("big", limit=len(data)) == data
+    assert proxy.counts["POST"] == 2
+
+
 @pytest.mark.parametrize("fault", [Fault.BROKEN, Fault.LOST], ids=str)
 def test_an_upload_whose_end_is_not_answered_is_whole_all_the_same(
     store: Store, s3_moto: S3Server, proxy: CountingProxy, prefix: str, fault: Fault
