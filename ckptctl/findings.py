@@ -187,6 +187,7 @@ CODES: Mapping[str, Code] = {
     "mark.damaged": _warning("a mark cannot be read"),
     "mark.lapsed": _remark("a mark speaks of an earlier save of the step"),
     "step.duplicate": _warning("two folders stand for one step"),
+    "step.number": _warning("a name has a number that no counter of steps reaches"),
     "pointer.differs": _remark("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is absent or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),

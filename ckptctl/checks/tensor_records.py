@@ -21,7 +21,6 @@ MAX_PICKLE_BYTES = 64 << 10
 _OTHER_TENSORS = tuple(
     f"c{module}\n{name}\n".encode()
     for module, name in (
-        ("torch._utils", "_rebuild_qtensor"),
         ("torch._utils", "_rebuild_sparse_tensor"),
         ("torch._utils", "_rebuild_nested_tensor"),
         ("torch._utils", "_rebuild_wrapper_subclass"),

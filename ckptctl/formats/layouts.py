@@ -23,7 +23,7 @@ MAX_STEP = 2**63 - 1
 OWN_FOLDER = ".ckptctl"
 """What ckptctl writes itself: under a root and under a step."""
 
-_N = r"(?P<step>[0-9]{1,19})"
+_N = r"(?P<step>[0-9]+)"
 
 # In this order: the first that matches the whole name says what it is.
 # Patterns are text: `re` compiles those that are used, and a start pays for no other.
@@ -44,6 +44,9 @@ _STEP_NAMES = (
     ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
 )
 _BARE_NUMBER = _N
+
+_LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
+"""Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
 
 _UNFINISHED = (
     r"tmp-(?P<after>.+)"
@@ -71,7 +74,8 @@ class StepName:
     `unfinished` names are those that a framework gives a step while it is being
     saved and takes away when it is whole. `bare` is a name of digits alone, which
     is a step only if its content says so too. `attempt` is which attempt saved it, where
-    the name says so (`step_1200.attempt-7`): of one number, the last attempt's counts.
+    the name says so (`step_1200.attempt-7`, and Lightning's versions, `step=200-v2.ckpt`):
+    of one number, the last attempt's counts.
     """
 
     name: str
@@ -132,7 +136,9 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
     found = _plain_step(plain)
     if found is None or (saved and found.bare):
         return None
-    attempt = int(saved["attempt"]) if saved and not unfinished else 0
+    attempt = found.attempt
+    if saved:
+        attempt = 0 if unfinished else int(saved["attempt"])
     return replace(found, name=name, unfinished=unfinished or cut, attempt=attempt)
 
 
@@ -160,10 +166,23 @@ def _plain_step(name: str) -> StepName | None:
 
 
 def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) -> StepName | None:
-    digits = match["step"] or ""
-    if not (digits.isascii() and digits.isdigit()) or int(digits) > MAX_STEP:
+    digits = (match["step"] or "").lstrip("0") or (match["step"] or "")[:1]
+    if not (digits.isascii() and digits.isdigit()):
         return None
-    return StepName(name, int(digits), layout, bare=bare)
+    if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
+        return None
+    version = re.fullmatch(_LIGHTNING_VERSION, name) if layout in ("lightning", "nemo") else None
+    return StepName(name, int(digits), layout, bare=bare, attempt=int(version[1]) if version else 0)
+
+
+def has_too_large_a_number(name: str) -> bool:
+    """Whether a name is that of a step, but for a number that no counter of steps reaches."""
+    digits = re.findall(r"[0-9]+", name)
+    longest = max(digits, key=lambda one: len(one.lstrip("0")), default="")
+    if len(longest.lstrip("0")) < len(str(MAX_STEP)) or step_name(name) is not None:
+        return False
+    named = step_name(name.replace(longest, "1"))
+    return named is not None and not named.bare
 
 
 def _without_flat_suffix(name: str) -> str:
@@ -422,8 +441,9 @@ _SIGNATURES = (
     ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
     ("lightning", "torchtitan dcp", r"meta\.pt"),
     ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
-    ("transformers", "transformers", r"trainer_state\.json|.*_fsdp_[0-9]+/.+"),
+    ("transformers", "transformers", r"trainer_state\.json"),
     ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
+    ("transformers", "transformers", r".*_fsdp_[0-9]+/.+"),
     ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),
     ("kempnerforge", "dcp", r"train_state\.pt"),
     ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),

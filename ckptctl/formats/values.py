@@ -32,7 +32,8 @@ class TensorStub:
     `shape`, `strides` and `storage_offset` are in elements, `strides` and `shape`
     one entry per dimension. `storage_key` names the archive's member
     (`data/{storage_key}`), which holds `n_elements_in_storage`. `signs` are what is still
-    to be done to the elements after they are read: `conj`, `neg`.
+    to be done to the elements after they are read: `conj`, `neg`, and `quantized` where they
+    stand for other numbers by a scale that the pickle holds, too.
     """
 
     dtype: str
@@ -201,6 +202,41 @@ def _rebuild_parameter(args: tuple[object, ...]) -> object:
     raise Malformed("a parameter is not rebuilt from a tensor")
 
 
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    name: str
+
+
+def _rebuild_quantized(args: tuple[object, ...]) -> object:
+    match args:
+        case (
+            _Storage(str(dtype)) as storage,
+            offset,
+            shape,
+            strides,
+            (_Scheme(), *_),
+            bool(),
+            *_,
+        ):
+            quantized = ("quantized",)
+            return _stub(dtype, storage.key, storage.size, offset, shape, strides, quantized)
+    raise Malformed("a quantized tensor is not rebuilt from a storage and a quantizer")
+
+
+_QUANTIZED: Mapping[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_qtensor"): Function("_rebuild_qtensor", _rebuild_quantized),
+    **{
+        ("torch", name): _Scheme(name)
+        for name in (
+            "per_tensor_affine",
+            "per_tensor_symmetric",
+            "per_channel_affine",
+            "per_channel_symmetric",
+            "per_channel_affine_float_qparams",
+        )
+    },
+}
+
 _TENSORS: Mapping[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _rebuild_v2),
     ("torch._utils", "_rebuild_tensor_v3"): Function("_rebuild_tensor_v3", _rebuild_v3),
@@ -211,7 +247,9 @@ _TENSORS: Mapping[tuple[str, str], object] = {
 }
 
 _ORDERED = ("collections", "OrderedDict")
-_STRICT = Grammar({**DTYPES, **_TENSORS, _ORDERED: COMMON[_ORDERED]}, persistent=_storage)
+_STRICT = Grammar(
+    {**DTYPES, **_TENSORS, **_QUANTIZED, _ORDERED: COMMON[_ORDERED]}, persistent=_storage
+)
 
 
 def _unknown(module: str, name: str) -> Opaque:

@@ -39,6 +39,7 @@ from ckptctl.judge.roots import (
     duplicates,
     list_root,
     older_steps,
+    too_large_numbers,
 )
 from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in, unavailable
 from ckptctl.model import Level
@@ -257,6 +258,7 @@ def root_findings(
     findings = [*unavailable(tiers), *suspect_storage(choice)]
     for tier in tiers:
         findings += duplicates(tier.listing.steps)
+        findings += too_large_numbers(tier.listing)
         findings += check_pointers(tier.store, tier.listing, number, pattern)
     return findings
 

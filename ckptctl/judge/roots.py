@@ -16,9 +16,11 @@ from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import (
     MAX_POINTER_BYTES,
+    MAX_STEP,
     METADATA,
     OWN_FOLDER,
     StepName,
+    has_too_large_a_number,
     is_flat_file,
     is_pointer,
     pointed_step,
@@ -97,6 +99,8 @@ def read_listing(
         named = step_name(entry.path, pattern)
         if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
             steps.append(named)
+        elif pattern is None and has_too_large_a_number(entry.path):
+            unnumbered.append(entry.path)
         elif entry.kind == "dir" and not entry.path.startswith("."):
             folders.append(entry.path)
         elif entry.kind == "link" and not entry.path.startswith("."):
@@ -179,6 +183,20 @@ def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
                 expected="one folder for each step",
                 found=f"{len(same)} folders",
             )
+
+
+def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
+    """Yield a `step.number` where names are those of steps, but for their number."""
+    names = [name for name in listing.unnumbered if has_too_large_a_number(name)]
+    if names:
+        yield Finding(
+            "step.number",
+            names[0],
+            f"{len(names)} names have a number that no counter of steps reaches, {names[0]} for "
+            "one: nothing is resumed from them",
+            expected=f"a step number up to {MAX_STEP}",
+            found=names[0],
+        )
 
 
 def check_pointers(

@@ -226,7 +226,7 @@ def _described(
     if read_member(directory, "byteorder", view) == b"big":
         raise Unfit("format.unsupported", "it was written on a big-endian machine")
     if stub.signs:
-        raise Unfit("format.unsupported", "its elements are conjugated or negated when it is read")
+        raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
     wrong = wrong_crcs(directory, view)
     if wrong:
         raise _WrongCrc(f"{', '.join(wrong)} does not match the checksum saved with it")

@@ -133,7 +133,6 @@ class Checkpointer:
         self._flight: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
-        self._readable = False
         give_generator(self._job.parts, self._job.place, seed)
 
     # Resuming
@@ -271,9 +270,8 @@ class Checkpointer:
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
         state = collect(self._job.parts, self._job.place, progress)
-        if not self._readable:
-            self._job.group.from_all(lambda: check_readable(state))
-            self._readable = True
+        # At every save: a value that is not loaded again may come with any step.
+        self._job.group.from_all(lambda: check_readable(state))
         return state
 
     def _write(

@@ -59,11 +59,7 @@ def load_into(state: dict[str, Any], decision: Decision, group: Group, looking: 
     from ckptctl.train.reader import Reader
 
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    reader = Reader(
-        decision.path,
-        storage_options=looking.storage_options,
-        endpoint_url=looking.endpoint_url,
-    )
+    reader = Reader(decision.path, **looking.storage)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on loading without a process group

@@ -50,7 +50,8 @@ class Reader(StorageReader):
     torch's `CheckpointException`, whose `failures` hold them by rank. After an error the
     tensors may hold some of the bytes that were read.
 
-    `jobs` threads read; `storage_options` and `endpoint_url` are those of `open_store`.
+    `jobs` threads read; `storage_options`, `endpoint_url` and `timeout_s` are those of
+    `open_store`.
     One reader serves any number of loads, one after the other. `loaded` says what the
     last of them read.
     """
@@ -64,6 +65,7 @@ class Reader(StorageReader):
         jobs: int | None = None,
         storage_options: Mapping[str, object] | None = None,
         endpoint_url: str | None = None,
+        timeout_s: float = 30.0,
     ) -> None:
         super().__init__()
         if verify not in ("whole", "always"):
@@ -74,6 +76,7 @@ class Reader(StorageReader):
         self._jobs = jobs
         self._options = storage_options
         self._endpoint_url = endpoint_url
+        self._timeout_s = timeout_s
         self.loaded = Loaded()
         self._load_id = ""
         self._store: Store | None = None
@@ -188,7 +191,10 @@ class Reader(StorageReader):
     def _opened(self) -> Store:
         if self._store is None:
             self._store = open_store(
-                self._path, storage_options=self._options, endpoint_url=self._endpoint_url
+                self._path,
+                storage_options=self._options,
+                endpoint_url=self._endpoint_url,
+                timeout_s=self._timeout_s,
             )
         return self._store
 

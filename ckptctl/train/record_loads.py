@@ -7,6 +7,7 @@ torch's plan; which bytes that is, and where they go, is for `record_runs`.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.torch_metadata import torch_dtype
 
 _ZSTD = "stream.zstd/1"
+QUANTIZED = "quantized"
 _FRAME_BYTES = 1 << 20
 _MANY_BYTES = 1 << 30
 
@@ -195,7 +197,8 @@ class RecordLoads:
             if found.stub is not None:
                 if found.byte_order not in (None, sys.byteorder):
                     raise Unfit("format.unsupported", f"it is {found.byte_order}-endian")
-                if order_of(found.stub) is None and len(view.head) < view.length:
+                whole = order_of(found.stub) is None or QUANTIZED in found.stub.signs
+                if whole and len(view.head) < view.length:
                     return Need(head=view.length)
             return view, found
         except (RecordUnreadable, Unfit) as error:
@@ -230,7 +233,9 @@ class RecordLoads:
             return
         tensor = self._tensor(number, found, found.stub)
         for place, item in enumerate(items):
-            target = self._planner.resolve_tensor(item).detach()
+            resolved = self._planner.resolve_tensor(item)
+            # A quantized tensor takes the scales over; an alias of it would keep its own.
+            target = resolved if QUANTIZED in tensor.stub.signs else resolved.detach()
             if target.shape != item.lengths:
                 # What torch's own reader says then; no record is to blame.
                 raise AssertionError(
@@ -275,9 +280,14 @@ class RecordLoads:
             slice(at, at + size)
             for at, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
-        source = elements(memoryview(data), dtype)
-        source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
-        target.copy_(_signed(source[there], stub.signs))
+        if QUANTIZED in stub.signs:
+            # Its scales are in the record, too; `framed` knows every name in its pickle.
+            source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
+        else:
+            source = elements(memoryview(data), dtype)
+            source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
+        with torch.no_grad():
+            target.copy_(_signed(source[there], stub.signs))
 
     def _wait(self, tensor: _Tensor, item: ReadItem, target: torch.Tensor, *, first: bool) -> None:
         """Have the elements read with those of other records."""

@@ -157,10 +157,11 @@ def _extra(state: dict[str, Any]) -> Any:
 
 
 def check_readable(state: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where a value that is kept whole could not be loaded again.
+    """Raise `UsageError` for what `Reader` could not load again: a value, or a tensor.
 
     What is loaded must be made of plain values and tensors: nothing from a checkpoint
-    ever runs. Cost: a copy of the small entries in memory.
+    ever runs. Cost: a copy of the small entries in memory, and of tensors of an unusual
+    class.
     """
     import io
 
@@ -177,6 +178,72 @@ def check_readable(state: Mapping[str, Any]) -> None:
                 f"the state of {name} cannot be saved: it would not load again with "
                 f"weights_only=True ({str(error).splitlines()[0][:160]}); give plain values"
             ) from error
+    for name in ("model", "optimizer", "extra"):
+        for fqn, leaf in _leaves(state.get(name, {}), name):
+            _check_leaf(fqn, leaf)
+
+
+def _check_leaf(fqn: str, leaf: Any) -> None:
+    """Raise `UsageError` where `Reader` would refuse the record that DCP writes of a leaf."""
+    import io
+
+    import torch
+
+    from ckptctl.checks.tensor_records import Unfit, tensor_in
+    from ckptctl.formats.records import View, parse_directory
+    from ckptctl.train.safe_values import safe_copy
+
+    if isinstance(leaf, torch.Tensor):
+        for tensor in _local_tensors(leaf):
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if plain and tensor.layout is torch.strided and not tensor.is_meta:
+                continue
+            buffer = io.BytesIO()
+            try:
+                torch.save(tensor, buffer)
+                data = buffer.getvalue()
+                tensor_in(parse_directory(data, len(data)), View(len(data), data, data))
+            except Exception as error:
+                why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
+                raise UsageError(
+                    f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which could "
+                    f"be saved and never loaded ({why[:160]}): give a plain tensor, "
+                    "or register it with persistent=False"
+                ) from error
+    elif leaf is not None and type(leaf) not in (bool, int, float, str):
+        buffer = io.BytesIO()
+        try:
+            torch.save(leaf, buffer)
+            safe_copy(buffer.getvalue(), fqn)
+        except Exception as error:
+            why = (str(error).splitlines() or [""])[0]
+            raise UsageError(
+                f"{fqn} is a {type(leaf).__name__}, which could be saved and never loaded "
+                f"({why[:160]}); give plain values and tensors"
+            ) from error
+
+
+def _local_tensors(tensor: Any) -> Iterator[Any]:
+    """What of a tensor lies on this rank, and is written by it."""
+    if hasattr(tensor, "local_shards"):  # ShardedTensor of FSDP1
+        for shard in tensor.local_shards():
+            yield from _local_tensors(shard.tensor)
+    elif hasattr(tensor, "to_local"):
+        yield from _local_tensors(tensor.to_local())
+    else:
+        yield tensor
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What DCP writes as one entry: all that is neither a dict nor a list."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}")
+    elif isinstance(value, list):
+        for key, one in enumerate(value):
+            yield from _leaves(one, f"{name}.{key}")
+    else:
+        yield name, value
 
 
 def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,7 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("dist_epoch_3", 3, "torchtune"),
         ("step_1200.pt", 1200, "dcp"),
         ("step_007", 7, "dcp"),
+        ("step_00000000000000000000000100", 100, "dcp"),
         ("step_0", 0, "dcp"),
     ],
 )
@@ -40,6 +41,18 @@ def test_a_step_is_known_by_the_name_its_framework_gives_it(name, number, layout
     named = step_name(name)
     assert named is not None
     assert (named.number, named.layout, named.unfinished) == (number, layout, False)
+
+
+def test_of_lightning_s_versions_the_highest_comes_first():
+    from ckptctl.judge.roots import read_listing
+    from ckptctl.model import FileInfo
+
+    names = ["step=200.ckpt", "step=200-v1.ckpt", "step=200-v10.ckpt", "step=200-v2.ckpt"]
+    for prefix in ("", "epoch=3-"):
+        listing = read_listing(FileInfo(prefix + name, 0, kind="dir") for name in names)
+        assert [step.name.removeprefix(prefix) for step in listing.steps] == [
+            *("step=200-v10.ckpt", "step=200-v2.ckpt", "step=200-v1.ckpt", "step=200.ckpt")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +245,18 @@ def test_a_stage_that_is_missing_below_the_highest_is_named():
             ["pytorch_model_fsdp_0/.metadata"],
             "transformers",
             ("trainer_state.json",),
+        ),
+        (
+            "checkpoint-30",  # the usual name of `save_state` in diffusers and many scripts
+            ["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"],
+            "accelerate",
+            (),
+        ),
+        (
+            "checkpoint-30",  # a Trainer that keeps such a file beside its own
+            ["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl", "trainer_state.json"],
+            "transformers",
+            (),
         ),
         ("checkpoint-30", [".metadata"], "dcp", ()),
         (

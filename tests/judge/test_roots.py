@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,32 @@ def test_a_checkpoint_folder_that_names_no_step_is_no_fresh_run(
     shutil.copytree(step, tmp_path / name)
     with pytest.raises(UsageError, match=f"{name} looks like a checkpoint"):
         ckptctl.pick(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["step_99999999999999999999", "iter_10000000000000000000000"])
+def test_a_number_that_no_step_has_is_reported(tmp_path: Path, step: Path, name: str) -> None:
+    shutil.copytree(step, tmp_path / name)
+    with pytest.raises(UsageError, match=name):
+        ckptctl.pick(str(tmp_path))
+    shutil.copytree(step, tmp_path / "step-20")
+    for found in (ckptctl.pick(str(tmp_path)), ckptctl.scan(str(tmp_path))):
+        (finding,) = (one for one in found.findings if one.code == "step.number")
+        assert finding.where == name
+    assert ckptctl.pick(str(tmp_path)).step == 20
+
+
+def test_of_lightning_s_versions_of_a_step_the_highest_is_taken(
+    tmp_path: Path, framework_roots: Path
+) -> None:
+    (saved,) = framework_roots.glob("lightning/**/*step=30.ckpt")
+    # The oldest file is the newest version: times say nothing.
+    for age, name in enumerate(("step=30-v2.ckpt", "step=30-v1.ckpt", "step=30.ckpt")):
+        shutil.copytree(saved, tmp_path / name)
+        for file in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            os.utime(file, (1_700_000_000 + age, 1_700_000_000 + age))
+    found = ckptctl.pick(str(tmp_path))
+    assert found.path == str(tmp_path / "step=30-v2.ckpt")
+    assert "step.duplicate" not in [finding.code for finding in found.findings]
 
 
 @pytest.mark.parametrize("name", ["train.log", "config.yaml", "tokenizer.bin", "dataset.pt"])
