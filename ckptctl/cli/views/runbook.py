@@ -18,7 +18,8 @@ def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
     for book in books:
         yield line(padded(book.name, width, "name"), "  ", book.title, hang=width + 2)
     yield EMPTY
-    yield from next_line(f"ckptctl runbook show {shlex.quote(books[0].called)}")
+    main = next((book for book in books if book.name == "rb-7"), books[0])
+    yield from next_line(f"ckptctl runbook show {shlex.quote(main.called)}")
 
 
 def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
