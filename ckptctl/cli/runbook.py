@@ -53,9 +53,13 @@ def runbook(
         str | None,
         typer.Argument(metavar="NAME", help="Which one: its name, or a file that ends in .md."),
     ] = None,
-    root: Annotated[
-        str | None,
-        typer.Argument(metavar="ROOT", help="The checkpoint root that it is run on."),
+    roots: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ROOT",
+            help="The checkpoint root that it is run on, where its record is kept; more roots that "
+            "hold steps of the same run become OTHER_ROOTS.",
+        ),
     ] = None,
     given: Annotated[
         list[str] | None,
@@ -113,7 +117,7 @@ def runbook(
         return _show(book, out)
     if action is Action.LINT:
         return _lint(book, out)
-    if root is None:
+    if not roots:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
             next_command=f"ckptctl runbook run {shlex.quote(book.called)} ROOT",
@@ -127,8 +131,8 @@ def runbook(
     repeated += [] if transcript is None else ["--transcript", transcript]
     ran = run_runbook(
         book,
-        root,
-        _inputs(given or ()),
+        roots[0],
+        _inputs([*(f"OTHER_ROOTS={each}" for each in roots[1:]), *(given or ())]),
         TalkInTerminal(out, yes=yes, dry_run=dry_run, repeated=repeated),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptctl.cli.lines import EMPTY, Line, Span, Style, line
 from ckptctl.cli.output import Output
-from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Outcome, State, Value, shown
+from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Input, Outcome, State, Value, shown
 from ckptctl.runbook.engine import NobodyToAsk
 from ckptctl.runbook.executing import Ended
 
@@ -78,14 +78,37 @@ class TalkInTerminal:
         usual = block.outcomes[0]
         if ended is not None and ended.exit_code != usual.first:
             self._say(line(f"  expected: exit code {usual.first}: {usual.because}", hang=4))
-        found = "not run" if ended is None else f"exit code {ended.exit_code}"
+        not_run = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
+        found = not_run if ended is None else f"exit code {ended.exit_code}"
         style: Style = "good" if ended is not None and ended.exit_code == usual.first else "warn"
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
         self._say(line("  found: ", Span(found, style), f": {outcome.because} ({leads})", hang=4))
 
+    @property
+    def assumes(self) -> bool:
+        """A dry run assumes the decisions that the page expects."""
+        return self.dry_run
+
+    def decided(self, block: Block, decision: Input) -> str | None:
+        """Have a person type a decision."""
+        if self.yes:
+            return ""
+        if not self.attended:
+            raise NobodyToAsk(
+                f"the block {block.name!r} needs a decision, and there is no terminal to ask at; "
+                f"--set {decision.name}=TEXT makes it, --yes makes none"
+            )
+        self.told(f"  A person decides: {decision.meaning}")
+        self.out.err.write("  Type it, or [n]o, [l]eave here: ")
+        typed = sys.stdin.readline()
+        text = typed.strip()
+        if not typed or text.lower() in ("l", "leave"):
+            return None
+        return "" if text.lower() in ("n", "no") else text
+
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Ask whether a block may change something."""
-        if self.dry_run:
+        if self.dry_run or (self.yes and block.attended):
             return False
         if again and self.yes:
             raise NobodyToAsk(

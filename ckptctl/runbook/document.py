@@ -31,6 +31,10 @@ _CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
 
 _INPUTS_HEAD = ("input", "what it is", "if not given")
 _OUTCOMES_HEAD = ("ends with", "says", "then", "because")
+_EVENTS = ("not run", "too often", "dry run", "other")
+_OF_A_BLOCK = frozenset(
+    ("name", "reads", "changes", "attended", "decides", "needs", "runs", "sets", "at-most")
+)
 _START = "[*]"
 
 
@@ -57,8 +61,8 @@ class Input:
 class Outcome:
     """One row below a block: how it ended, and where that leads.
 
-    `first` and `last` bound the exit code; `event` is `not run`, `too often` or `other`
-    in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the exit
+    `first` and `last` bound the exit code; `event` is `not run`, `too often`, `dry run` or
+    `other` in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the exit
     code that a stop states, None where it is the block's own.
     """
 
@@ -82,15 +86,21 @@ class Outcome:
 class Block:
     """One named command block: what bash runs, and what follows.
 
-    `changes` says that it changes something, so that a person is asked first. It is not
-    run unless every input of `needs` is given. `sets` takes the last line that it prints
-    on standard output. It runs at most `at_most` times in one run, 0 for as often as it comes.
+    `changes` says that it changes something, so that a person is asked first; with `attended`
+    `--yes` does not agree to it. `decides` names an input in which a person states a decision:
+    it runs once that input is given. It is not run unless every input of `needs` is given;
+    those of `runs` are commands that it hands to a program.
+    `sets` takes the last line that it prints on standard output, or all lines where it names a
+    list. It runs at most `at_most` times in one run, 0 for as often as it comes.
     """
 
     name: str
     code: str
     changes: bool
+    attended: bool
+    decides: str | None
     needs: tuple[str, ...]
+    runs: tuple[str, ...]
     sets: str | None
     at_most: int
     outcomes: tuple[Outcome, ...]
@@ -98,15 +108,15 @@ class Block:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """The inputs that it runs as commands: NAME of each `eval "$NAME"`."""
-        return tuple(_EVALUATED.findall(self.code))
+        """The inputs that it runs as commands: NAME of each `eval "$NAME"`, and `runs`."""
+        return (*_EVALUATED.findall(self.code), *self.runs)
 
     def outcome(self, exit_code: int, said: str) -> Outcome | None:
         """The first row that is meant by this end; None where the table has none."""
         return next((row for row in self.outcomes if row.matches(exit_code, said)), None)
 
     def on(self, event: str) -> Outcome | None:
-        """The row of `not run` or `too often`."""
+        """The row of `not run`, `too often` or `dry run`."""
         return next((row for row in self.outcomes if row.event == event), None)
 
 
@@ -296,11 +306,15 @@ class _Reader:
         if words[0] != "sh":
             raise self.error(number, f"a named block is of sh, not of {words[0]}")
         given = dict(word.partition("=")[::2] for word in words[1:])
-        unknown = sorted(given.keys() - {"name", "reads", "changes", "needs", "sets", "at-most"})
+        unknown = sorted(given.keys() - _OF_A_BLOCK)
         if unknown:
             raise self.error(number, f"a block has no {unknown[0]!r}")
-        if ("reads" in given) == ("changes" in given):
-            raise self.error(number, "a block says `reads`, or `changes` where it changes anything")
+        if sum(kind in given for kind in ("reads", "changes", "decides")) != 1:
+            raise self.error(
+                number,
+                "a block says `reads`, `changes` where it changes anything, or `decides=NAME` "
+                "where a person decides",
+            )
         at_most = given.get("at-most", "0")
         if not at_most.isdecimal():
             raise self.error(number, f"at-most is a number, not {at_most!r}")
@@ -308,7 +322,10 @@ class _Reader:
             given["name"],
             code,
             "changes" in given,
+            "attended" in given,
+            given.get("decides"),
             tuple(filter(None, given.get("needs", "").split(","))),
+            tuple(filter(None, given.get("runs", "").split(","))),
             given.get("sets"),
             int(at_most),
             tuple(self._outcome(*row) for row in self._table(after, _OUTCOMES_HEAD)),
@@ -321,9 +338,11 @@ class _Reader:
         if code and (word != STOP or not code.isdecimal()):
             raise self.error(number, f"then is `next`, `done`, `stop`, `stop N` or a state: {then}")
         codes = _CODES.fullmatch(ends)
-        if codes is None and ends not in ("not run", "too often", "other"):
+        if codes is None and ends not in _EVENTS:
             raise self.error(
-                number, f"a row is for an exit code, `not run`, `too often` or `other`, not {ends}"
+                number,
+                "a row is for an exit code, `not run`, `too often`, `dry run` or `other`, "
+                f"not {ends}",
             )
         return Outcome(
             first=int(codes["first"]) if codes else None,

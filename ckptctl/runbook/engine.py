@@ -24,6 +24,7 @@ from ckptctl.runbook.document import (
     NEXT,
     STOP,
     Block,
+    Input,
     Outcome,
     Runbook,
     State,
@@ -32,7 +33,11 @@ from ckptctl.runbook.document import (
     used_names,
 )
 from ckptctl.runbook.executing import Ended, OnLine, execute
+from ckptctl.runbook.holding import myself
 from ckptctl.runbook.record import MAX_TEXT, Event, Record, RecordUnreadable
+
+_ASSUMED = "dry run"
+_LEFT = "left"
 
 MAX_BLOCKS = 200
 """A run that goes round in circles longer than this is stopped."""
@@ -52,6 +57,11 @@ class Talk(Protocol):
     @property
     def attended(self) -> bool:
         """Whether a person can be asked."""
+        ...
+
+    @property
+    def assumes(self) -> bool:
+        """A dry run: what a person would decide is taken as the page expects it."""
         ...
 
     @property
@@ -84,6 +94,13 @@ class Talk(Protocol):
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """A block came to an end, or was not run (`ended` is None), and this follows."""
+        ...
+
+    def decided(self, block: Block, decision: Input) -> str | None:
+        """What a person decides in a block that decides; empty for no, None to leave the run here.
+
+        Raises `NobodyToAsk`.
+        """
         ...
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
@@ -176,6 +193,8 @@ def _apply(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
         place.over = None
     elif kind == "back":
         _go(book, place, str(event["state"]))
+    elif kind == "decided":
+        _take_inputs(book, place, event, found=found)
     elif kind == "began":
         place.begun.add(str(event["block"]))
     elif kind == "ended":
@@ -214,14 +233,13 @@ def _take_end(book: Runbook, place: Place, event: Event, *, found: bool) -> None
     place.times[block.name] = place.times.get(block.name, 0) + ran
     place.because = str(event["because"])
     if block.sets is not None and event.get("exit_code") == 0:
-        _set(place, block.sets, str(event.get("says") or ""), found=found)
+        said = event.get("says")
+        lines = tuple(filter(is_argument, said if isinstance(said, (list, tuple)) else ()))
+        last = lines[-1] if lines else ""
+        is_list = block.sets in book.lists
+        place.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last
+        (place.found.add if found else place.found.discard)(block.sets)
     _go(book, place, then)
-
-
-def _set(place: Place, name: str, value: str, *, found: bool) -> None:
-    """Take what a block printed for its name, if it can be an argument of a command."""
-    place.variables[name] = value if is_argument(value) else ""
-    (place.found.add if found else place.found.discard)(name)
 
 
 def is_argument(value: str) -> bool:
@@ -284,7 +302,8 @@ def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:
     A step that a record names is not handed to a command: it is chosen and checked again.
     """
     block = _block(book, place)
-    if not block.commands or _kept_from(place, block):
+    missing = [name for name in block.needs if not place.variables.get(name)]
+    if not block.commands or set(missing) - place.found:
         return False
     used = set(_values(book, place, block, record)) & place.found
     setters = ((state, each) for state in book.states for each in state.blocks)
@@ -304,18 +323,22 @@ def _step(
     block = _block(book, place)
     event = _kept_from(place, block)
     talk.about_to(block, _values(book, place, block, record))
-    if event is None and block.changes:
-        answer = talk.may(
-            block, again=block.name in place.begun, found=_found_names(book, place, block, record)
-        )
+    if event is None and block.decides is not None:
+        event = _decided(book, place, block, record, talk)
+        if event == _LEFT:
+            return False
+    found = _found_names(book, place, block, record)
+    if event is None and (block.changes or found):
+        answer = talk.may(block, again=block.name in place.begun, found=found)
         if answer is None:
             return False
-        event = None if answer else "not run"
+        event = None if answer else _ASSUMED if talk.assumes else "not run"
     if event is None:
         ended = _run(book, place, block, record, talk.printed, handed_on)
-        outcome = block.outcome(ended.exit_code, ended.said)
+        outcome = block.outcome(ended.exit_code, ended.said[-1] if ended.said else "")
     else:
-        ended, outcome = None, block.on(event)
+        ended = None
+        outcome = block.on(event) or _assumed(block, event)
     if outcome is None:
         raise UsageError(
             f"the runbook {book.name} does not say what follows when {block.name!r} "
@@ -329,6 +352,39 @@ def _step(
         finished = record.add("finished", exit_code=exit_code, because=outcome.because)
         _apply(book, place, finished, found=False)
     return True
+
+
+def _decided(book: Runbook, place: Place, block: Block, record: Record, talk: Talk) -> str | None:
+    """Have a decision made, and recorded; why the block is not to run where there is none.
+
+    A decision in a record that was found holds only where a person can see that it was made.
+    """
+    name = block.decides or ""
+    decision = book.input(name)
+    if decision is None:
+        raise UsageError(f"the runbook {book.name} has no input {name!r} for a decision")
+    if place.variables.get(name) and (name not in place.found or talk.attended):
+        return None
+    if talk.assumes:
+        return _ASSUMED
+    made = talk.decided(block, decision)
+    if not made:
+        return _LEFT if made is None else "not run"
+    _apply(book, place, record.add("decided", by=who(), inputs={name: made}), found=False)
+    return None
+
+
+def who() -> str:
+    """Who runs this process, and where."""
+    me = myself()
+    return f"{me.by}@{me.host}"
+
+
+def _assumed(block: Block, event: str) -> Outcome | None:
+    """What follows in a dry run: decisions as the page expects them, and no change."""
+    if event != _ASSUMED:
+        return None
+    return block.outcomes[0] if block.attended or block.decides else block.on("not run")
 
 
 def _found_names(book: Runbook, place: Place, block: Block, record: Record) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ _OF_THE_RUNBOOK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended: `said` is the last line on standard output that is not empty.
+    """How a command ended: `said` are the lines on standard output that are not empty.
 
     `lines` are the last of both streams, in the order in which they came. `report` is the
     document of the ckptctl command in it, if there was one, and `picture` the SVG that it
@@ -79,7 +79,7 @@ class Ended:
     """
 
     exit_code: int
-    said: str
+    said: tuple[str, ...]
     lines: tuple[str, ...]
     duration_s: float
     report: dict[str, object] | None
@@ -133,7 +133,7 @@ def execute(
             ear.join(timeout=1.0)
         return Ended(
             exit_code if exit_code >= 0 else 128 - exit_code,
-            heard.said,
+            tuple(heard.said),
             tuple(heard.kept),
             time.monotonic() - started,
             _document(report),
@@ -168,7 +168,7 @@ class _Heard:
     def __init__(self, on_line: OnLine) -> None:
         self.on_line = on_line
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
-        self.said = ""
+        self.said: deque[str] = deque(maxlen=KEPT_LINES)
         self._lock = threading.Lock()
 
     def listen(self, name: str, stream: IO[bytes] | None) -> threading.Thread:
@@ -189,7 +189,7 @@ class _Heard:
         with self._lock:
             self.kept.append(text)
             if name == "stdout" and text.strip():
-                self.said = text.strip()
+                self.said.append(text.strip())
             self.on_line(text)
 
 

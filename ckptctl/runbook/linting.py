@@ -29,6 +29,7 @@ _OF_THE_SHELL = re.compile(
     r"(BASH|CKPTCTL|DYLD|GIT|LC|LD|PYTHON|SHELL)_?[A-Z0-9_]*|ENV|HOME|IFS|LANG|PATH|PS[0-9]|SHELLOPTS"
 )
 _OTHER_SHELL = re.compile(r"\b(?:ba|da|z)?sh\s+-\w*c\b|`")
+_LAUNCHED = re.compile(r"--launcher[ =]\"\$\{?([A-Z][A-Z0-9_]*)")
 _EVAL = re.compile(r"\beval\b")
 
 
@@ -112,31 +113,42 @@ def _block(book: Runbook, block: Block) -> Iterator[str]:
         yield "the table has no row `other`, so an unexpected end leads nowhere"
     elif block.outcomes[-1].event != "other" and block.on("other") is not None:
         yield "rows behind `other` are never reached"
-    if (block.needs or block.changes) and block.on("not run") is None:
+    if block.attended and not block.changes:
+        yield "`attended` is for a block that `changes`"
+    if block.decides is not None and (book.input(block.decides) is None):
+        yield f"it decides {block.decides}, which is no input"
+    if (block.needs or block.changes or block.decides) and block.on("not run") is None:
         yield "it may be left out, and the table has no row `not run`"
     if block.at_most and block.on("too often") is None:
         yield "it has at-most, and the table has no row `too often`"
     for row in block.outcomes:
-        if row.then == STOP and row.code is None and row.event in ("not run", "too often"):
+        if (
+            row.then == STOP
+            and row.code is None
+            and row.event in ("not run", "too often", "dry run")
+        ):
             yield f"`{row.event}` has no exit code of its own: say `stop N`"
         if not row.because:
             yield "a row does not say why (`because`)"
     for name in unquoted(block.code):
         yield f"${name} is not quoted, so that its value becomes several words"
-    if len(_EVAL.findall(block.code)) != len(block.commands):
+    if len(_EVAL.findall(block.code)) != len(block.commands) - len(block.runs):
         yield 'eval runs one input and nothing else: eval "$NAME"'
     if _OTHER_SHELL.search(block.code):
         yield 'a value is code there: eval "$NAME" runs an input, $( ) takes an output'
-    if block.commands and not block.changes:
+    if len(block.commands) > len(block.runs) and not block.changes:
         yield "it runs an input as a command, so it must say `changes`"
+    for name in _LAUNCHED.findall(block.code):
+        if name not in block.runs:
+            yield f"${name} is started by a program, so the block must say `runs={name}`"
     for name in block.commands:
         declared = book.input(name)
         if declared is None or declared.is_list:
             yield f"${name} is run as a command, and is not an input with one value"
     for each in book.inputs:
-        if each.is_list and not re.fullmatch(
-            rf"(?:(?!\$\{{?{each.name}\b).|\"\$\{{{each.name}\[@\]\}}\")*", block.code, re.DOTALL
-        ):
+        uses = len(re.findall(rf"\$\{{?{each.name}\b", block.code))
+        whole = len(re.findall(rf'"\$\{{{each.name}\[@\][^"}}]*\}}"', block.code))
+        if each.is_list and uses != whole:
             yield f'the list {each.name} is taken whole: "${{{each.name}[@]}}"'
     known = _OF_THE_ENGINE.union(book.variables)
     for name in (*block.needs, *used_names(block.code)):

@@ -221,6 +221,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
         "inputs": _is_values,
     },
     "resumed": {"by": _is_text, "inputs": _is_values},
+    "decided": {"by": _is_text, "inputs": _is_values},
     "back": {"state": _is_text, "because": _is_text},
     "began": {
         **dict.fromkeys(("state", "block", "command"), _is_text),
@@ -228,7 +229,8 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
     },
     "ended": {
         **dict.fromkeys(("state", "block", "then", "because"), _is_text),
-        **dict.fromkeys(("says", "not_run"), _or_none(_is_text)),
+        "says": _or_none(_is_value),
+        "not_run": _or_none(_is_text),
         "exit_code": _or_none(_is_exit_code),
         "duration_s": _or_none(_is_duration),
         "lines": _or_none(_is_lines),

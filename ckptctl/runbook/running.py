@@ -14,9 +14,9 @@ from typing import Literal
 
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.runbook.document import Runbook, Value, shown
-from ckptctl.runbook.engine import Left, NobodyToAsk, Talk, left_by_reader, place_of, proceed
+from ckptctl.runbook.engine import Left, NobodyToAsk, Talk, left_by_reader, place_of, proceed, who
 from ckptctl.runbook.executing import dropped_variables
-from ckptctl.runbook.holding import held, myself
+from ckptctl.runbook.holding import held
 from ckptctl.runbook.record import MAX_TEXT, Event, Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
@@ -168,8 +168,8 @@ def _record(
         return new, new
     _check_page(book, last)
     opened, newest_event = last.events[0], last.events[-1]
-    who = f"started by {opened['by']} at {opened['at']}, last entry at {newest_event['at']}"
-    talk.told(f"a run of {book.name} was found under this root: {last.name}, {who}")
+    dates = f"started by {opened['by']} at {opened['at']}, last entry at {newest_event['at']}"
+    talk.told(f"a run of {book.name} was found under this root: {last.name}, {dates}")
     taken = _taken(book, last, given)
     talk.told(f"its record gives {', '.join(taken)}" if taken else "its record gives no input")
     if how == "auto":
@@ -236,15 +236,13 @@ def _check_page(book: Runbook, record: Record) -> None:
 
 def _open(book: Runbook, record: Record, root: str, inputs: Mapping[str, Value]) -> None:
     given = {**inputs, "ROOT": root}
-    me = myself()
-    who = f"{me.by}@{me.host}"
     if record.events:
-        record.add("resumed", by=who, inputs=given)
+        record.add("resumed", by=who(), inputs=given)
         return
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
     record.add(
         "opened",
-        by=who,
+        by=who(),
         runbook=book.name,
         title=book.title,
         page=_digest(book),

@@ -57,10 +57,14 @@ def write_transcript(folder: Path, events: Sequence[Event], step: str | None) ->
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One block of a run: `began` is None where it did not run, `ended` where nobody knows."""
+    """One block of a run: `began` is None where it did not run, `ended` where nobody knows.
+
+    `decided` is the decision that a person made before it.
+    """
 
     began: Event | None
     ended: Event | None
+    decided: Event | None = None
 
     @property
     def name(self) -> str:
@@ -80,18 +84,21 @@ class Done:
 
 
 def steps_of(events: Sequence[Event]) -> Iterator[Done]:
-    """The blocks of a run in the order in which they were come to."""
+    """The blocks of a run, in their order."""
     began: Event | None = None
+    decided: Event | None = None
     for event in events:
-        if event["event"] == "began":
+        if event["event"] == "decided":
+            decided = event
+        elif event["event"] == "began":
             if began is not None:
-                yield Done(began, None)
+                yield Done(began, None, decided)
             began = event
         elif event["event"] == "ended":
-            yield Done(began, event)
-            began = None
+            yield Done(began, event, decided)
+            began = decided = None
     if began is not None:
-        yield Done(began, None)
+        yield Done(began, None, decided)
 
 
 def as_json_lines(events: Sequence[Event]) -> str:
@@ -149,7 +156,13 @@ def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
 
 
 def _told(done: Done) -> str:
-    began = "" if done.began is None else f"Begun {done.began['at']}"
+    decided = done.decided
+    by = "" if decided is None else f"Decided by {decided['by']} at {decided['at']}. "
+    return by + _ended(done)
+
+
+def _ended(done: Done) -> str:
+    began = "" if done.began is None else f"Started {done.began['at']}"
     ended = done.ended
     if ended is None:
         return f"{began}; how it ended is not known."

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import random
 import shlex
 import shutil
@@ -43,6 +44,7 @@ class Failure:
     `killed` are the options with which the job is killed; `breaks` damages what is left;
     `steps` are those that it has to resume from, one after the other; none where it must
     not resume at all. `resumed_with` is a mistake that the job makes with every resume.
+    `logged` is what the kernel of a node logged beside the job.
     """
 
     name: str
@@ -52,8 +54,10 @@ class Failure:
     steps: tuple[int, ...]
     exit_code: int = 0
     resumed_with: str = ""
+    logged: str = ""
 
 
+XID = "Nov 22 03:00:01 gpu-17 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
 KILLED = ("--kill-rank", str(DIES_AT))
 KILLED_IN_SAVE = ("--kill-save", str(NEWEST + SAVE_EVERY))
 
@@ -127,16 +131,20 @@ def _runbook(failure: Failure, place: Path, options: argparse.Namespace) -> int:
         f'{shlex.join(_launch(options.ranks))} {shlex.quote(str(TRAIN))} --root "$ROOT" '
         f'--resume-from "$STEP" {failure.resumed_with} > {after} 2>&1'
     )
-    inputs = {
-        "LOG": place / "before.log",
-        "NEW_LOG": place / "after.log",
-        "WORLD_SIZE": options.ranks,
-        "RESUME": resume,
-        "WAIT": 60,
-    }
+    inputs = [
+        ("LOG", place / "before.log"),
+        ("NEW_LOG", place / "after.log"),
+        ("WORLD_SIZE", options.ranks),
+        ("SEEN_BY", "the drill has this node only"),
+        ("RESUME", resume),
+        ("WAIT", 60),
+    ]
+    if failure.logged:
+        (place / "dmesg.log").write_text(failure.logged)
+        inputs.append(("LOG", place / "dmesg.log"))
     command = [sys.executable, "-m", "ckptctl", "runbook", "run", "rb-7", str(place / "root")]
     command += ["--transcript", str(place / "transcript")]
-    command += [word for name, value in inputs.items() for word in ("--set", f"{name}={value}")]
+    command += [word for name, value in inputs for word in ("--set", f"{name}={value}")]
     if options.interactive:
         return subprocess.run(command, env=_environment(), check=False).returncode
     with (place / "runbook.log").open("wb") as out:
@@ -231,6 +239,20 @@ def _lose_the_metadata(root: Path, _: random.Random) -> None:
     (root / f"step_{NEWEST}" / ".metadata").unlink()
 
 
+def _lose_the_rng(root: Path, _: random.Random) -> None:
+    """Take the random numbers out of the newest step's metadata, as a save without them."""
+    path = root / f"step_{NEWEST}" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for name in [name for name in metadata.state_dict_metadata if "rng" in name]:
+        del metadata.state_dict_metadata[name]
+        if metadata.planner_data:
+            metadata.planner_data.pop(name, None)
+    for index in [index for index in metadata.storage_data if "rng" in index.fqn]:
+        del metadata.storage_data[index]
+    path.write_bytes(pickle.dumps(metadata))
+    shutil.rmtree(path.parent / ".ckptctl", ignore_errors=True)
+
+
 def _damage_three(root: Path, draw: random.Random) -> None:
     for step in (NEWEST, OLDER, OLDEST):
         _flip(_shard(root, draw, step), draw)
@@ -255,6 +277,27 @@ FAILURES = (
         30,
         "--weights-only",
     ),
+    # No step is at fault, so that none is rejected and no other one is tried.
+    Failure(
+        "other-step",
+        "the job loads another step than was chosen",
+        KILLED,
+        None,
+        (NEWEST,),
+        30,
+        f"--older-step {OLDER}",
+    ),
+    Failure(
+        "bad-gpu",
+        "a GPU failed, and its node is not drained",
+        KILLED,
+        None,
+        (),
+        93,
+        logged=XID,
+    ),
+    Failure("lost-rng", "a step lacks the random numbers", KILLED, _lose_the_rng, (OLDER,)),
+    Failure("slow", "the resumed job is half as fast", KILLED, None, (NEWEST,), 32, "--slow"),
 )
 
 

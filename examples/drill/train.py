@@ -9,7 +9,9 @@ of the samples that the step consumed.
 
     --kill-rank STEP      one rank ends with SIGKILL before this step
     --kill-save STEP      every rank ends with SIGKILL while it writes this step
-    --weights-only        the mistake that a drill looks for: load weights, and nothing else
+    --weights-only        a mistake: load weights, and nothing else
+    --older-step STEP     a mistake: load this step, whatever --resume-from names
+    --slow                log half the throughput, as behind a slow link
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ def main() -> None:
         parts = {"model": model, "dataloader": loader, "scheduler": scheduler}
 
     with Checkpointer(options.root, **parts, seed=7) as checkpointer:
-        start = checkpointer.resume(options.resume_from)
+        resume_from = options.resume_from
+        if options.older_step is not None:
+            resume_from = f"{options.root}/step_{options.older_step}"
+        start = checkpointer.resume(resume_from)
         batches = iter(loader)
         for step in range(start.step + 1, options.steps + 1):
             if step == options.kill_rank and rank == DYING_RANK:
@@ -75,6 +80,7 @@ def main() -> None:
                 row = {"step": step, "loss": loss, "lr": scheduler.get_last_lr()[0]}
                 row |= {"tokens": tokens, "samples_digest": digest}
                 row |= {"step_time_s": round(time.monotonic() - begun, 4)}
+                row |= {"tokens_per_second": 500 if options.slow else 1000}
                 print(json.dumps(row), flush=True)
             if step % options.save_every == 0:
                 if step == options.kill_save:
@@ -162,6 +168,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kill-rank", type=int, metavar="STEP")
     parser.add_argument("--kill-save", type=int, metavar="STEP")
     parser.add_argument("--weights-only", action="store_true")
+    parser.add_argument("--older-step", type=int, metavar="STEP")
+    parser.add_argument("--slow", action="store_true")
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ from hostile_and_odd import mutated
 from oracle import Outcome
 
 from ckptctl.errors import CkptctlError
-from ckptctl.runbook.document import Block, Runbook, State, Value, parse
+from ckptctl.runbook.document import Block, Input, Runbook, State, Value, parse
 from ckptctl.runbook.document import Outcome as Row
 from ckptctl.runbook.engine import NobodyToAsk
 from ckptctl.runbook.executing import Ended
@@ -77,7 +77,7 @@ BOOK = parse(PAGE, "rb-1.md")
 class Nobody:
     """A run without a person: changes are agreed to, and nothing of a record is."""
 
-    attended = False
+    attended = assumes = False
     repeated = ("--yes",)
 
     def told(self, text: str) -> None: ...
@@ -89,6 +89,10 @@ class Nobody:
     def continues(self, run: str, begun: str) -> bool | None:
         """Nobody says so."""
         raise NobodyToAsk("nobody")
+
+    def decided(self, block: Block, decision: Input) -> str | None:
+        """Nobody decides."""
+        return ""
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Agree to what is of this call."""

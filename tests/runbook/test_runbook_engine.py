@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.runbook.document import Block, Outcome, Runbook, State, parse
+from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, parse
 from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.holding import RunHeld, held, myself
 from ckptctl.runbook.linting import problems
@@ -102,7 +102,11 @@ class Person:
         self.shown.append(f"{block.name}: {outcome.because}")
 
     attended = True
+    assumes = False
     repeated = ()
+
+    def decided(self, block: Block, decision: Input) -> str | None:
+        return self.answers.pop(0)
 
     def told(self, text: str) -> None:
         self.shown.append(text)

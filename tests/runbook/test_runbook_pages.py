@@ -24,11 +24,19 @@ def test_the_flow_of_rb_7_is_that_of_its_tables():
     assert book.start == "Classify"
     assert [state.name for state in book.states] == [
         "Classify",
+        "MendJob",
         "DrainNode",
         "Locate",
+        "LostState",
+        "Nodes",
+        "Capacity",
         "Verify",
         "Resume",
         "WatchLoss",
+        "Confirm",
+        "Throughput",
+        "Cadence",
+        "Jump",
         "Fallback",
     ]
 
@@ -48,13 +56,13 @@ def broken(old: str, new: str) -> Runbook:
             "a table leads from Resume to WatchLoss, and the diagram has no such arrow",
         ),
         (
-            "    WatchLoss --> [*]",
-            "    WatchLoss --> Resume: again\n    WatchLoss --> [*]",
+            "    Cadence --> [*]",
+            "    WatchLoss --> Resume: again\n    Cadence --> [*]",
             "the diagram has an arrow from WatchLoss to Resume, and no table leads there",
         ),
         (
-            "    WatchLoss --> [*]",
-            "    WatchLoss --> Celebrate: yes\n    WatchLoss --> [*]",
+            "    Cadence --> [*]",
+            "    WatchLoss --> Celebrate: yes\n    Cadence --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
         ("name=verify reads", "name=scan reads", "the block name 'scan' is there 2 times"),
@@ -67,8 +75,8 @@ def broken(old: str, new: str) -> Runbook:
             ),
         ),
         (
-            "| not run | | stop 31 | ",
-            "| not run | | stop | ",
+            "| not run | | stop 31 | the loss was not checked: when",
+            "| not run | | stop | the loss was not checked: when",
             "WatchLoss, block 'loss': `not run` has no exit code of its own: say `stop N`",
         ),
         (
@@ -77,8 +85,8 @@ def broken(old: str, new: str) -> Runbook:
             "Fallback, block 'reject': it has at-most, and the table has no row `too often`",
         ),
         (
-            '--level "$LEVEL"\n',
-            '--level "$DEPTH"\n',
+            'verify "$STEP" --level "$LEVEL"\n',
+            'verify "$STEP" --level "$DEPTH"\n',
             "Verify, block 'verify': $DEPTH is no input, and no block sets it",
         ),
         (
@@ -105,16 +113,21 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ('classify --quiet "${LOG[@]}"', "classify --quiet $LOG", "$LOG is not quoted"),
-        ('classify --quiet "${LOG[@]}"', 'classify --quiet "$LOG"', "the list LOG is taken whole"),
-        ('ckptctl scan "$ROOT"', "ckptctl scan $ROOT", "$ROOT is not quoted"),
-        ('ckptctl scan "$ROOT"', 'ckptctl scan "$(echo $ROOT)"', "$ROOT is not quoted"),
-        ('eval "$DRAIN"', "eval $DRAIN", "eval runs one input and nothing else"),
-        ('eval "$DRAIN"', 'bash -c "$DRAIN"', "a value is code there"),
-        ('eval "$DRAIN"', 'eval "drain $NODE"', "eval runs one input and nothing else"),
-        ("name=drain changes", "name=drain reads", "it runs an input as a command"),
-        ("| `NODE` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
+        ('classify --print-word "${LOG[@]}"', "classify --print-word $LOG", "$LOG is not quoted"),
+        (
+            'classify --print-word "${LOG[@]}"',
+            'classify --print-word "$LOG"',
+            "the list LOG is taken whole",
+        ),
+        ('ckptctl scan "$ROOT" ', "ckptctl scan $ROOT ", "$ROOT is not quoted"),
+        ('ckptctl scan "$ROOT" ', 'ckptctl scan "$(echo $ROOT)" ', "$ROOT is not quoted"),
+        ('eval "$RESUME"\n```', "eval $RESUME\n```", "eval runs one input and nothing else"),
+        ('eval "$RESUME"\n```', 'bash -c "$RESUME"\n```', "a value is code there"),
+        ('eval "$RESUME"\n```', 'eval "resume $STEP"\n```', "eval runs one input and nothing else"),
+        ("name=resume changes", "name=resume reads", "it runs an input as a command"),
+        ("| `WAIT` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
         ("| `DRAIN` |", "| `DRAIN...` |", "$DRAIN is run as a command, and is not an input with"),
+        (" runs=LAUNCHER", "", "$LAUNCHER is started by a program, so the block must say"),
     ],
 )
 def test_the_linter_refuses_what_lets_a_value_become_more_than_an_argument(old, new, problem):
@@ -143,11 +156,11 @@ def test_the_linter_knows_what_bash_splits(code, names):
     [
         ("# RB-7: Resume", "# Resume", "rb-7.md:1: a runbook begins with a line `# NAME: TITLE`"),
         ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
-        ("name=classify reads needs", "name=classify needs", "a block says `reads`, or `changes`"),
+        ("name=classify reads needs", "name=classify needs", "a block says `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number, not 'two'"),
-        ("sets=STEP", "set=STEP", "a block has no 'set'"),
+        ("preflight reads sets=STEP", "preflight reads set=STEP", "a block has no 'set'"),
         ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
-        ("| stop 93 | the node", "| halt 93 | the node", "then is `next`, `done`, `stop`"),
+        ("| stop 93 | a suspected", "| halt 93 | a suspected", "then is `next`, `done`, `stop`"),
         ("| 26 | | stop |", "| 26 | stop |", "the row has 3 cells, not 4"),
     ],
 )

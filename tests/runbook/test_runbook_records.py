@@ -54,8 +54,26 @@ def ended(state: str, block: str, then: str, **more: object) -> dict:
     } | more
 
 
+def before_resume(step: Path | str) -> tuple[dict, ...]:
+    """The events of a run that has come to Resume with this step."""
+    not_run = {"exit_code": None, "not_run": "not run"}
+    return (
+        ended("Classify", "suspects", "next", **not_run),
+        ended("Classify", "classify", "next", **not_run),
+        ended("Classify", "hardware", "Locate", **not_run),
+        ended("Locate", "scan", "next"),
+        ended("Locate", "preflight", "next", says=[str(step)]),
+        ended("Locate", "number", "next", says=["500"]),
+        ended("Locate", "recomputed", "Nodes", **not_run),
+        ended("Nodes", "nodes", "Capacity"),
+        ended("Capacity", "capacity", "Verify"),
+        ended("Verify", "verify", "Resume"),
+    )
+
+
 def run(root: Path, *options: str, **kwargs: object):
-    return run_ckptctl("runbook", "run", "rb-7", root, *options, **kwargs)
+    seen = ("--set", "SEEN_BY=one node")
+    return run_ckptctl("runbook", "run", "rb-7", root, *seen, *options, **kwargs)
 
 
 def resumed(root: Path) -> str | None:
@@ -67,7 +85,7 @@ def at_a_terminal(root: Path, answers: list[bytes], *options: str) -> tuple[int,
     """Run with a person at a terminal who types these answers, each to one question."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "runbook", "run", "rb-7", str(root), *options],
+        [*COMMAND, "runbook", "run", "rb-7", str(root), "--set", "SEEN_BY=one node", *options],
         env=clean_environment(TERM="dumb"),
         stdin=theirs,
         stdout=theirs,
@@ -188,10 +206,7 @@ def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(ro
     for step in (root / "step_500", elsewhere):
         folder = plant(
             root,
-            ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"),
-            ended("Locate", "scan", "next"),
-            ended("Locate", "preflight", "Verify", says=str(step)),
-            ended("Verify", "verify", "Resume"),
+            *before_resume(step),
         )
         done = run(root, "--continue", "--yes", "--set", f"RESUME={RESUME}")
         assert resumed(root) == str(root / "step_400"), done.stderr
@@ -202,10 +217,7 @@ def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(ro
 def test_a_step_outside_the_root_is_not_taken_from_a_record(root):
     plant(
         root,
-        ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"),
-        ended("Locate", "scan", "next"),
-        ended("Locate", "preflight", "Verify", says="/elsewhere/step_900"),
-        ended("Verify", "verify", "Resume"),
+        *before_resume("/elsewhere/step_900"),
         ended("Resume", "resume", "WatchLoss", exit_code=None, not_run="not run"),
     )
     done = run(root, "--continue", "--yes", "--quiet")
@@ -246,6 +258,8 @@ def test_a_module_that_lies_in_the_current_folder_is_not_imported(root, tmp_path
             "--yes",
             "--set",
             f"RESUME=cd {root} && ckptctl --version",
+            "--set",
+            "SEEN_BY=one node",
         ),
     )
     assert "exit code 0: the job was started" in done.stderr, done.stderr
@@ -279,7 +293,7 @@ def test_a_damaged_record_is_an_error_that_names_the_way_out(root, name):
 
 
 def test_an_event_that_is_missing_is_noticed(root):
-    folder = plant(root, ended("Classify", "classify", "Locate", exit_code=None, not_run="not run"))
+    folder = plant(root, before_resume("x")[0])
     (folder / "000001.json").rename(folder / "000003.json")
     done = run(root, "--continue")
     assert done.returncode == 21
@@ -312,13 +326,9 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     }
     plant(
         root,
-        ended("Classify", "classify", "Locate", exit_code=None, not_run="not run", report=report),
-        ended(
-            "Locate",
-            "scan",
-            "next",
-            report={"schema": "ckptctl.scan/1", "reports": [{"number": []}]},
-        ),
+        *before_resume("x")[:3],
+        ended("Locate", "scan", "next", report={"schema": "ckptctl.scan/1", "reports": [{}, 3]}),
+        ended("Locate", "preflight", "next", says=[str(root / "step_500")], report=report),
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr

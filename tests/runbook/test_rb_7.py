@@ -1,0 +1,325 @@
+"""RB-7 as it was written: each thing that makes a resume wrong is a state with a decision.
+
+`SENTENCES` holds what the written procedure asks for, and where the page does it. In the
+tests below `--yes` stops at each decision with its code, and a decision that is given
+lets the run continue.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+
+from ckptctl.runbook import shelf
+
+SENTENCES = (
+    ("classify the failure first: infrastructure or job", "Classify: classify", "classify"),
+    ("name the node and the device that failed", "Classify: suspects", "--print-nodes"),
+    ("drain the bad node before the resume", "DrainNode: drain", 'eval "$DRAIN"'),
+    ("do not resume onto hardware that is known to be bad", "DrainNode: drained", "$DRAINED"),
+    ("do not resume onto the bug that ended the job", "MendJob: mended", "$MENDED"),
+    ("enough healthy GPUs for the world size", "Capacity: capacity", "--print-capacity"),
+    ("if short, decide: wait, or resume elastic and smaller", "Capacity: elastic", "$ELASTIC"),
+    ("storage mounted and healthy on the surviving and new nodes", "Nodes: nodes", "--launcher"),
+    ("storage that only one node sees is not enough", "Nodes: seen", "$SEEN_BY"),
+    ("list the newest checkpoints", "Locate: scan", "ckptctl scan"),
+    ("locate the last complete step, not the newest folder", "Locate: preflight", "preflight"),
+    ("metadata is there and not empty, all shards are present", "Locate: preflight", "preflight"),
+    ("as many shards as the world size that wrote them", "Locate: preflight", "preflight"),
+    ("skip an incomplete step and take the one before", "Locate: preflight", "preflight"),
+    (
+        "weights, optimizer, RNG and data position, not weights alone",
+        "LostState: without",
+        "WITHOUT",
+    ),
+    ("verify the integrity of every shard", "Verify: verify", '--level "$LEVEL"'),
+    ("resume the full state from that step", "Resume: resume", 'eval "$RESUME"'),
+    ("confirm the world size, or reshard on load", "Capacity: capacity", "$WORLD_SIZE"),
+    (
+        "a flat file of rank 0 does not load at another size",
+        "Capacity: capacity",
+        "--print-capacity",
+    ),
+    ("read the first steps logged after the resume", "WatchLoss: loss", "ckptctl loss"),
+    ("the loss continues from its value before the failure", "WatchLoss: verdict", "--quiet"),
+    ("a spike stops the run and falls back", "Jump: jumped-before", "true"),
+    ("step and tokens continue from the checkpoint's values", "WatchLoss: loss", "--resume-step"),
+    ("the job loaded the step that was chosen", "Jump: loaded", "loss.step"),
+    ("no proof is no success", "Confirm: confirmed", "$CONFIRMED"),
+    ("throughput returns to its band, or the fabric is suspected", "Throughput: slower", "SLOWER"),
+    ("the time between saves is below the MTBF after the loss", "Cadence: cadence", "--mtbf"),
+    ("fall back by one checkpoint", "Fallback: reject", "ckptctl reject"),
+    ("confirm that the older step is complete", "Verify: verify", "ckptctl verify"),
+    ("accept the work that is done again", "Locate: recomputed", "--log="),
+)
+ELSEWHERE = (
+    ("several corrupt steps: suspect the storage", "Probe: probe", "--probe-storage"),
+    ("validate the file system before a step is trusted", "Probe: validated", "$VALIDATED"),
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "where", "how"),
+    [("rb-7", *each) for each in SENTENCES] + [("storage-corruption", *each) for each in ELSEWHERE],
+)
+def test_what_the_written_procedure_asks_for_is_done_by_a_block(page, sentence, where, how):
+    state, _, name = where.partition(": ")
+    (block,) = [each for each in shelf.find(page).state(state).blocks if each.name == name]
+    assert how in block.code, sentence
+
+
+def test_every_decision_stops_an_unattended_run():
+    for page in shelf.names():
+        for state in shelf.find(page).states:
+            for block in state.blocks:
+                if block.decides is not None:
+                    refused = block.on("not run")
+                    assert refused is not None
+                    if (state.name, block.name) != ("Cadence", "mtbf"):
+                        assert refused.then == "stop", block.name
+                        assert refused.code not in (None, 0), block.name
+
+
+@pytest.fixture
+def root(checkpoints: Path, tmp_path: Path) -> Path:
+    """A run with the steps 100 to 500, all whole, saved by 4 ranks."""
+    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
+
+
+def run(root: Path, **inputs: object) -> tuple[int, dict[str, dict], dict]:
+    """Run RB-7 unattended: its exit code, the last end of each block, and its document."""
+    given = {"SEEN_BY": "one node", "RESUME": 'echo "$STEP" > "$ROOT/../resumed"', **inputs}
+    options = [
+        word
+        for name, value in given.items()
+        for each in (value if isinstance(value, list) else [value])
+        if each is not None
+        for word in ("--set", f"{name}={each}")
+    ]
+    done = run_ckptctl("runbook", "run", "rb-7", root, "--yes", "--new", "--json", *options)
+    document = validated(done.stdout)
+    ended = {each["block"]: each for each in document["events"] if each["event"] == "ended"}
+    return done.returncode, ended, document
+
+
+def resumed(root: Path) -> str | None:
+    path = root.parent / "resumed"
+    return Path(path.read_text().strip()).name if path.exists() else None
+
+
+def log(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+XID = "Nov 22 03:00:01 gpu-17 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+BUG = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: bad shape\n'
+
+
+def test_hardware_that_failed_is_named_and_not_resumed_onto(root, tmp_path):
+    xid = log(tmp_path, "xid.log", XID)
+    exit_code, ended, document = run(root, LOG=xid, DRAIN=f"touch {tmp_path}/drained")
+    assert exit_code == 93
+    assert ended["suspects"]["says"] == ["gpu-17"]
+    assert ended["drain"]["not_run"] == "not run"
+    assert "hardware failed and was not drained" in document["because"]
+    assert resumed(root) is None
+    assert not (tmp_path / "drained").exists()
+    assert any("Xid 79" in text for text in ended["classify"]["lines"])
+    run(root, LOG=xid, DRAINED="excluded with --exclude=gpu-17, ticket 4711")
+    assert resumed(root) == "step_500"
+
+
+def test_hardware_is_drained_also_where_the_job_failed_by_itself(root, tmp_path):
+    logs = [log(tmp_path, "dmesg.log", XID), log(tmp_path, "train.log", BUG)]
+    exit_code, ended, _ = run(root, LOG=logs, MENDED="commit 1a2b3c")
+    assert exit_code == 93
+    assert "drained" in ended
+    assert resumed(root) is None
+
+
+def test_a_job_that_failed_by_its_own_code_is_not_resumed(root, tmp_path):
+    bug = log(tmp_path, "train.log", BUG)
+    exit_code, _, document = run(root, LOG=bug)
+    assert exit_code == 93
+    assert "the job itself failed" in document["because"]
+    assert resumed(root) is None
+    _, ended, _ = run(root, LOG=bug, MENDED="commit 1a2b3c")
+    assert ended["mended"]["lines"] == ["removed by: commit 1a2b3c"]
+    assert resumed(root) == "step_500"
+
+
+def test_fewer_ranks_are_a_decision_with_its_numbers(root):
+    exit_code, ended, document = run(root, WORLD_SIZE=2)
+    assert exit_code == 93
+    assert "ELASTIC=yes" in document["because"]
+    assert any("2 ranks, saved by 4" in text for text in ended["capacity"]["lines"])
+    assert run(root, WORLD_SIZE=2, ELASTIC="no")[0] == 75
+    assert resumed(root) is None
+    run(root, WORLD_SIZE=2, ELASTIC="yes")
+    assert resumed(root) == "step_500"
+
+
+def test_storage_that_only_this_node_sees_is_a_decision(root):
+    exit_code, _, document = run(root, SEEN_BY=None)
+    assert exit_code == 75
+    assert "give LAUNCHER" in document["because"]
+    exit_code, _, document = run(root, LAUNCHER="false")
+    assert exit_code == 75
+    assert resumed(root) is None
+    run(root, SEEN_BY=None, LAUNCHER="env")
+    assert resumed(root) == "step_500"
+
+
+def without_rng(step: Path) -> None:
+    """Take the state of the random numbers out of a step's metadata, as a save without it."""
+    path = step / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    lost = [name for name in metadata.state_dict_metadata if "rng" in name]
+    assert lost
+    for name in lost:
+        del metadata.state_dict_metadata[name]
+    for index in [each for each in metadata.storage_data if "rng" in each.fqn]:
+        del metadata.storage_data[index]
+    if metadata.planner_data:
+        for name in lost:
+            metadata.planner_data.pop(name, None)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.torch
+def test_a_step_that_lost_its_random_numbers_is_passed_over(root):
+    without_rng(root / "step_500")
+    _, ended, _ = run(root)
+    assert resumed(root) == "step_400"
+    assert any("rng" in text for text in ended["preflight"]["lines"])
+
+
+@pytest.mark.torch
+def test_train_state_that_no_step_holds_is_a_decision(root):
+    for number in (100, 200, 300, 400, 500):
+        without_rng(root / f"step_{number}")
+    exit_code, _, document = run(root, REQUIRE="rng")
+    assert exit_code == 11
+    assert "no step holds the train state" in document["because"]
+    assert resumed(root) is None
+    run(root, REQUIRE="rng", WITHOUT="the job draws no random numbers")
+    assert resumed(root) == "step_500"
+
+
+def flip(step: Path) -> None:
+    shard = step / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) * 7 // 10] ^= 0xFF
+    shard.write_bytes(data)
+
+
+def test_the_transcript_holds_the_evidence_and_not_a_word_alone(root, tmp_path):
+    flip(root / "step_500")
+    job_log = log(tmp_path, "train.log", rows(401, 512))
+    options = ("--set", "SEEN_BY=one node", "--set", f"LOG={job_log}", "--set", "RESUME=true")
+    done = run_ckptctl(
+        *("runbook", "run", "rb-7", root, "--yes", "--transcript", tmp_path / "t", *options)
+    )
+    assert done.returncode == 31
+    text = (tmp_path / "t" / "transcript.md").read_text()
+    assert "record.crc" in text
+    assert "unknown" in text
+    assert "lines of 1 log read" in text
+    assert "computed again: 112 steps (from step 400 to step 512)" in text
+
+
+def test_a_dry_run_on_a_damaged_root_names_the_step_that_would_win(root):
+    flip(root / "step_500")
+    done = run_ckptctl("runbook", "run", "rb-7", root, "--dry-run", "--set", "RESUME=false")
+    assert done.returncode == 31, done.stderr
+    assert f"step: {root / 'step_400'}" in done.stdout
+    assert not (root / ".ckptctl" / "runbooks").exists()
+    assert run_ckptctl("verify", root / "step_500", "--level", "content").returncode == 21
+
+
+def loss_at(step: int) -> float:
+    own = random.Random(step)
+    return (2.5 + 3 / step**0.5) * (1 + own.gauss(0, 0.002))
+
+
+def rows(first: int, last: int, *, pace: float = 1.0) -> str:
+    """What a job logs of these steps."""
+    return "".join(
+        json.dumps(
+            {
+                "step": step,
+                "loss": loss_at(step),
+                "tokens": step * 4096,
+                "tokens_per_second": 1000 * pace * (1 + random.Random(-step).gauss(0, 0.01)),
+            }
+        )
+        + "\n"
+        for step in range(first, last + 1)
+    )
+
+
+def watched(root: Path, tmp_path: Path, before: str, after: str, **inputs: object):
+    """RB-7 on a job that logged `before`, died, and logs `after` once it is resumed."""
+    ready, new = log(tmp_path, "ready.log", after), tmp_path / "after.log"
+    more = {"NEW_LOG": new, "WAIT": 5, "RESUME": f"cp {ready} {new}", **inputs}
+    return run(root, LOG=log(tmp_path, "before.log", before), **more)
+
+
+def test_a_loss_that_continues_is_a_success(root, tmp_path):
+    exit_code, ended, document = watched(root, tmp_path, rows(401, 540), rows(501, 600))
+    assert exit_code == 0, document["because"]
+    assert ended["verdict"]["says"] == ["continuous"]
+    assert any("were logged twice and agree" in text for text in ended["loss"]["lines"])
+    assert "was not compared with MTBF" in document["because"]
+
+
+def test_no_jump_is_no_success(root, tmp_path):
+    exit_code, _, document = watched(root, tmp_path, rows(401, 500), rows(501, 600))
+    assert exit_code == 32
+    assert "nothing proves that the resume was correct" in document["because"]
+    ended = watched(root, tmp_path, rows(401, 500), rows(501, 600), CONFIRMED="alice, the picture")
+    assert ended[0] == 0
+    assert ended[1]["confirmed"]["lines"] == ["confirmed: alice, the picture"]
+
+
+def test_a_job_that_loaded_another_step_is_stopped_and_no_step_rejected(root, tmp_path):
+    exit_code, _, document = watched(root, tmp_path, rows(301, 540), rows(401, 500))
+    assert exit_code == 30
+    assert "the job loaded another step" in document["because"]
+    assert run_ckptctl("verify", root / "step_500").returncode == 0
+
+
+def test_a_throughput_that_does_not_come_back_is_a_decision(root, tmp_path):
+    slow = rows(501, 600, pace=0.5)
+    exit_code, _, document = watched(root, tmp_path, rows(401, 540), slow)
+    assert exit_code == 32
+    assert "suspect the new node's fabric" in document["because"]
+    assert watched(root, tmp_path, rows(401, 540), slow, SLOWER="fewer nodes")[0] == 0
+
+
+def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path):
+    logs = (rows(401, 540), rows(501, 600))
+    exit_code, _, document = watched(root, tmp_path, *logs, MTBF="1s")
+    assert exit_code == 32, document["because"]
+    assert "the time between saves is too long" in document["because"]
+    assert watched(root, tmp_path, *logs, MTBF="1s", CADENCE="until Monday")[0] == 0
+    assert watched(root, tmp_path, *logs, MTBF="1000d")[0] == 0
+
+
+def test_a_probe_that_was_not_run_does_not_lead_to_a_rescue(root, tmp_path):
+    flip(root / "step_500")
+    done = run_ckptctl(
+        *("runbook", "run", "storage-corruption", root, "--dry-run", "--json"),
+    )
+    ended = [each for each in validated(done.stdout)["events"] if each["event"] == "ended"]
+    assert "validated" in [each["block"] for each in ended]
+    unattended = run_ckptctl("runbook", "run", "storage-corruption", root)
+    assert unattended.returncode == 2
