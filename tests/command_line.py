@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from jsonschema import Draft202012Validator, FormatChecker
+from next_commands import follow
 from referencing import Registry, Resource
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,6 +43,18 @@ def run_ckptctl(
         timeout=60,
         **{"capture_output": True, **kwargs},
     )
+
+
+def run_and_follow(
+    *args: object, env: dict[str, str] | None = None, **kwargs: object
+) -> subprocess.CompletedProcess[str]:
+    """Run `ckptctl` as `run_ckptctl` does, and what its `next:` says; see `next_commands`."""
+    done = run_ckptctl(*args, env=env, **kwargs)
+    said = (done.stdout or "") + (done.stderr or "")
+    cwd = Path(str(kwargs.get("cwd") or Path.cwd()))
+    variables = clean_environment(**(env or {}))
+    follow([*map(str, args)], done.returncode, said, cwd=cwd, env=variables)
+    return done
 
 
 def schema(name: str) -> dict:

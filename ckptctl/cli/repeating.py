@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 
 from ckptctl.cli.values import without_secrets
 
-_OF_ONE_ACT = frozenset({"--reason", "--evidence", "--by", "--new", "--continue", "--dry-run"})
-"""What is said of one mark or one run of a runbook, and not of the next."""
+_OF_ONE_ACT = frozenset(
+    {
+        *("--reason", "--evidence", "--by"),
+        *("--new", "--continue", "--dry-run"),
+        *("--subset", "--deadline"),
+    }
+)
+"""What is said of one mark, of one run of a runbook, of one partial look, not of the next."""
 
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -108,6 +114,8 @@ def with_options(command: str, given: Sequence[Given], takes: Callable[[str, obj
         return command
     if not given or words[:1] != ["ckptctl"] or len(words) < 2 or words[-1] == "--help":
         return command
+    if words[1] == "runbook" and words[2:3] != ["run"]:
+        return command  # it runs nothing
     there = {word.partition("=")[0] for word in words}
     for each in given:
         if each.name not in there and takes(words[1], each.definition):

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl
+from command_line import run_and_follow
 
 
 @pytest.fixture
 def ckptctl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `ckptctl` in a process of its own, in the test's folder."""
-    return partial(run_ckptctl, cwd=tmp_path)
+    """Run `ckptctl` in a process of its own, in the test's folder, and follow its `next:`."""
+    return partial(run_and_follow, cwd=tmp_path)
 
 
 @pytest.fixture

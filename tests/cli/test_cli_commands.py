@@ -77,12 +77,16 @@ def test_scan_shows_the_chosen_step_first_then_every_step_newest_first(ckptctl, 
     [
         ("listing", "verify {} --level structure"),
         ("structure", "verify {} --level content"),
-        ("content", "show {}"),
     ],
 )
 def test_scan_ends_with_the_look_that_goes_deeper_than_its_own(ckptctl, sound_root, level, deeper):
     last = ckptctl("scan", sound_root, "--level", level).stdout.splitlines()[-1]
     assert last == f"next: ckptctl {deeper.format(f'{sound_root}/step_30')}"
+
+
+def test_nothing_comes_next_where_every_byte_is_proven(ckptctl, sound_root):
+    assert "next:" not in ckptctl("scan", sound_root, "--level", "content").stdout
+    assert "next:" not in ckptctl("verify", f"{sound_root}@30", "--level", "content").stdout
 
 
 def test_pick_does_not_decide_while_one_of_its_roots_is_not_there(ckptctl, sound_root):

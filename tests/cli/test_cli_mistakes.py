@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from command_line import validated
+from command_line import clean_environment, validated
+from next_commands import follow
 
 from ckptctl.cli.app import run
 
@@ -43,8 +44,10 @@ def folder(sound_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def called(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of one command line."""
-    exit_code = run(shlex.split(command))
+    words = shlex.split(command)
+    exit_code = run(words)
     said = capsys.readouterr()
+    follow(words, exit_code, said.out + said.err, cwd=Path.cwd(), env=clean_environment())
     return exit_code, said.out, said.err
 
 

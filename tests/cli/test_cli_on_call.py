@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from command_line import validated
+from command_line import clean_environment, validated
+from next_commands import follow
 from storage.faulty import FaultyStore
 
 import ckptctl
@@ -291,3 +292,23 @@ def test_no_damaged_step_is_offered_to_be_accepted(ckptctl, sound_root):
     assert done.returncode == 21
     assert "step.misnamed" in done.stdout
     assert next_of(done.stdout) == f"ckptctl pick {sound_root} --before 40"
+
+
+def test_a_next_command_that_leads_nowhere_new_is_caught(sound_root):
+    """The helper that follows next commands in these tests sees a circle and an empty answer."""
+    run_in = {"cwd": sound_root.parent, "env": clean_environment()}
+    circle = "next: ckptctl verify run@30"
+    with pytest.raises(AssertionError, match="names itself"):
+        follow(["verify", "run@30"], 0, circle, **run_in)
+    with pytest.raises(AssertionError, match="leads to"):
+        follow(["pick", "run"], 11, "next: ckptctl show run --no-such-option", **run_in)
+    (sound_root / "step_30" / ".metadata").unlink()
+    for shard in (sound_root / "step_30").glob("*.distcp"):
+        shard.unlink()
+    with pytest.raises(AssertionError, match="empty `show`"):
+        follow(["scan", "run"], 0, "next: ckptctl show run/step_30 --tensors", **run_in)
+    flip(sound_root / "step_20")
+    (sound_root / "step_20" / "__0_0.distcp").write_bytes(b"")
+    age(sound_root / "step_20")
+    with pytest.raises(AssertionError, match="accept a damaged step"):
+        follow(["verify", "x"], 20, "next: ckptctl accept run/step_20", **run_in)

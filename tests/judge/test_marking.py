@@ -378,7 +378,7 @@ def test_no_marks_cost_no_request(root: Path, monkeypatch: pytest.MonkeyPatch) -
             return super().read(path, limit=limit)
 
     monkeypatch.setattr("ckptctl.storage.local.LocalStore", Counting)
-    ckptctl.verify(f"{root}@500")
+    ckptctl.verify(f"{root}@500", level=Level.LISTING)
     assert reads == ["step_500/.metadata"]
 
 
