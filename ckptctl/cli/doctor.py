@@ -82,5 +82,6 @@ def _own_variables() -> frozenset[str]:
     return frozenset(str(getattr(about, "envvar", None)) for about in options) | {
         SEAL_KEY,
         "CKPTCTL_PYTHON",
+        "CKPTCTL_RESTART_COUNT",
         "CKPTCTL_COLUMNS",
     }

@@ -41,13 +41,15 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     10: ExitCode(
         "no step at all: a fresh run",
-        "The storage answered, and the root holds no step. Start from the beginning if that is "
-        "what you expect (`--allow-fresh` turns it into 0); if not, the root is not the one you "
-        "mean.",
+        "The storage answered, and no step was ever usable in the root, or the root does not "
+        "exist. Start from the beginning if that is what you expect (`--allow-fresh` turns it into "
+        "0, and with `--create` makes a root that does not exist); if not, the root is not the one "
+        "you mean.",
     ),
     11: ExitCode(
         "steps exist, none is usable",
-        "Never start fresh: page someone. The message names the newest step that is sound at the "
+        "Or none is there, and the record of the root does not prove that none ever was. Never "
+        "start fresh: page someone. The message names the newest step that is sound at the "
         "level asked for, or says that there is none; `ckptctl runbook run storage-corruption "
         "ROOT` leads on, and `ckptctl scan ROOT` shows every step with its reason.",
     ),

@@ -145,7 +145,16 @@ AllowFreshOpt = Annotated[
     bool,
     option(
         "--allow-fresh",
-        help="Exit with 0 and print nothing where the root holds no step at all.",
+        help="Exit with 0 and print nothing where the run is new; on a root that does not exist "
+        "only with --create.",
+    ),
+]
+CreateOpt = Annotated[
+    bool,
+    option(
+        "--create",
+        help="With --allow-fresh: make the root of a new run and its sentinel, by which a later "
+        "start of the run knows that the storage is there.",
     ),
 ]
 WorldSizeOpt = Annotated[

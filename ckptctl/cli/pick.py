@@ -12,6 +12,7 @@ from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
     AllowFreshOpt,
     BeforeOpt,
+    CreateOpt,
     GraceOpt,
     KeyFileOpt,
     LevelOpt,
@@ -61,6 +62,7 @@ def pick(
     skip: SkipOpt = None,
     max_fallback: MaxFallbackOpt = 2,
     allow_fresh: AllowFreshOpt = False,
+    create: CreateOpt = False,
     detailed_exitcode: Annotated[
         bool,
         option(
@@ -99,6 +101,7 @@ def pick(
         skip=parse_steps(skip),
         max_fallback=max_fallback,
         allow_fresh=allow_fresh,
+        create=create,
         world_size=world_size,
         saved_world_size=saved_world_size,
         pattern=pattern,

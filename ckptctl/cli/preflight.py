@@ -14,6 +14,7 @@ from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
     AllowFreshOpt,
     BeforeOpt,
+    CreateOpt,
     GraceOpt,
     KeyFileOpt,
     LevelOpt,
@@ -63,6 +64,7 @@ def preflight(
     skip: SkipOpt = None,
     max_fallback: MaxFallbackOpt = 2,
     allow_fresh: AllowFreshOpt = False,
+    create: CreateOpt = False,
     mtbf: Annotated[
         str | None,
         option("--mtbf", metavar="TIME", help="Mean time between failures of the whole job."),
@@ -175,6 +177,7 @@ def preflight(
             skip=parse_steps(skip),
             max_fallback=max_fallback,
             allow_fresh=allow_fresh,
+            create=create,
             world_size=world_size,
             world_sizes=parse_counts(world_sizes, "--world-sizes", "numbers of ranks", "64,56"),
             saved_world_size=saved_world_size,

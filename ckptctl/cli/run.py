@@ -8,6 +8,7 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import supervised_document
+from ckptctl.cli.lines import line
 from ckptctl.cli.options import PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import parse_duration
@@ -18,7 +19,7 @@ EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
     "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
 )
-EXIT_CODES = (0, 2, 11, 93)
+EXIT_CODES = (0, 2, 10, 11, 75, 77, 93)
 
 _STDERR = 2
 
@@ -71,6 +72,19 @@ def run(
             "is classified, and what a restart does not help is not started again.",
         ),
     ] = None,
+    create: Annotated[
+        bool,
+        option("--create", help="Make the root and its sentinel where it does not exist."),
+    ] = False,
+    wait_storage: Annotated[
+        str,
+        option(
+            "--wait-storage",
+            metavar="TIME",
+            help="How long to wait for a storage that does not answer, before the first life and "
+            "after a failed one.",
+        ),
+    ] = "15m",
     pattern: PatternOpt = None,
     *,
     storage: Storage,
@@ -81,7 +95,9 @@ def run(
     Runs the command, and starts it again after a failure, with a budget of restarts that only a
     newer usable step fills again. Signals are passed on; after one that asks to end nothing is
     restarted. Ends with the exit code of the command, with 93 when the budget is spent, with 11
-    when no step is usable. With --json the command's output goes to standard error.
+    when no step is usable, with 75 when the storage does not answer or the steps of the run are
+    gone, with 10 when the root does not exist. The command finds in CKPTCTL_RESTART_COUNT how often
+    it was started again. With --json the command's output goes to standard error.
     """
     found = ckptctl.keep_running(
         command,
@@ -90,6 +106,9 @@ def run(
         backoff_s=parse_duration(backoff, "--backoff") or 0.0,
         no_restart=_codes(no_restart_on or ()),
         logs=log or (),
+        create=create,
+        wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
+        tell=lambda said: out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err),
         on_life=lambda life: out.lines(life_lines(life), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
         pattern=pattern,

@@ -204,19 +204,48 @@ def is_flat_file(file: FileInfo) -> bool:
 
 
 _SAYS_CHECKPOINT = (
-    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer)"
-    r"(?:[-_.0-9].*)?\.(?:pt|pth)"
+    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
+    r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)"
+)
+_HUGGING_FACE_WEIGHTS = (
+    r"(?:.+[-_.])?(?:pytorch_model|adapter_model|model|optimizer)(?:[-_.0-9].*)?\.bin"
+    r"(?:\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack"
+)
+# What saved weights are called, by whom: the first row that matches the whole name decides.
+# None of these names gives a step that ckptctl can inspect.
+_WEIGHTS = (
+    ("DCP metadata", r"\.metadata|__[0-9]+\.metadata"),
+    ("a DCP shard", r"__[0-9]+_[0-9]+\.distcp"),
+    ("an NVRx local checkpoint", r"iter_[0-9]+_[0-9]+_local\.pt"),
+    ("safetensors weights", r".+\.safetensors(?:\.index\.json)?"),
+    ("Hugging Face weights", _HUGGING_FACE_WEIGHTS),
+    (
+        "a DeepSpeed checkpoint",
+        r"(?:bf16_)?zero_pp_rank_.*\.pt|mp_rank_[0-9]+_model_states\.pt|zero_to_fp32\.py",
+    ),
+    ("a Megatron checkpoint", r"model_optim_rng\.pt|distrib_optim\.pt|model_rng\.pt"),
+    ("Llama weights", r"consolidated\.[0-9]+\.pth"),
+    ("an Orbax checkpoint", r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt"),
+    ("a NeMo checkpoint", r".+\.nemo"),
+    ("GGUF weights", r".+\.gguf"),
+    ("a torch.save checkpoint", _SAYS_CHECKPOINT),
 )
 _TRACKER = "latest_train_state.pt"
 
 
-def looks_like_checkpoint(file: FileInfo) -> bool:
-    """Whether a file directly under the root says that it is a checkpoint, but not of which step.
+def saved_weights(file: FileInfo) -> str | None:
+    """Whose saved weights a file is by its name, where that gives no step; else None.
 
-    `last.ckpt`, `ckpt.pt`, `model_final.pth`: a root with one of them is no fresh run.
+    `last.ckpt`, `model.safetensors`, `pytorch_model.bin`, `iter_0000030_0_local.pt`: a
+    root that holds one of them is not that of a run which has saved nothing.
     """
-    said = re.fullmatch(_SAYS_CHECKPOINT, file.path) and file.path != _TRACKER
-    return file.kind == "file" and bool(said)
+    if file.kind != "file" or file.path == _TRACKER:
+        return None
+    return next((kind for kind, name in _WEIGHTS if re.fullmatch(name, file.path)), None)
+
+
+NO_RUN_BELOW = frozenset({"lost+found"})
+"""Folders of a file system itself, which often may not be listed."""
 
 
 # Pointer files. A pointer is a hint, never the truth.

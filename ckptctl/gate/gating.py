@@ -81,6 +81,7 @@ def preflight(
     skip: Collection[int] = (),
     max_fallback: int = 2,
     allow_fresh: bool = False,
+    create: bool = False,
     world_size: int | None = None,
     world_sizes: Collection[int] = (),
     saved_world_size: int | None = None,
@@ -152,6 +153,7 @@ def preflight(
             skip=skip,
             max_fallback=max_fallback,
             allow_fresh=allow_fresh,
+            create=create,
             world_size=asked_size,
             saved_world_size=saved_world_size,
             pattern=pattern,
@@ -216,7 +218,7 @@ def preflight(
             sizes = _sizes(stores, picked.chosen, (asked_size, *world_sizes), seen)
             advice = next((one.resharding for one in sizes if one.world_size == asked_size), None)
             checks = [
-                _check_pick(picked, named),
+                _check_pick(picked),
                 _check_state(picked),
                 *_check_roots(named, nodes, room),
                 probe,
@@ -287,7 +289,7 @@ def _reports(picked: Pick) -> tuple[Report, ...]:
     return over if picked.chosen is None else (*over, picked.chosen)
 
 
-def _check_pick(picked: Pick, named: Roots) -> Check:
+def _check_pick(picked: Pick) -> Check:
     outcome = Outcome.OK
     absent = [one for one in picked.findings if one.code == "root.unavailable"]
     if picked.answer is Answer.FELL_BACK or absent:
@@ -296,8 +298,8 @@ def _check_pick(picked: Pick, named: Roots) -> Check:
         outcome = Outcome.FAILED
     looked = f" (looked at: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
-    if picked.answer is Answer.FRESH:
-        next_command = f"ckptctl preflight {named.words} --allow-fresh"
+    if picked.answer is Answer.FRESH and next_command:
+        next_command = f"ckptctl preflight{next_command.removeprefix('ckptctl pick')}"
     message = "; ".join([picked.message + looked, *(one.message for one in absent)])
     return Check("step", outcome, message, picked.exit_code, next_command)
 

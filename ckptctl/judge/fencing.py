@@ -19,14 +19,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
+from ckptctl.judge.history import put_sentinel
 from ckptctl.storage.contract import Kind, Store, TooLarge
 from ckptctl.storage.opening import absolute_url
 
-ROOT_FILE = f"{OWN_FOLDER}/root.json"
 FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
@@ -39,19 +38,6 @@ class Token:
 
     number: int
     attempt: str
-
-
-def put_sentinel(store: Store) -> None:
-    """Write `.ckptctl/root.json` where it is not there yet. Cost: one write at most."""
-    fields: dict[str, object] = {
-        "schema": "ckptctl.root/1",
-        "tool": f"ckptctl {__version__}",
-        "created_at": time_now(),
-    }
-    try:
-        store.put(ROOT_FILE, with_digest(fields))
-    except AlreadyExists:
-        return
 
 
 _held: dict[str, Token] = {}

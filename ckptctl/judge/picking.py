@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
+from ckptctl.errors import StorageError, UsageError
+from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import (
@@ -28,12 +29,12 @@ from ckptctl.judge.choosing import (
     in_order,
     suspect_storage,
 )
-from ckptctl.judge.empty_roots import check_empty, check_restart
+from ckptctl.judge.empty_roots import Beginning, OpenStore, judge_empty
+from ckptctl.judge.history import put_sentinel, record_usable
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Answer, Pick
 from ckptctl.judge.roots import (
-    RootListing,
     check_pointers,
     duplicates,
     list_root,
@@ -42,6 +43,7 @@ from ckptctl.judge.roots import (
 )
 from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in, unavailable
 from ckptctl.model import Level
+from ckptctl.storage.opening import base_name, join_url, open_store
 
 
 def pick(
@@ -55,6 +57,7 @@ def pick(
     skip: Collection[int] = (),
     max_fallback: int = 2,
     allow_fresh: bool = False,
+    create: bool = False,
     world_size: int | None = None,
     saved_world_size: int | None = None,
     pattern: str | None = None,
@@ -74,10 +77,12 @@ def pick(
     `before` excludes that step and all newer ones, `skip` single ones. `require` names
     the kinds of train state that must be there; without it a step is passed over only if it
     lacks what an older one holds, unless `weights_ok`. `max_fallback` is how many damaged
-    steps may be passed over. With `allow_fresh` a root without steps has exit code 0. `level`
-    None means as deep as is cheap on that storage. `grace_s`: how long after its
-    last write a save without metadata counts as running, in seconds. `require_seal`
-    takes no step that a seal does not prove, made with `key` where one is given.
+    steps may be passed over. With `allow_fresh` a root of a new run has exit code 0; one that
+    does not exist only with `create`, which makes each mandatory root and its sentinel, and
+    records there the first step that is taken. `level` None means as deep as is cheap on that
+    storage. `grace_s`: how long after its last write a save without metadata counts as
+    running, in seconds. `require_seal` takes no step that a seal does not prove, made with
+    `key` where one is given.
     `marks` is a file of marks, for roots that cannot be written to.
 
     The answer is always a `Pick`: what a storage did to one step is in it. Raises
@@ -87,6 +92,11 @@ def pick(
     at: on a healthy run one step, and its predecessor where it lacks some state.
     """
     named = roots_in(roots, optional_roots)
+    if create and not allow_fresh:
+        raise UsageError(
+            "--create makes the root of a new run, and goes with --allow-fresh",
+            instead="--allow-fresh",
+        )
     asked = conditions(
         require,
         world_size,
@@ -109,7 +119,14 @@ def pick(
             endpoint_url=endpoint_url,
             timeout_s=timeout_s,
         )
-        return _pick(named, tiers, compiled, asked, policy, level, allow_fresh=allow_fresh)
+        opened = partial(
+            open_store,
+            storage_options=storage_options,
+            endpoint_url=endpoint_url,
+            timeout_s=timeout_s,
+        )
+        found = _pick(named, tiers, compiled, asked, policy, level, opened, allow_fresh=allow_fresh)
+        return _created(found, tiers) if create else found
 
 
 class Looker:
@@ -168,6 +185,7 @@ def _pick(
     asked: Conditions,
     policy: Policy,
     level: Level | None,
+    open_other: OpenStore,
     *,
     allow_fresh: bool,
 ) -> Pick:
@@ -179,14 +197,48 @@ def _pick(
         found = _found(named.urls, choice, choice.chosen, findings, looker)
         required = demanded(choice.chosen, asked.require, policy)
         return replace(found, required=required, absent=absent_kinds(choice.chosen))
-    if len(choice.no_steps) == len(candidates):
-        check_all_empty(tiers, pattern)
-        check_restart(named.first, [one.listing for one in tiers])
-        gone = [finding for finding in findings if finding.code == "pointer.differs"]
-        if gone:
-            return _gone(named, findings, gone[0])
-        return _fresh(named, [one.listing for one in tiers], findings, allow_fresh=allow_fresh)
+    begins = beginning_of(tiers, choice, findings, pattern, open_other)
+    if begins is not None:
+        return _without_step(named, choice, findings, begins, allow_fresh=allow_fresh)
     return _none(named, choice, findings, policy, n_steps=len(candidates))
+
+
+def beginning_of(
+    tiers: Sequence[Tier],
+    choice: Choice,
+    findings: Sequence[Finding],
+    pattern: re.Pattern[str] | None,
+    open_other: OpenStore,
+) -> Beginning | None:
+    """What it means that no step was chosen, where the roots hold none but unfinished saves.
+
+    None where they hold anything else: then it is no question whether the run is new.
+    """
+    over = [one.report for one in choice.passed_over]
+    n_steps = sum(len(tier.listing.steps) for tier in tiers)
+    # Metadata of an unfinished save may arrive after the run began anew: its mark stands.
+    unfinished = all(r.interrupted or r.verdict is Verdict.SUPERSEDED for r in over)
+    if len(choice.no_steps) + len(over) < n_steps or not unfinished:
+        return None
+    pointers = [finding for finding in findings if finding.code == "pointer.differs"]
+    return judge_empty(tiers, pattern, interrupted=over, pointers=pointers, open_other=open_other)
+
+
+def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
+    """Make the roots of a new run with their sentinels, or record the step that is taken."""
+    stores = [tier.store for tier in tiers if not tier.optional]
+    if found.answer is Answer.FRESH:
+        for store in stores:
+            put_sentinel(store)
+        return replace(found, exit_code=0, next_command=None)
+    if found.chosen is not None:
+        name = base_name(found.chosen.url)
+        # A root that cannot be written to is still one that can be resumed from.
+        with suppress(StorageError):
+            for store in stores:
+                if join_url(store.url, name) == found.chosen.url:
+                    record_usable(store, found.step)
+    return found
 
 
 def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:
@@ -209,19 +261,6 @@ def root_findings(
         findings += too_large_numbers(tier.listing)
         findings += check_pointers(tier.store, tier.listing, number, pattern)
     return findings
-
-
-def check_all_empty(tiers: Sequence[Tier], pattern: re.Pattern[str] | None) -> None:
-    """Raise where roots without any step are not those of a fresh run; see `check_empty`.
-
-    An optional root that is absent holds nothing; one that did not answer may hold the
-    only step, so its error is raised.
-    """
-    for tier in tiers:
-        if tier.error is not None:
-            raise tier.error
-        if tier.is_there or not tier.optional:
-            check_empty(tier.store, tier.listing, pattern)
 
 
 def _found(
@@ -257,46 +296,34 @@ def found_message(choice: Choice, chosen: Report) -> str:
     return f"resume from step {chosen.number}{past}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def _fresh(
+def _without_step(
     roots: Roots,
-    listings: Sequence[RootListing],
+    choice: Choice,
     findings: Sequence[Finding],
+    begins: Beginning,
     *,
     allow_fresh: bool,
 ) -> Pick:
-    absent = " (it does not exist yet)" if not any(one.exists for one in listings) else ""
-    holds = "holds" if len(roots.urls) == 1 else "hold"
+    again = f"ckptctl pick {roots.words}"
+    next_command: str | None = storage_corruption(roots)
+    exit_code = begins.exit_code
+    if begins.answer is Answer.UNKNOWN:
+        next_command = again
+    elif begins.answer is Answer.FRESH:
+        next_command = f"{again} --allow-fresh{' --create' if begins.missing else ''}"
+        if allow_fresh and not begins.missing:
+            exit_code, next_command = 0, None
     return Pick(
-        answer=Answer.FRESH,
+        answer=begins.answer,
         roots=roots.urls,
         chosen=None,
-        passed_over=(),
+        passed_over=tuple(choice.passed_over),
         findings=tuple(findings),
         level=None,
         level_reason=None,
-        message=f"{_listed(roots.urls)} {holds} no step at all{absent}: this is a fresh run",
-        exit_code=0 if allow_fresh else EXIT_FRESH,
-        next_command=None if allow_fresh else f"ckptctl pick {roots.words} --allow-fresh",
-    )
-
-
-def _gone(roots: Roots, findings: Sequence[Finding], pointer: Finding) -> Pick:
-    return Pick(
-        answer=Answer.NONE_USABLE,
-        roots=roots.urls,
-        chosen=None,
-        passed_over=(),
-        findings=tuple(findings),
-        level=None,
-        level_reason=None,
-        message=f"no step is left in {_listed(roots.urls)}, but {pointer.where} names "
-        f"{pointer.found}: what was saved here is gone; do not start fresh before you know why",
-        exit_code=EXIT_NONE_USABLE,
-        next_command=storage_corruption(roots),
+        message=begins.message,
+        exit_code=exit_code,
+        next_command=next_command,
     )
 
 

@@ -23,9 +23,9 @@ from ckptctl.formats.layouts import (
     has_too_large_a_number,
     is_flat_file,
     is_pointer,
-    looks_like_checkpoint,
     pointed_step,
     rank_local_rank,
+    saved_weights,
     shard_rank,
     step_name,
     unfinished_beside,
@@ -40,15 +40,17 @@ class RootListing:
 
     `steps` are newest first; where two folders stand for one number, the one of the last
     attempt comes first, and then the one that is named like the others. `pointers` are
-    the pointer files, `folders` the names of the other folders, `unnumbered` those of
-    files that are checkpoints of nobody knows which step. `exists` is false where the
-    root itself is not there, `known` is true where ckptctl has written before, and
-    `is_step` where the folder is a step itself.
+    the pointer files, `folders` and `links` the names of the other folders and links,
+    `unnumbered` those of files that are saved weights of no known step. `exists` is false
+    where the root itself is not there, which on an object store is a prefix without an
+    object. `known` is true where ckptctl has written before, and `is_step` where the
+    folder is a step itself.
     """
 
     steps: tuple[StepName, ...]
     pointers: tuple[FileInfo, ...] = ()
     folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     unnumbered: tuple[str, ...] = ()
     exists: bool = True
     known: bool = False
@@ -56,7 +58,7 @@ class RootListing:
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
-    """List one level of a root. Cost: one listing.
+    """List one level of a root. Cost: one listing, two of a prefix that holds no object.
 
     A folder that is not there holds nothing; a bucket that is not there is an
     error, as is a storage that does not answer.
@@ -67,7 +69,12 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
         if store.kind is Kind.OBJECT:
             raise
         return RootListing((), exists=False)
-    return read_listing(entries, pattern)
+    listing = read_listing(entries, pattern)
+    if entries or store.kind is not Kind.OBJECT:
+        return listing
+    if store.list_dir(""):
+        raise _contradicted(store)
+    return replace(listing, exists=False)
 
 
 def read_listing(
@@ -77,6 +84,7 @@ def read_listing(
     steps: list[StepName] = []
     pointers: list[FileInfo] = []
     folders: list[str] = []
+    links: list[str] = []
     unnumbered: list[str] = []
     in_flight: set[str | None] = set()
     known = False
@@ -95,13 +103,16 @@ def read_listing(
             unnumbered.append(entry.path)
         elif entry.kind == "dir" and not entry.path.startswith("."):
             folders.append(entry.path)
-        elif looks_like_checkpoint(entry):
+        elif entry.kind == "link" and not entry.path.startswith("."):
+            links.append(entry.path)
+        elif saved_weights(entry) is not None:
             unnumbered.append(entry.path)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     return RootListing(
         _newest_first(steps),
         tuple(pointers),
         tuple(folders),
+        tuple(links),
         tuple(unnumbered),
         known=known,
         is_step=is_step,
@@ -142,7 +153,11 @@ def check_listed_again(
     """
     if store.kind is Kind.LOCAL or list_root(store, pattern).steps == listing.steps:
         return
-    raise StorageUnavailable(
+    raise _contradicted(store)
+
+
+def _contradicted(store: Store) -> StorageUnavailable:
+    return StorageUnavailable(
         f"{store.url}: two listings in a row show different steps; somebody writes or deletes "
         "here, or a listing is stale, and nothing is known about what it holds",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",

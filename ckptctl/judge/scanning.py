@@ -12,16 +12,17 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
-from ckptctl.findings import EXIT_FRESH, Report
+from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
 from ckptctl.judge.choosing import Candidate, Choice, Policy, choose, in_order
-from ckptctl.judge.empty_roots import check_unnumbered
+from ckptctl.judge.empty_roots import Beginning, check_unnumbered
 from ckptctl.judge.picking import (
     Looker,
+    beginning_of,
     candidates_of,
-    check_all_empty,
     found_message,
     none_usable,
     root_findings,
@@ -32,6 +33,7 @@ from ckptctl.judge.roots import RootListing, list_root, read_listing
 from ckptctl.judge.tiers import Roots, Tier, Trees, open_tiers, roots_in
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.opening import open_store
 
 OnReport = Callable[[Report, bool, str | None], None]
 """Is told a report, whether it is the chosen one, and why `pick` passed the step over."""
@@ -111,7 +113,17 @@ def scan(
         # The chosen one is shown wherever it is.
         beyond = [c for c in older if choice.chosen and looker.found(c) is choice.chosen]
         reports = _reports([*shown, *beyond], looker, choice, level, on_report)
-        scan = _answer(named, tiers, choice, reports, policy, compiled)
+        findings = root_findings(tiers, choice, compiled)
+        opened = partial(
+            open_store,
+            storage_options=storage_options,
+            endpoint_url=endpoint_url,
+            timeout_s=timeout_s,
+        )
+        begins = None
+        if choice.chosen is None:
+            begins = beginning_of(tiers, choice, findings, compiled, opened)
+        scan = _answer(named, tiers, choice, reports, policy, findings, begins, compiled)
         n_older = len(older) - len(beyond)
         more_before = shown[-1].named.number if n_older and shown else None
         return replace(scan, n_older=n_older, more_before=more_before)
@@ -140,7 +152,8 @@ def _list_all(
             continue
         trees.setdefault(folder, []).append(replace(file, path=path))
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
-    return read_listing([*top, *folders], pattern), trees
+    listing = read_listing([*top, *folders], pattern)
+    return replace(listing, exists=bool(trees)), trees
 
 
 def _reports(
@@ -177,17 +190,15 @@ def _answer(
     choice: Choice,
     reports: tuple[Report, ...],
     policy: Policy,
+    findings: list[Finding],
+    begins: Beginning | None,
     pattern: re.Pattern[str] | None,
 ) -> Scan:
     chosen = choice.chosen
     n_steps = len(candidates_of(tiers)) - len(choice.no_steps)
-    findings = root_findings(tiers, choice, pattern)
-    gone = not n_steps and any(finding.code == "pointer.differs" for finding in findings)
-    if not n_steps:
-        check_all_empty(tiers, pattern)
     for tier in tiers if n_steps else ():
         findings += check_unnumbered(tier.store, tier.listing, pattern)
-    message, next_command = _in_words(named, choice, policy, n_steps, gone=gone)
+    message, next_command = _in_words(named, choice, policy, n_steps, begins)
     return Scan(
         root=named.first,
         roots=named.urls,
@@ -196,7 +207,7 @@ def _answer(
         chosen=chosen.url if chosen else None,
         findings=tuple(findings),
         n_steps=n_steps,
-        exit_code=0 if chosen else choice.exit_code if gone or n_steps else EXIT_FRESH,
+        exit_code=begins.exit_code if begins else choice.exit_code,
         next_command=next_command,
         message=message,
         refused=tuple(reasons_of(choice).items()),
@@ -204,16 +215,16 @@ def _answer(
 
 
 def _in_words(
-    roots: Roots, choice: Choice, policy: Policy, n_steps: int, *, gone: bool
+    roots: Roots, choice: Choice, policy: Policy, n_steps: int, begins: Beginning | None
 ) -> tuple[str, str | None]:
     """The answer in the words of `pick`, and what to run next."""
     if choice.chosen is not None:
         return found_message(choice, choice.chosen), _deeper(choice.chosen)
-    if n_steps:
+    if begins is None:
         return none_usable(roots, choice, policy, n_steps)
-    if gone:
-        return "no step is left, but a pointer names one", storage_corruption(roots)
-    return "no step at all", f"ckptctl explain {EXIT_FRESH}"
+    if begins.exit_code == EXIT_NONE_USABLE:
+        return begins.message, storage_corruption(roots)
+    return begins.message, f"ckptctl explain {begins.exit_code}"
 
 
 def _deeper(chosen: Report) -> str | None:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -58,13 +58,19 @@ class Signals:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def run(self, command: Sequence[str], stdout: int | None) -> int:
+    def run(self, command: Sequence[str], stdout: int | None, variables: Mapping[str, str]) -> int:
         """Run the command to its end; its exit code, 128 + N where signal N ended it.
 
-        Raises `UsageError` where it cannot be started.
+        `variables` are added to our environment for it. Raises `UsageError` where it cannot
+        be started.
         """
         try:
-            self._child = subprocess.Popen(list(command), stdout=stdout, start_new_session=True)
+            self._child = subprocess.Popen(
+                list(command),
+                stdout=stdout,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
         except OSError as error:
             raise UsageError(f"{command[0]}: {error.strerror}; it was not started") from error
         if self.asked is not None:

@@ -1,34 +1,54 @@
-"""Is a job that has ended to be started again?
+"""Start a job again after a failure, as long as it makes progress.
 
-Yes, as long as it makes progress: a budget of restarts, which only a newer step that was
-looked at and found whole fills again. Never where the exit code or the job's logs say that
-the same would happen again, where no step is usable, or where we were told to stop. Why a
-job failed is the question of `causes`.
+The budget of restarts is refilled only by a newer step that was inspected and is usable.
+A job is not started where its exit code or its logs say that the same would happen again,
+where no step is usable, where the steps of the run are gone, where the storage does not
+answer within a bound, and after a signal that asks to end. `causes` classifies failures.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.classes import Restart
 from ckptctl.failures.results import Classification
-from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
+from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
+from ckptctl.formats.layouts import compile_pattern
 from ckptctl.formats.own_files import time_now
+from ckptctl.judge.history import put_sentinel, record_usable
 from ckptctl.judge.picking import pick
+from ckptctl.judge.results import Pick
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
 from ckptctl.supervise.causes import Logs
 from ckptctl.supervise.child import Signals
+
+RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
+"""The variable by which a job learns how often it was started again."""
 
 NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
 """Exit codes after which the same would happen again: ckptctl's own, and the shell's."""
 
 LONGEST_PAUSE_S = 300.0
+WAIT_S = 900.0
+"""How long a storage that does not answer is waited for: longer than `pick`'s grace."""
+
+_GRACE_S = 600.0
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 60.0
 _GIVEN_UP = 93
-_NOT_LOOKED = (StorageError.exit_code, EXIT_DENIED)
+_WRONG_PATH = UsageError.exit_code
+_NO_ANSWER = StorageError.exit_code
+_NOT_LOOKED = (_NO_ANSWER, EXIT_DENIED)
 
 
 class Decision(str, Enum):
@@ -66,14 +86,79 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """How the job ended, after which lives."""
+    """How the job ended, after which lives; without any where it was not started.
+
+    `warnings` are what keeps its progress from being seen.
+    """
 
     command: tuple[str, ...]
     root: str
     lives: tuple[Life, ...]
+    warnings: tuple[str, ...]
     message: str
     exit_code: int
     next_command: str | None
+
+
+class _Seen(NamedTuple):
+    """What one inspection of the root found: `pick`'s exit code, 2 for a wrong path."""
+
+    code: int
+    message: str
+    step: int | None = None
+    holds_steps: bool = False
+
+
+class _Root:
+    """The root of the run, as the supervisor sees it between the lives of the job."""
+
+    def __init__(
+        self, url: str, look: Callable[..., Pick], opened: Callable[[str], Store], *, wait_s: float
+    ) -> None:
+        self.url = url
+        self._look = look
+        self._opened = opened
+        self._wait_s = wait_s
+        self._used = False
+
+    def inspect(self) -> _Seen:
+        """What it holds now, without waiting for a storage that does not answer."""
+        try:
+            # Between two lives nobody saves: what is unfinished then is not running.
+            found = self._look(
+                self.url, allow_fresh=True, **({"grace_s": 0.0} if self._used else {})
+            )
+        except (StorageError, UsageError) as error:
+            return _Seen(error.exit_code, error.message)
+        step = found.chosen.number if found.chosen else None
+        if found.exit_code == EXIT_FRESH and self._used:
+            return _Seen(_NO_ANSWER, f"{self.url} was there, and does not exist any more")
+        return _Seen(found.exit_code, found.message, step, bool(found.passed_over or found.chosen))
+
+    def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> _Seen:
+        """What it holds, once the storage answers or the bound is over."""
+        until_s = time.monotonic() + self._wait_s
+        pause_s = _FIRST_WAIT_S
+        while (seen := self.inspect()).code == _NO_ANSWER and signals.asked is None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            if pause_s == _FIRST_WAIT_S:
+                tell(f"waiting for {self.url}, {self._wait_s:.0f} s at most: {seen.message}")
+            signals.pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        return seen
+
+    def use(self, seen: _Seen) -> None:
+        """Write the sentinel, or record the step that is usable, before a life begins."""
+        self._used = True
+        with self._opened(self.url) as store:
+            if seen.step is None:
+                put_sentinel(store)
+                return
+            # A root that cannot be written to is still one that can be resumed from.
+            with suppress(StorageError):
+                record_usable(store, seen.step)
 
 
 def keep_running(
@@ -84,7 +169,10 @@ def keep_running(
     backoff_s: float = 10.0,
     no_restart: Collection[int] = (),
     logs: Sequence[str] = (),
+    create: bool = False,
+    wait_s: float = WAIT_S,
     on_life: Callable[[Life], None] | None = None,
+    tell: Callable[[str], None] = lambda _message: None,
     stdout: int | None = None,
     pattern: str | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -98,41 +186,60 @@ def keep_running(
     begins at `backoff_s` and doubles without progress, up to 5 minutes. `no_restart` are
     exit codes to stop at besides `NO_RESTART`. `logs` are files that the command writes to:
     what each life adds to them is classified, and a failure that a restart does not help, or
-    one of the job that comes twice in a row without progress, is not tried again. `on_life` is
-    told of each life when it has ended. `stdout` is where the command's output goes, ours by
-    default.
+    one of the job that comes twice in a row without progress, is not tried again. With
+    `create` a root that does not exist is made. `wait_s` bounds how long a storage that does
+    not answer is waited for, before the first life and after a failed one. `on_life` gets
+    each life when it has ended, `tell` what happens between them. `stdout` is where the
+    command's output goes, ours by default. The command finds in `CKPTCTL_RESTART_COUNT` how
+    often it was started again.
 
     The exit code is the command's when it is done, was told to stop, or must not be
-    started again; 11 where no step is usable; 93 when the budget is spent. Must be called
-    in the main thread. Raises `UsageError` where the command cannot be started.
+    started again; 10 where the root does not exist; 11 where no step is usable; 75 where
+    the storage did not answer in time, or the steps of the run are gone; 93 when the budget
+    is spent. Where `pick` calls the root a wrong path, the command runs all the same, with a
+    warning. Must be called in the main thread. Raises `UsageError` where the command cannot
+    be started, `StorageError` where the sentinel cannot be written.
     """
     if not command:
         raise UsageError("no command is given", next_command="ckptctl run --root ROOT -- CMD")
-    if max_restarts < 0 or not backoff_s >= 0:
-        raise UsageError("--max-restarts and --backoff must be 0 or more")
-
-    def newest() -> tuple[int | None, int]:
-        """The newest usable step, and `pick`'s exit code."""
-        try:
-            found = pick(
-                root,
-                pattern=pattern,
-                storage_options=storage_options,
-                endpoint_url=endpoint_url,
-                timeout_s=timeout_s,
-            )
-        except StorageError as error:
-            return None, error.exit_code
-        return (found.chosen.number if found.chosen else None), found.exit_code
+    if max_restarts < 0 or not backoff_s >= 0 or not wait_s >= 0:
+        raise UsageError("--max-restarts, --backoff and --wait-storage must be 0 or more")
+    storage: dict[str, Any] = {
+        "storage_options": storage_options,
+        "endpoint_url": endpoint_url,
+        "timeout_s": timeout_s,
+    }
+    # What is wrong with the arguments themselves ends it here, and is no warning.
+    compile_pattern(pattern)
+    opened: Callable[[str], Store] = partial(open_store, **storage)
+    opened(root).close()
+    place = _Root(root, partial(pick, pattern=pattern, **storage), opened, wait_s=wait_s)
 
     lives: list[Life] = []
+    warnings: list[str] = []
     signals = Signals()
     never = {*NO_RESTART, *no_restart}
-    best, _ = newest()
+    earlier = int(count) if (count := os.environ.get(RESTART_COUNT, "")).isdecimal() else 0
     left = max_restarts
     written = Logs(logs)
     with signals.listening():
-        while not lives or lives[-1].decision is Decision.RESTART:
+        seen = place.await_answer(signals, tell)
+        if seen.code == _WRONG_PATH:
+            warnings.append(f"{seen.message}; the job runs, and its progress cannot be seen")
+            tell(f"warning: {warnings[0]}")
+        elif signals.asked is not None:
+            return _not_started(command, root, 128 + signals.asked, "a signal asked to end")
+        elif seen.code == EXIT_FRESH and not create:
+            next_command = f"ckptctl pick {shlex.quote(root)} --allow-fresh --create"
+            return _not_started(command, root, seen.code, seen.message, next_command)
+        elif seen.code not in (0, EXIT_FRESH):
+            next_command = f"ckptctl scan {shlex.quote(root)}"
+            return _not_started(command, root, seen.code, seen.message, next_command)
+        else:
+            place.use(seen)
+        best = seen.step
+        ended = _Ended(Decision.RESTART, "", 0)
+        while ended.decision is Decision.RESTART:
             if lives:
                 signals.pause(_pause(backoff_s, max_restarts - left))
                 if signals.asked is not None:
@@ -140,52 +247,77 @@ def keep_running(
             began_s = time.monotonic()
             started_at = time_now()
             written.begin()
-            code = signals.run(command, stdout)
-            step, picked = newest()
-            progress = step is not None and (best is None or step > best)
-            best = step if progress else best
-            left = max_restarts if progress else left
+            code = signals.run(command, stdout, {RESTART_COUNT: str(earlier + len(lives))})
+            told = signals.asked is not None
+            again = code != 0 and not told and code not in never
+            seen = place.await_answer(signals, tell) if again else place.inspect()
+            progress = seen.step is not None and (best is None or seen.step > best)
+            if progress:
+                place.use(seen)
+                left = max_restarts
             cause = written.cause(code) if code and logs else None
-            decision, reason = _decide(code, picked, left, never, told=signals.asked is not None)
+            ended = _decide(code, seen, best, left, never, told=told)
             last = None if progress or not lives else lives[-1].failure
-            if decision is Decision.RESTART and cause and _in_vain(cause, last):
-                decision, reason = Decision.NEVER, f"{cause.failure}: {cause.message}"
-            left -= decision is Decision.RESTART
+            if ended.decision is Decision.RESTART:
+                if cause and _in_vain(cause, last):
+                    ended = _Ended(Decision.NEVER, f"{cause.failure}: {cause.message}", code)
+                else:
+                    left -= 1
+                    reason = f"{left} of {max_restarts} restarts left without a newer step"
+                    ended = ended._replace(reason=reason)
+            best = seen.step if progress else best
             lives.append(
                 Life(
                     number=len(lives) + 1,
                     started_at=started_at,
                     seconds=time.monotonic() - began_s,
                     exit_code=code,
-                    step=step,
-                    looked=picked not in _NOT_LOOKED,
+                    step=seen.step,
+                    looked=seen.code not in _NOT_LOOKED,
                     progress=progress,
                     left=left,
-                    decision=decision,
-                    reason=reason,
+                    decision=ended.decision,
+                    reason=ended.reason,
                     failure=cause.failure if cause else None,
                 )
             )
             if on_life is not None:
                 on_life(lives[-1])
-    told = 0 if signals.asked is None else 128 + signals.asked
-    return _ended(command, root, logs, tuple(lives), told)
+    if ended.decision is Decision.RESTART and signals.asked is not None:
+        ended = _Ended(Decision.RESTART, "a signal asked for it", 128 + signals.asked)
+    return _supervised(command, root, logs, lives, warnings, ended)
+
+
+class _Ended(NamedTuple):
+    """What follows from the end of a life, why, and the exit code where nothing follows."""
+
+    decision: Decision
+    reason: str
+    exit_code: int
 
 
 def _decide(
-    code: int, picked: int, left: int, never: Collection[int], *, told: bool
-) -> tuple[Decision, str]:
+    code: int, seen: _Seen, best: int | None, left: int, never: Collection[int], *, told: bool
+) -> _Ended:
     if code == 0:
-        return Decision.DONE, "it ended by itself"
+        return _Ended(Decision.DONE, "it ended by itself", code)
     if told:
-        return Decision.STOPPED, "a signal asked for it"
+        return _Ended(Decision.STOPPED, "a signal asked for it", code)
     if code in never:
-        return Decision.NEVER, f"after exit code {code} the same would happen again"
-    if picked == 11:
-        return Decision.NEVER, "steps exist, and none is usable"
+        reason = f"after exit code {code} the same would happen again"
+        return _Ended(Decision.NEVER, reason, code)
+    if seen.code in _NOT_LOOKED:
+        return _Ended(Decision.NEVER, seen.message, seen.code)
+    answered = seen.code != _WRONG_PATH
+    if answered and best is not None and not seen.holds_steps:
+        reason = f"step {best} was usable, and the root holds no step any more"
+        return _Ended(Decision.NEVER, reason, _NO_ANSWER)
+    if seen.code == EXIT_NONE_USABLE:
+        return _Ended(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
     if left == 0:
-        return Decision.GIVEN_UP, "no restart is left, and no newer step came"
-    return Decision.RESTART, f"{left} restart{'' if left == 1 else 's'} left without a newer step"
+        reason = "no restart is left, and no newer step came"
+        return _Ended(Decision.GIVEN_UP, reason, _GIVEN_UP)
+    return _Ended(Decision.RESTART, "", code)
 
 
 def _in_vain(cause: Classification, last: str | None) -> bool:
@@ -193,22 +325,26 @@ def _in_vain(cause: Classification, last: str | None) -> bool:
     return cause.restart is Restart.NO or (cause.restart is Restart.ONCE and cause.failure == last)
 
 
-def _ended(
-    command: Sequence[str], root: str, logs: Sequence[str], lives: tuple[Life, ...], told: int
+def _not_started(
+    command: Sequence[str], root: str, code: int, why: str, next_command: str | None = None
+) -> Supervised:
+    return Supervised(tuple(command), root, (), (), f"not started: {why}", code, next_command)
+
+
+def _supervised(
+    command: Sequence[str],
+    root: str,
+    logs: Sequence[str],
+    lives: Sequence[Life],
+    warnings: Sequence[str],
+    ended: _Ended,
 ) -> Supervised:
     last = lives[-1]
-    code = last.exit_code
     next_command: str | None = None
-    times = f"{len(lives)} {'life' if len(lives) == 1 else 'lives'}"
-    if last.decision is Decision.GIVEN_UP:
-        code = _GIVEN_UP
-    elif last.decision is Decision.NEVER and last.reason.startswith("steps exist"):
-        code = 11
-    elif last.decision is Decision.RESTART:
-        code = told  # told to stop while it waited for the restart
-    if last.decision in (Decision.GIVEN_UP, Decision.NEVER):
+    if ended.decision in (Decision.GIVEN_UP, Decision.NEVER):
         next_command = f"ckptctl scan {shlex.quote(root)}"
-        if last.failure is not None and code != EXIT_NONE_USABLE:
+        of_storage = (EXIT_NONE_USABLE, *_NOT_LOOKED)
+        if last.failure is not None and ended.exit_code not in of_storage:
             words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
             next_command = shlex.join(words)
     word = {
@@ -217,10 +353,17 @@ def _ended(
         Decision.RESTART: "stopped before a restart",
         Decision.NEVER: "not restarted",
         Decision.GIVEN_UP: "given up",
-    }[last.decision]
-    reason = "a signal asked for it" if last.decision is Decision.RESTART else last.reason
-    message = f"{word} after {times}: {reason}"
-    return Supervised(tuple(command), root, lives, message, code, next_command)
+    }[ended.decision]
+    times = f"{len(lives)} {'life' if len(lives) == 1 else 'lives'}"
+    return Supervised(
+        tuple(command),
+        root,
+        tuple(lives),
+        tuple(warnings),
+        f"{word} after {times}: {ended.reason}",
+        ended.exit_code,
+        next_command,
+    )
 
 
 def _pause(backoff_s: float, n_without: int) -> float:

@@ -12,7 +12,7 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 NO_SCHEDULER = "none"
@@ -28,12 +28,13 @@ class Cluster:
     that use its agent), `srun`, `mpirun`, `environment` (something else set `RANK` and
     `WORLD_SIZE`) or `none`. `job` is the scheduler's id of the job, `run_id` the id
     that torchrun was given. `requeues` counts how often the scheduler started the job
-    again, `restarts` how often the launcher started the processes again, at most
-    `max_restarts` times. `rank`, `world_size`, `local_rank` and `local_world_size`
-    count processes, `nodes` and `node_rank` count machines. `node` is this machine,
-    `node_list` all of them in the scheduler's own short form (`gpu-[007-009]`), `pod`
-    the pod in Kubernetes. `gpus_per_node` is what the scheduler granted on this node.
-    `ends_s` is when the scheduler will end the job, in seconds since 1970.
+    again, `restarts` how often the launcher (at most `max_restarts` times) or `ckptctl run`
+    started the processes again, whichever is more. `rank`, `world_size`, `local_rank` and
+    `local_world_size` count processes, `nodes` and `node_rank` count machines. `node` is
+    this machine, `node_list` all of them in the scheduler's own short form
+    (`gpu-[007-009]`), `pod` the pod in Kubernetes. `gpus_per_node` is what the scheduler
+    granted on this node. `ends_s` is when the scheduler will end the job, in seconds since
+    1970.
     """
 
     scheduler: str
@@ -112,7 +113,7 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
         job_name=told.word("SLURM_JOB_NAME", "JOBSET_NAME") if scheduler != NO_SCHEDULER else None,
         run_id=told.word("TORCHELASTIC_RUN_ID"),
         requeues=told.number("SLURM_RESTART_COUNT"),
-        restarts=told.number("TORCHELASTIC_RESTART_COUNT"),
+        restarts=told.largest("TORCHELASTIC_RESTART_COUNT", "CKPTCTL_RESTART_COUNT"),
         max_restarts=told.number("TORCHELASTIC_MAX_RESTARTS"),
         rank=told.number(*_RANKS[launcher]),
         world_size=told.number(*_WORLD_SIZES[launcher]),
@@ -173,8 +174,15 @@ class _Told:
 
     def number(self, *names: str) -> int | None:
         """The first of these variables that is a whole number, 0 or more."""
+        return next(self._numbers(names), None)
+
+    def largest(self, *names: str) -> int | None:
+        """The largest of these variables that are whole numbers, 0 or more."""
+        return max(self._numbers(names), default=None)
+
+    def _numbers(self, names: Sequence[str]) -> Iterator[int]:
         values = (self._environment.get(name, "") for name in names)
-        return next((int(v) for v in values if _NUMBER.fullmatch(v)), None)
+        return (int(value) for value in values if _NUMBER.fullmatch(value))
 
 
 def _scheduler(told: _Told) -> str:

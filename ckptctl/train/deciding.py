@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import (
@@ -27,11 +28,12 @@ from ckptctl.errors import (
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.layouts import METADATA, compile_pattern
 from ckptctl.judge.arguments import known_level
-from ckptctl.judge.empty_roots import check_empty, check_restart
+from ckptctl.judge.empty_roots import judge_empty
 from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
 from ckptctl.judge.picking import pick
-from ckptctl.judge.results import Answer, PassedOver, Pick
+from ckptctl.judge.results import Answer, PassedOver
 from ckptctl.judge.roots import list_root
+from ckptctl.judge.tiers import Tier
 from ckptctl.judge.verifying import verify
 from ckptctl.model import Level
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -107,8 +109,15 @@ def check_root(root: str, looking: Looking) -> None:
         pattern = compile_pattern(looking.pattern)
         listing = list_root(store, pattern)
         if not listing.steps:
-            check_empty(store, listing, pattern)
-            check_restart(root, [listing])
+            begins = judge_empty(
+                [Tier(store, listing)], pattern, open_other=partial(open_store, **looking.storage)
+            )
+            if begins.answer is not Answer.FRESH:
+                raise NothingToResume(
+                    begins.message,
+                    exit_code=begins.exit_code,
+                    next_command=f"ckptctl scan {shlex.quote(root)}",
+                )
 
 
 def decide(
@@ -117,12 +126,8 @@ def decide(
     looking: Looking,
     *,
     skip: Collection[int] = (),
-    never_saved: bool = False,
 ) -> Decision:
     """What one process answers: a step, or a fresh run. `skip` are steps that did not load.
-
-    `never_saved` says that by its own record the run has never brought a save to its end:
-    then a root with nothing but interrupted saves in it is that of a fresh run.
 
     `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
     `NothingToResume` where steps are there and none is usable (11), or one could not be
@@ -132,7 +137,7 @@ def decide(
     if wanted == "none":
         return _fresh()
     if wanted == "auto":
-        return _newest(root, looking, skip, never_saved=never_saved)
+        return _newest(root, looking, skip)
     target = f"{root.rstrip('/')}@{wanted}" if wanted.isdecimal() else wanted
     return _named(target, looking, skip)
 
@@ -156,7 +161,7 @@ def _fresh() -> Decision:
     return Decision(None, None)
 
 
-def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: bool) -> Decision:
+def _newest(root: str, looking: Looking, skip: Collection[int]) -> Decision:
     found = pick(
         root,
         level=_first_level(looking),
@@ -171,10 +176,8 @@ def _newest(root: str, looking: Looking, skip: Collection[int], *, never_saved: 
         key=looking.key,
         **looking.storage,
     )
-    if found.answer is Answer.FRESH and not skip:
-        return _fresh()
     rejected = tuple(_rejected(over) for over in found.passed_over)
-    if never_saved and found.answer is Answer.NONE_USABLE and _all_interrupted(found):
+    if found.answer is Answer.FRESH and not skip:
         return Decision(None, None, rejected=rejected)
     if found.chosen is None:
         raise NothingToResume(
@@ -190,14 +193,6 @@ def _first_level(looking: Looking) -> Level | None:
     """How deep rank 0 looks: level `content` comes after it, and all ranks share it."""
     level = known_level(looking.level)
     return None if level is Level.CONTENT else level
-
-
-def _all_interrupted(found: Pick) -> bool:
-    # Where the metadata of an interrupted save arrived after the run began anew, the mark stands.
-    return bool(found.passed_over) and all(
-        over.report.interrupted or over.report.verdict is Verdict.SUPERSEDED
-        for over in found.passed_over
-    )
 
 
 def _rejected(over: PassedOver) -> Rejected:

@@ -22,6 +22,7 @@ from ckptctl.formats.layouts import OWN_FOLDER, StepName, step_name
 from ckptctl.formats.marks import MARKS_FOLDER, Word
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
+from ckptctl.judge.history import ATTEMPTS_FOLDER
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.marking import check_inspected, new_mark, put_mark
 from ckptctl.judge.roots import list_root
@@ -29,7 +30,7 @@ from ckptctl.model import Level
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.ledger import ATTEMPTS_FOLDER, Row
+from ckptctl.train.ledger import Row
 
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""

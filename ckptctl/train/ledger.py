@@ -20,14 +20,12 @@ from typing import Any
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.judge.history import ATTEMPTS_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url
 from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.threads import start_daemon
-
-ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 
 EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
 """What a line can say. Who reads a ledger passes over events that it does not know."""

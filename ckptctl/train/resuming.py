@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, UsageError
 from ckptctl.judge.fencing import check_token, take_token
+from ckptctl.judge.history import ATTEMPTS_FOLDER
 from ckptctl.judge.roots import list_root
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.contract import Store
@@ -37,7 +38,6 @@ from ckptctl.train.deciding import (
     wanted_step,
 )
 from ckptctl.train.evidence import (
-    Attempts,
     NewerStep,
     newer_steps,
     reject_proven,
@@ -45,8 +45,6 @@ from ckptctl.train.evidence import (
 )
 from ckptctl.train.group import Group
 from ckptctl.train.ledger import (
-    ATTEMPTS_FOLDER,
-    MAX_ATTEMPTS,
     Ledger,
     new_attempt,
     put_report,
@@ -122,11 +120,11 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     first = job.group.from_first
     first(lambda: _check_before(job, resume_from))
     history = first(lambda: read_attempts(job.store))
-    done = _resumed(job, resume_from, history)
+    done = _resumed(job, resume_from)
     token = first(lambda: take_token(job.store, new_attempt))
     attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
     if first(lambda: _started(job, attempt, resume_from, done)):
-        done = _resumed(job, resume_from, history)
+        done = _resumed(job, resume_from)
     report = first(lambda: _reported(job, attempt, done, history[-1][0] if history else None))
     attempt.resumed_from = done.decision.step
     attempt.step = attempt.saved = done.saved.step
@@ -134,11 +132,9 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     return attempt, _start(done.saved, done.rejected, report, path)
 
 
-def _resumed(job: Job, resume_from: str | int | None, history: Attempts) -> Restored:
+def _resumed(job: Job, resume_from: str | int | None) -> Restored:
     """Decide, load and restore; nothing is written into the root."""
-    decision, loaded, rejected, newer = _loaded(
-        job, resume_from, never_saved=_never_saved(history), with_newer=True
-    )
+    decision, loaded, rejected, newer = _loaded(job, resume_from, with_newer=True)
     saved, inventory = _restored(job, decision, loaded)
     return Restored(decision, rejected, saved, inventory, newer)
 
@@ -213,12 +209,6 @@ def _check_before(job: Job, resume_from: str | int | None) -> None:
             )
 
 
-def _never_saved(history: Attempts) -> bool:
-    events = [event.get("event") for _, events in history for event in events]
-    # Older records than these are not read, and may have it.
-    return 0 < len(history) < MAX_ATTEMPTS and "saved" not in events
-
-
 def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Restored) -> bool:
     """Begin the record of this attempt; whether the step must be decided anew.
 
@@ -245,11 +235,7 @@ def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Re
 
 
 def _loaded(
-    job: Job,
-    resume_from: str | int | None,
-    *,
-    never_saved: bool = False,
-    with_newer: bool = False,
+    job: Job, resume_from: str | int | None, *, with_newer: bool = False
 ) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...], tuple[NewerStep, ...]]:
     """Decide and load until a step loads on every rank; what it holds, and what did not."""
     failed: dict[int, Rejected] = {}
@@ -257,9 +243,7 @@ def _loaded(
 
     def decided() -> Decision:
         nonlocal newer
-        found = decide(
-            resume_from, job.root, job.looking, skip=tuple(failed), never_saved=never_saved
-        )
+        found = decide(resume_from, job.root, job.looking, skip=tuple(failed))
         newer = newer_steps(job.store, found.step, found.path) if with_newer else ()
         return found
 

@@ -7,7 +7,7 @@ HEAD=${HEAD:?name and port of the first node, as node001:29400}
 
 # train.py asks for the step itself, in each of torchrun's restarts: a path given here would
 # be the same one in all of them. A storage that does not answer ends the script now.
-ckptctl pick --quiet --allow-fresh "$ROOT" > /dev/null
+ckptctl pick --quiet --allow-fresh --create "$ROOT" > /dev/null
 
 # The files of the first error of each rank are for: ckptctl classify "$errors"
 errors=$(mktemp -d "${TMPDIR:-/tmp}/errors-XXXXXX")

@@ -105,9 +105,9 @@ def test_a_wrong_option_is_put_right_in_the_words_of_the_caller(folder, capsys, 
 
 PLACES = [
     # What is asked of a root that is not there.
-    ("scan gone", 10, "ckptctl explain 10", "which does not exist"),
-    ("pick gone", 10, "ckptctl pick gone --allow-fresh", "(it does not exist yet)"),
-    ("preflight gone", 10, "ckptctl preflight gone --allow-fresh", "(it does not exist yet)"),
+    ("scan gone", 10, "ckptctl explain 10", "gone does not exist: check the path"),
+    ("pick gone", 10, "ckptctl pick gone --allow-fresh --create", "check the path"),
+    ("preflight gone", 10, "ckptctl preflight gone --allow-fresh --create", "check the path"),
     ("prune gone --keep 1", 2, "ckptctl scan .", "gone does not exist"),
     ("cost gone --interval 1h", 2, "ckptctl scan .", "gone does not exist"),
     ("runbook run rb-7 gone --dry-run", 2, "ckptctl scan .", "gone does not exist"),
@@ -204,5 +204,5 @@ def test_a_next_command_can_be_run_whatever_the_name_of_the_root(folder, capsys)
 def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder, capsys, command):
     name, *more = command.split()
     exit_code, _, err = called(capsys, f"{name} nothing@auto {' '.join(more)}")
-    assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh")
+    assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh --create")
     assert exit_code in import_module(f"ckptctl.cli.{name}").EXIT_CODES

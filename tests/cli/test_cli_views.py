@@ -97,9 +97,8 @@ def test_the_table_fits_the_terminal(width):
 
 
 def test_a_root_without_steps_says_so():
-    assert text(none_lines(scan(exit_code=10, message="no step at all"))) == [
-        f"no step at all in {ROOT}"
-    ]
+    message = f"{ROOT} holds no step at all: this is a fresh run"
+    assert text(none_lines(scan(exit_code=10, message=message))) == [message]
 
 
 def test_a_root_without_a_usable_step_says_what_pick_says():

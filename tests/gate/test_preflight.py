@@ -154,7 +154,7 @@ def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: P
 
 def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path: Path):
     assert ckptctl.preflight(str(tmp_path / "new")).exit_code == 10
-    found = ckptctl.preflight(str(tmp_path / "new"), allow_fresh=True)
+    found = ckptctl.preflight(str(tmp_path / "new"), allow_fresh=True, create=True)
     assert (found.exit_code, found.path) == (0, None)
     assert set(outcomes(found)) == {"step", "storage"}
 

@@ -199,6 +199,18 @@ def ledger(root: Path, data: bytes) -> None:
     assert [event["event"] for event in events] == ([] if too_large else ["saved"])
 
 
+def history(root: Path, data: bytes) -> None:
+    from ckptctl.judge.history import put_sentinel, read_history
+
+    with open_store(str(root.parent / "new")) as store:
+        put_sentinel(store)
+        put(root.parent / "new/.ckptctl/attempts/20260101T000000.000000Z-00000000.jsonl", data)
+        found = read_history(store)
+    # A ledger that is damaged proves nothing; one line of JSON that names no step is none.
+    assert found.held is None
+    assert found.doubt is not None
+
+
 def journal(root: Path, data: bytes) -> None:
     from ckptctl.resharding.journal import entry_path, noted
 
@@ -249,6 +261,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "formats/safetensors.py": (safetensors_header, safetensors_index),
     "gate/launching.py": (node_report,),
     "gate/suspects.py": (preflight_reads_a_resume_report,),
+    "judge/history.py": (history,),
     "judge/pruning.py": (prune_reads_a_resume_report,),
     "judge/small_values.py": (sidecar,),
     "loss/boundaries.py": (loss_reads_a_resume_report,),

@@ -118,17 +118,33 @@ def test_srun_is_given_the_newest_whole_step(folder):
     assert line.endswith(f"--resume-from {folder}/ckpt/step_20")
 
 
-def test_an_empty_root_is_a_fresh_run_once_and_never_after_a_restart(folder):
+def test_a_restart_is_a_new_run_only_where_the_first_start_left_its_sentinel(folder):
     command(folder, "srun", RECORD)
-    first = start(folder, "slurm_torchrun.sbatch", ROOT=str(folder / "empty"))
-    assert first.wait(60) == 0
-    assert calls(folder).splitlines()[-1].endswith(f"train.py --root {folder}/empty")
-    (folder / "calls").unlink()
-    again = start(
-        folder, "slurm_torchrun.sbatch", ROOT=str(folder / "empty"), SLURM_RESTART_COUNT="1"
-    )
-    assert again.wait(60) == 75
-    assert "srun" not in calls(folder)
+    for name in ("empty", "new"):
+        root = folder / name
+        lost = start(folder, "slurm_torchrun.sbatch", ROOT=str(root), SLURM_RESTART_COUNT="1")
+        assert lost.wait(60) == 75
+        assert "srun" not in calls(folder)
+        for count in ("0", "1"):
+            job = start(folder, "slurm_torchrun.sbatch", ROOT=str(root), SLURM_RESTART_COUNT=count)
+            assert job.wait(60) == 0
+            assert calls(folder).splitlines()[-1].endswith(f"train.py --root {root}")
+        (folder / "calls").unlink()
+
+
+@pytest.mark.parametrize("script", [path.name for path in SHELL])
+def test_no_training_starts_over_steps_that_are_gone(script, folder):
+    for name in ("srun", "torchrun"):
+        command(folder, name, RECORD)
+    picked = ["ckptctl", "pick", "--allow-fresh", "--create", str(folder / "ckpt")]
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    subprocess.run(picked, env=clean_environment(PATH=path), check=True, capture_output=True)
+    for name in ("step_10", "step_20"):
+        shutil.rmtree(folder / "ckpt" / name)
+    job = start(folder, script, HEAD="node001:29400")
+    assert job.wait(60) == 11
+    assert "train.py" not in calls(folder)
+    assert not (folder / "started").exists()
 
 
 @pytest.mark.parametrize("script", [path.name for path in SHELL])

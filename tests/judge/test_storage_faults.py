@@ -14,6 +14,8 @@ import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailable, Verdict
 from ckptctl.errors import PathNotFound
 from ckptctl.judge import tiers, verifying
+from ckptctl.judge.empty_roots import RESTART_COUNTERS
+from ckptctl.judge.history import put_sentinel
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import open_store
 
@@ -191,12 +193,12 @@ def test_a_root_that_does_not_exist_is_fresh_and_a_mount_that_is_gone_is_not(
     tmp_path: Path,
 ) -> None:
     assert ckptctl.pick(str(tmp_path / "run")).exit_code == 10
-    assert ckptctl.pick(str(tmp_path / "run"), allow_fresh=True).exit_code == 0
+    assert ckptctl.pick(str(tmp_path / "run"), allow_fresh=True).exit_code == 10
     with pytest.raises(StorageUnavailable, match="mounted"):
         ckptctl.pick(str(tmp_path / "mount" / "run"))
 
 
-@pytest.mark.parametrize("counter", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("counter", RESTART_COUNTERS)
 def test_a_restarted_job_that_finds_nothing_is_not_fresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counter: str
 ) -> None:
@@ -205,7 +207,11 @@ def test_a_restarted_job_that_finds_nothing_is_not_fresh(
     monkeypatch.setenv(counter, "1")
     with pytest.raises(StorageUnavailable, match=counter):
         ckptctl.pick(str(tmp_path))
-    (tmp_path / ".ckptctl").mkdir()
+    (tmp_path / ".ckptctl").mkdir()  # as a probe of the storage leaves it: no sentinel
+    with pytest.raises(StorageUnavailable, match=counter):
+        ckptctl.pick(str(tmp_path))
+    with open_store(str(tmp_path)) as store:
+        put_sentinel(store)
     assert ckptctl.pick(str(tmp_path)).exit_code == 10
 
 

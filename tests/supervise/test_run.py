@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -115,7 +117,149 @@ def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     os.truncate(tmp_path / "ckpt" / "step_100" / "__0_0.distcp", 100)
     found = kept_running(job(":1", ":0"), tmp_path)
-    assert (found.exit_code, len(found.lives)) == (11, 1)
+    assert (found.exit_code, len(found.lives)) == (11, 0)
+    assert (tmp_path / "plan").read_text() == ":1 :0"
+
+
+# What the root holds between two lives
+
+
+def script(folder: Path, text: str) -> list[str]:
+    """A job in bash; it counts its lives in the file `lives`."""
+    count = "n=$(cat lives 2>/dev/null || echo 0); echo $((n + 1)) > lives"
+    (folder / "job.sh").write_text(f"cd {folder}; {count}; {text}")
+    return ["bash", str(folder / "job.sh")]
+
+
+def n_lives(folder: Path) -> int:
+    path = folder / "lives"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def test_steps_that_vanish_after_one_was_usable_end_with_75(job, source: Path, tmp_path: Path):
+    (tmp_path / "ckpt" / "train.log").touch()
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    found = kept_running(script(tmp_path, "rm -r ckpt/step_100; exit 1"), tmp_path)
+    assert (found.exit_code, len(found.lives), n_lives(tmp_path)) == (75, 1, 1)
+    assert "step 100 was usable, and the root holds no step any more" in found.message
+    # The record remembers it for whoever asks next.
+    assert ckptctl.pick(str(tmp_path / "ckpt"), allow_fresh=True).exit_code == 11
+    assert kept_running(["touch", str(tmp_path / "ran")], tmp_path).exit_code == 11
+    assert not (tmp_path / "ran").exists()
+
+
+def test_steps_of_which_none_is_usable_after_a_life_end_with_11(job, source: Path, tmp_path: Path):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    damage = "truncate -s 100 ckpt/step_100/__0_0.distcp; exit 1"
+    found = kept_running(script(tmp_path, damage), tmp_path)
+    assert (found.exit_code, n_lives(tmp_path)) == (11, 1)
+    assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_root_that_is_gone_is_waited_for_within_a_bound(
+    job, source: Path, tmp_path: Path, comes_back: bool
+):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    # What a life leaves in its process group is killed: `setsid` takes it out of there.
+    mount = "setsid bash -c 'sleep 2; mv away ckpt' >/dev/null 2>&1 & "
+    back = mount if comes_back else ""
+    text = f'[ "$n" = 1 ] && exit 0; mv ckpt away; {back}exit 1'
+    said: list[str] = []
+    wait_s = 600 if comes_back else 0
+    found = kept_running(script(tmp_path, text), tmp_path, wait_s=wait_s, tell=said.append)
+    assert (found.exit_code, n_lives(tmp_path)) == ((0, 2) if comes_back else (75, 1))
+    assert found.lives[0].looked is comes_back
+    assert ["was there, and does not exist any more" in line for line in said] == (
+        [True] if comes_back else []
+    )
+
+
+def test_a_storage_that_is_not_mounted_yet_is_waited_for_before_the_first_life(tmp_path: Path):
+    root = tmp_path / "mount" / "ckpt"
+    done = ckptctl.keep_running(["true"], str(root), wait_s=0)
+    assert (done.exit_code, done.lives) == (75, ())
+    mounting = threading.Timer(1.5, root.mkdir, kwargs={"parents": True})
+    mounting.start()
+    done = ckptctl.keep_running(["true"], str(root), wait_s=600)
+    mounting.join()
+    assert (done.exit_code, len(done.lives)) == (0, 1)
+
+
+def test_a_signal_ends_the_wait_for_the_storage(tmp_path: Path):
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "mount" / "ckpt", "--", "true"],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert "waiting for" in process.stderr.readline()
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "not started: a signal asked to end" in err
+
+
+def test_a_root_that_does_not_exist_is_made_with_create_alone(tmp_path: Path):
+    root = tmp_path / "ckpt"
+    ran = ["touch", str(tmp_path / "ran")]
+    found = kept_running(ran, tmp_path)
+    assert (found.exit_code, found.lives) == (10, ())
+    assert "does not exist: check the path" in found.message
+    assert list(tmp_path.iterdir()) == []
+    assert found.next_command == f"ckptctl pick {root} --allow-fresh --create"
+    document = validated(run_ckptctl("run", "--json", "--root", root, "--", *ran).stdout)
+    assert (document["exit_code"], document["lives"]) == (10, [])
+    assert kept_running(ran, tmp_path, create=True).exit_code == 0
+    assert (root / ".ckptctl" / "root.json").exists()
+
+
+def test_the_sentinel_is_there_before_the_first_life(job, tmp_path: Path):
+    assert kept_running(script(tmp_path, "cp ckpt/.ckptctl/root.json seen"), tmp_path).lives
+    assert validated((tmp_path / "seen").read_text())["began_empty"] is True
+
+
+def test_the_job_is_told_how_often_it_was_started_again(
+    job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = 'echo $CKPTCTL_RESTART_COUNT >> told; [ "$n" = 2 ]'
+    assert kept_running(script(tmp_path, text), tmp_path).exit_code == 0
+    assert (tmp_path / "told").read_text().split() == ["0", "1", "2"]
+    monkeypatch.setenv("CKPTCTL_RESTART_COUNT", "4")  # it runs in a job of its like
+    assert kept_running(["bash", "-c", f"echo $CKPTCTL_RESTART_COUNT > {tmp_path}/told"], tmp_path)
+    assert (tmp_path / "told").read_text() == "4\n"
+
+
+def test_a_job_that_dies_in_its_first_save_is_started_again_and_is_fresh(
+    job, source: Path, tmp_path: Path
+):
+    pick = f"{shlex.join(COMMAND)} pick --allow-fresh ckpt >> picked; echo $? >> picked"
+    # The shards come before the metadata: this is what a kill in the middle leaves.
+    save = f"mkdir -p ckpt/step_3 && cp {source}/__0_0.distcp ckpt/step_3; kill -9 $$"
+    text = f'{pick}; [ "$n" = 2 ] && exit 0; {save}'
+    found = kept_running(script(tmp_path, text), tmp_path)
+    assert [life.exit_code for life in found.lives] == [137, 137, 0]
+    assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
+
+
+def test_a_wrong_path_is_a_warning_and_the_job_runs(job, tmp_path: Path):
+    (tmp_path / "ckpt" / "last.ckpt").write_bytes(b"PK")
+    done = run_ckptctl("run", "--json", "--root", tmp_path / "ckpt", "--", "true")
+    document = validated(done.stdout)
+    assert (done.returncode, len(document["lives"])) == (0, 1)
+    (warning,) = document["warnings"]
+    assert "last.ckpt looks like a checkpoint" in warning
+    failed = kept_running(script(tmp_path, "exit 1"), tmp_path, max_restarts=1)
+    assert (failed.exit_code, n_lives(tmp_path)) == (93, 2)
+
+
+def test_the_reason_counts_the_restarts_as_the_life_does(job, tmp_path: Path):
+    found = kept_running(job(":1", "100:1", ":1", ":0"), tmp_path, max_restarts=2)
+    assert [(life.left, life.reason) for life in found.lives[:-1]] == [
+        (1, "1 of 2 restarts left without a newer step"),
+        (1, "1 of 2 restarts left without a newer step"),
+        (0, "0 of 2 restarts left without a newer step"),
+    ]
 
 
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -184,7 +328,7 @@ def running(pid: int) -> bool:
 )
 def test_what_cannot_be_run_is_refused(tmp_path: Path, command: list[str], about: dict):
     with pytest.raises(UsageError):
-        kept_running(command, tmp_path, **about)
+        kept_running(command, tmp_path, create=True, **about)
 
 
 # The command, and signals

@@ -26,6 +26,6 @@ def life_lines(life: Life) -> list[Line]:
 
 def supervised_lines(found: Supervised) -> list[Line]:
     """How it ended."""
-    last = found.lives[-1].decision
-    style = Span(found.message, "good" if last is Decision.DONE else "bad")
+    done = bool(found.lives) and found.lives[-1].decision is Decision.DONE
+    style = Span(found.message, "good" if done else "bad")
     return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]

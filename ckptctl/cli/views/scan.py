@@ -20,7 +20,7 @@ from ckptctl.cli.pictures import (
 )
 from ckptctl.cli.views.common import finding_lines, next_line, said_of, step_name
 from ckptctl.cli.words import age, count, size, utc
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.judge.results import Scan
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 
@@ -43,8 +43,8 @@ def chosen_lines(chosen: Report) -> list[Line]:
 def none_lines(scan: Scan) -> list[Line]:
     """The first lines where `pick` takes nothing."""
     if not scan.n_steps:
-        absent = "" if scan.exists else ", which does not exist"
-        return [line(Span(scan.message, "strong"), f" in {scan.root}{absent}", hang=2)]
+        fresh = scan.exit_code == EXIT_FRESH
+        return [line(Span(scan.message, "strong" if fresh else "bad"), hang=2)]
     return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name")), EMPTY]
 
 
