@@ -14,12 +14,19 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, UsageError
+from ckptctl.errors import (
+    LoadFailed,
+    NothingToResume,
+    PathNotFound,
+    StorageError,
+    UsageError,
+)
 from ckptctl.judge.fencing import check_token, take_token
-from ckptctl.judge.history import ATTEMPTS_FOLDER
+from ckptctl.judge.history import ATTEMPTS_FOLDER, record_usable
 from ckptctl.judge.roots import list_root
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.contract import Store
@@ -311,6 +318,9 @@ def _reported(job: Job, attempt: Attempt, done: Restored, earlier: str | None) -
         "cluster": attempt.cluster,
     }
     put_report(job.store, name, report)
+    if decision.step is not None:
+        with suppress(StorageError):  # the ledger holds it too
+            record_usable(job.store, decision.step)
     attempt.ledger.add(
         "resumed",
         step=decision.step,

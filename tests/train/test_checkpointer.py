@@ -249,6 +249,13 @@ def test_an_absent_root_is_a_fresh_run_and_bears_a_sentinel_from_then_on(tmp_pat
     job.die()
 
 
+def test_a_resume_records_in_the_sentinel_that_a_step_was_usable(half):
+    job = Job(half)
+    job.resume()
+    job.die()
+    assert validated((half / ".ckptctl" / "root.json").read_text())["usable_step"] == 6
+
+
 def test_a_restarted_job_that_finds_nothing_is_told_that_its_storage_is_missing(
     tmp_path, monkeypatch
 ):
