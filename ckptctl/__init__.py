@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ckptctl.gate.results import Check, Preflight
     from ckptctl.judge.marking import mark
     from ckptctl.judge.picking import pick
-    from ckptctl.judge.pruning import Fate, Pruned, prune
+    from ckptctl.judge.pruning import Pruned, prune
     from ckptctl.judge.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
+    from ckptctl.judge.retention import Fate
     from ckptctl.judge.scanning import scan
     from ckptctl.judge.sealing import seal
     from ckptctl.judge.showing import show
@@ -112,7 +113,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ckptctl.judge.pruning": "Fate Pruned prune",
+    "ckptctl.judge.pruning": "Pruned prune",
+    "ckptctl.judge.retention": "Fate",
     "ckptctl.supervise.restarting": "Life Supervised keep_running",
     "ckptctl.gate.gating": "preflight",
     "ckptctl.gate.results": "Check Preflight",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import pruned_document
-from ckptctl.cli.options import LevelOpt, PatternOpt, RootArg, Storage, option
+from ckptctl.cli.options import LevelOpt, MarksOpt, PatternOpt, RootArg, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of
 from ckptctl.cli.views.prune import prune_lines
@@ -33,6 +33,7 @@ def prune(
         option("--unsealed", help="Let steps without a seal count as good ones too."),
     ] = False,
     level: LevelOpt = None,
+    marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
     storage: Storage,
@@ -40,9 +41,9 @@ def prune(
 ) -> int:
     """Which old steps may go, and which must stay?
 
-    Keeps the newest N that are whole, sealed and resumable; damaged, rejected and weights-only
-    steps do not count, and where there are fewer than N nothing goes. Pinned steps stay, and the
-    one that the newest attempt resumed from. Plans unless --apply is given. With --quiet the
+    Keeps the newest N steps that pick would take and that are sealed; steps without a seal count
+    with --unsealed, once all of their bytes have been compared. Where fewer than N count, nothing
+    goes. Pinned steps stay, and the one that the newest attempt resumed from. With --quiet the
     paths that go are printed.
     """
     found = ckptctl.prune(
@@ -51,7 +52,10 @@ def prune(
         apply=apply,
         unsealed=unsealed,
         level=level_of(level),
+        marks=marks,
         pattern=pattern,
+        on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
+        on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
         **storage,
     )
     out.answer(

@@ -100,12 +100,8 @@ def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choic
     newest is whole and lacks nothing; at its predecessor too, if it lacks state.
     """
     choice = Choice()
-    n_seen = 0
-    for _, group in groupby(candidates, key=lambda c: c.named.number):
-        copies = list(group)
-        n_seen += len(copies)
-        older = candidates[n_seen : n_seen + MAX_PREDECESSORS]
-        if _take_one_of(copies, older, look, policy, choice):
+    for copies, older in by_number(candidates):
+        if take_one_of(copies, older, look, policy, choice):
             return choice
         if choice.unknown:
             choice.stopped = "unknown"
@@ -113,7 +109,9 @@ def choose(candidates: Sequence[Candidate], look: Look, policy: Policy) -> Choic
             return choice
         if len(choice.damaged) > policy.max_fallback:
             choice.stopped = "suspect"
-            _look_further(candidates[n_seen:], look, policy, choice)
+            number = copies[0].named.number
+            rest = [one for one in candidates if one.named.number < number]
+            _look_further(rest, look, policy, choice)
             return choice
     return choice
 
@@ -123,22 +121,35 @@ def _look_further(
 ) -> None:
     """Find the newest sound step behind too many damaged ones, and do not choose it."""
     choice.further = Choice(damaged=[*choice.damaged])
-    n_seen = 0
-    for _, group in islice(groupby(candidates, key=lambda c: c.named.number), MAX_LOOKED_FURTHER):
-        copies = list(group)
-        n_seen += len(copies)
-        older = candidates[n_seen : n_seen + MAX_PREDECESSORS]
-        if _take_one_of(copies, older, look, policy, choice.further):
+    for copies, older in islice(by_number(candidates), MAX_LOOKED_FURTHER):
+        if take_one_of(copies, older, look, policy, choice.further):
             return
 
 
-def _take_one_of(
+def by_number(
+    candidates: Sequence[Candidate],
+) -> Iterator[tuple[list[Candidate], Sequence[Candidate]]]:
+    """The copies of each step in turn, with the older candidates that it is compared with."""
+    n_seen = 0
+    for _, group in groupby(candidates, key=lambda c: c.named.number):
+        copies = list(group)
+        n_seen += len(copies)
+        yield copies, candidates[n_seen : n_seen + MAX_PREDECESSORS]
+
+
+def take_one_of(
     copies: Sequence[Candidate],
     older: Sequence[Candidate],
     look: Look,
     policy: Policy,
     choice: Choice,
 ) -> bool:
+    """Whether one of the copies of a step may be resumed from: it is `choice.chosen` then.
+
+    `older` are the steps that it is compared with. `choice` holds what was passed over
+    before, and gets what is passed over here. `pick` stops at the first step for which
+    this is true; retention goes on until it has counted enough of them.
+    """
     # Once one step was found damaged, a glance is not enough for the next.
     level = Level.STRUCTURE if choice.damaged else Level.LISTING
     for candidate in copies:
@@ -147,11 +158,7 @@ def _take_one_of(
             choice.no_steps.append(candidate)
             continue
         others = [one for one in copies if one.tier != candidate.tier]
-        reason = (
-            refusal(report, policy)
-            or _marked_elsewhere(report, others, look)
-            or _lacking(report, older, look, policy)
-        )
+        reason = why_not(report, older, look, policy, others)
         if reason is None:
             choice.chosen, choice.exit_code = report, 0
             return True
@@ -168,6 +175,24 @@ def _marked_elsewhere(report: Report, others: Sequence[Candidate], look: Look) -
         if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
             return f"{other.verdict.value} in {other.url}, which holds the same save"
     return None
+
+
+def why_not(
+    report: Report,
+    older: Sequence[Candidate],
+    look: Look,
+    policy: Policy,
+    others: Sequence[Candidate] = (),
+) -> str | None:
+    """Why a step is not taken, for itself or for what other steps say; None where it is.
+
+    `others` are its copies in other roots, `older` the steps that it is compared with.
+    """
+    return (
+        refusal(report, policy)
+        or _marked_elsewhere(report, others, look)
+        or _lacking(report, older, look, policy)
+    )
 
 
 def refusal(report: Report, policy: Policy) -> str | None:

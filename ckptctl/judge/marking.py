@@ -79,6 +79,9 @@ def mark(
         report = looked.report
         check_inspected(report)
         stand = looked.notes.marks if looked.notes else ()
+        if spoken is Word.UNPINNED and looked.notes:
+            # A pin on an earlier save keeps the folder, so it can be taken off as well.
+            stand += tuple(pin for pin in looked.notes.pins if pin not in stand)
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
         if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
             return _nothing_to_lift(report, spoken, stand)

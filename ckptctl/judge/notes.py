@@ -40,12 +40,20 @@ MAX_MARKS = 256
 class Notes:
     """The seal of a step, if it speaks of this save of it, and what seal and marks say.
 
-    `marks` are those on this save that no other mark has lifted.
+    `marks` are those on this save that no other mark has lifted. `pins` are those of any
+    save in this folder: who has pinned a step keeps it, also where its metadata is
+    damaged or gone and nobody can tell any more which save it is.
     """
 
     seal: Seal | None = None
     marks: tuple[Mark, ...] = ()
     findings: tuple[Finding, ...] = ()
+    pins: tuple[Mark, ...] = ()
+
+    @property
+    def unread(self) -> bool:
+        """A mark cannot be read: nobody knows what it says."""
+        return any(finding.code == "mark.damaged" for finding in self.findings)
 
     @property
     def accepted(self) -> bool:
@@ -88,7 +96,8 @@ def read_notes(
     ):
         about.append(_required(step, seal, about))
     usable = seal if speaks_of_step(about) else None
-    return Notes(usable, own, (*found, *about))
+    pins = tuple(mark for mark in standing(marks) if mark.word is Word.PINNED)
+    return Notes(usable, own, (*found, *about), pins)
 
 
 def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
@@ -44,6 +45,9 @@ from ckptctl.judge.roots import (
 from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in, unavailable
 from ckptctl.model import Level
 from ckptctl.storage.opening import base_name, join_url, open_store
+
+if TYPE_CHECKING:
+    from ckptctl.judge.bytes_look import Asked
 
 
 def pick(
@@ -142,6 +146,7 @@ class Looker:
         self._asked = asked
         self.level = level
         self.confirm = True
+        self.content: Asked | None = None
         self.looked: dict[Candidate, Looked] = {}
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
@@ -156,6 +161,7 @@ class Looker:
                 level=self.level,
                 at_least=at_least,
                 files=tier.trees.get(candidate.named.name),
+                content=self.content,
                 older=partial(self._older, candidate),
                 confirm=self.confirm,
             )

@@ -1,46 +1,37 @@
-"""Which old steps may go?
+"""Plan or apply retention of a root: what `ckptctl prune` does.
 
-Only steps that are whole, sealed and resumable count as kept; what is pinned, or named by the
-caller (the step resumed from, the one in flight), stays whatever its number is. What is
-damaged, unknown or no step at all is left to a person. How a step goes is the question of
-`removing`.
+Only steps that `pick` would take, and that are proven, count as kept. What counts, what
+stays and what goes is decided in `retention`; here a root is opened, unproven steps are
+read where steps without a seal may count, and the result is put into words.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.findings import Report, Verdict
-from ckptctl.formats.bounded_json import read_json
-from ckptctl.formats.layouts import OWN_FOLDER, StepName, compile_pattern, is_own
-from ckptctl.formats.marks import Word
+from ckptctl.formats.bounded_json import NotJson, read_json
+from ckptctl.formats.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.choosing import Candidate, Policy, refusal
 from ckptctl.judge.empty_roots import check_has_steps
-from ckptctl.judge.looking import Looked, look
+from ckptctl.judge.fencing import holder
+from ckptctl.judge.looking import Looked
+from ckptctl.judge.picking import Looker
+from ckptctl.judge.proofs import write_proof
 from ckptctl.judge.removing import remove_step
-from ckptctl.judge.reporting import Conditions
-from ckptctl.judge.roots import RootListing, list_root
+from ckptctl.judge.retention import Fate, OnLooked, Retained, Rules, retain
+from ckptctl.judge.roots import list_all
+from ckptctl.judge.tiers import Tier
 from ckptctl.model import Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
-_OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
-_MAX_RECORD = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What retention means for one step: whether it `goes`, and why or why not."""
-
-    number: int
-    url: str
-    verdict: Verdict
-    n_bytes: int
-    goes: bool
-    reason: str
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes of how many have been compared, of one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +39,8 @@ class Pruned:
     """What `prune` did, or would do: the fate of every step, newest first.
 
     `applied` says that what goes is gone; `n_bytes` is the size of all that goes.
+    `n_bytes_to_prove` is the size of the steps that count only if all of their bytes are
+    sound and that nothing has proven yet: `apply` reads them before anything goes.
     """
 
     root: str
@@ -55,17 +48,10 @@ class Pruned:
     applied: bool
     fates: tuple[Fate, ...]
     n_bytes: int
+    n_bytes_to_prove: int
     message: str
     exit_code: int
     next_command: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Surplus:
-    """A step that retention does not keep, as it was found."""
-
-    named: StepName
-    report: Report
 
 
 def prune(
@@ -75,169 +61,167 @@ def prune(
     apply: bool = False,
     unsealed: bool = False,
     level: Level | None = None,
+    marks: str | None = None,
     pattern: str | None = None,
+    on_looked: OnLooked | None = None,
+    on_bytes: OnBytes | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Pruned:
     """Remove what is older than the newest `keep` good steps; without `apply` only say what goes.
 
-    Good is whole, sealed and resumable: with `unsealed`, steps without a seal count too. A
-    step that lacks the optimizer which others hold does not count, nor does one that is
-    rejected, superseded, damaged or unknown. `level` is how deep to look at what counts;
-    None is as deep as is cheap. Pinned steps stay, and the one that the newest attempt
-    resumed from; damaged ones are left to a person. Just before a step goes it is looked
-    at again.
+    A step is good where `pick` would take it and its bytes are proven: by a seal, or with
+    `unsealed` by a look at all of its bytes, which `apply` takes once and notes down in the
+    step. `level` is how deep `pick` is to look; None is as deep as is cheap. Pinned steps
+    stay, those with a mark that cannot be read, and the one that the newest attempt resumed
+    from; damaged ones are left to a person. A step that is not as it was looked at stays.
 
-    Raises `UsageError` for `keep` below 1 and for a path that is no root, `StorageError`
-    where the root cannot be listed or a step cannot be removed. Cost: one listing, a look
-    at each step; on an object store a request for each object that goes.
+    `marks` is a file of marks to be read beside those in the steps. `on_looked` is told how
+    many steps have been looked at, `on_bytes` how much of one has been read.
+
+    A step that cannot be removed is reported in its fate, and the others go. Raises
+    `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
+    the root cannot be listed, and where nothing at all could be removed. Cost: one listing, a
+    look at each step, several at once; on an object store a request for each object
+    that goes.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
+    asked = conditions((), None, None, _GRACE_S, marks=marks)
+    level = known_level(level)
+    compiled = compile_pattern(pattern)
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
-        compiled = compile_pattern(pattern)
-        listing = list_root(store, compiled)
+        listing, trees = list_all(store, compiled)
         check_has_steps(store, listing, compiled)
-        looks = _looks(store, listing, _ASKED, known_level(level))
-        protected = {number for number in (_resumed_from(store),) if number is not None}
-        fates = _fates(looks, keep, protected, unsealed=unsealed)
-        going = [(named, fate) for (named, _), fate in zip(looks, fates, strict=True) if fate.goes]
-        done: list[Fate] = []
-        for named, fate in reversed(going if apply else []):
-            looked = look(store, named, _ASKED, level=Level.LISTING)
-            if _stays(looked, protected) is None:
-                remove_step(store, named.name)
-                done.append(fate)
-        if apply:
-            late = {fate for _, fate in going} - set(done)
-            fates = tuple(
-                replace(one, goes=False, reason="changed meanwhile") if one in late else one
-                for one in fates
-            )
-        return _pruned(root, keep, fates, apply=apply, unsealed=unsealed)
+        rules = Rules(keep, asked, level=level, unsealed=unsealed, protected=_resumed_from(store))
+        retained = retain(
+            Tier(store, listing, trees=trees),
+            rules,
+            prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
+            remove=partial(_remove, store) if apply else None,
+            on_looked=on_looked,
+        )
+    if retained.failures and not any(one.goes for one in retained.fates):
+        raise retained.failures[0]
+    options = [
+        *(["--unsealed"] if unsealed else []),
+        *(["--level", level.value] if level is not None else []),
+        *(["--marks", marks] if marks is not None else []),
+        *(["--pattern", pattern] if pattern is not None else []),
+    ]
+    return _pruned(root, keep, retained, options, apply=apply)
 
 
-def surplus(store: Store, keep: int, protected: Collection[int] = ()) -> tuple[Surplus, ...]:
-    """The steps older than the newest `keep` that are whole and sealed, oldest first.
+_GRACE_S = 600.0
 
-    Empty where there are fewer than that: then nothing may go. For who holds the root: a save
-    that is not finished is nobody's any more. Cost: one listing, and a look at level `listing`
-    at every step.
+
+def _will_be_proven(_: Looked, __: Looker, ___: Candidate) -> None:
+    """A plan reads no bytes: it says how many `--apply` reads."""
+    return
+
+
+def _proven(
+    store: Store,
+    on_bytes: OnBytes | None,
+    _: Looked,
+    looker: Looker,
+    candidate: Candidate,
+) -> str | None:
+    """Compare all bytes of a step, and note it down where they are sound."""
+    from ckptctl.checks.byte_pass import Limits
+    from ckptctl.judge.bytes_look import Asked
+
+    looker.content = Asked(Limits(on_progress=on_bytes))
+    report = looker(candidate, Level.CONTENT)
+    reason = refusal(report, Policy())
+    if reason is None:
+        write_proof(store, looker.looked[candidate])
+    return reason
+
+
+def _remove(store: Store, looked: Looked) -> bool:
+    return remove_step(store, looked.step.name, seen=looked.step.files)
+
+
+_ATTEMPTS = f"{OWN_FOLDER}/attempts"
+_RESUMED = ".resume.json"
+_MAX_RECORD = 1 << 20
+
+
+def _resumed_from(store: Store) -> Mapping[int, str]:
+    """The steps that the newest attempts on record resumed from: of the holder, and by name.
+
+    A record that cannot be read names no step. Cost: two listings and two short reads.
     """
-    looks = _looks(store, list_root(store), _NONE_SAVING, Level.LISTING)
-    fates = _fates(looks, keep, protected, unsealed=False)
-    return tuple(
-        Surplus(named, looked.report)
-        for (named, looked), fate in reversed(list(zip(looks, fates, strict=True)))
-        if fate.goes
-    )
-
-
-_ASKED = conditions((), None, None, 600.0)
-_NONE_SAVING = conditions((), None, None, 0.0)
-
-
-def _looks(
-    store: Store, listing: RootListing, asked: Conditions, level: Level | None
-) -> list[tuple[StepName, Looked]]:
-    return [(named, look(store, named, asked, level=level)) for named in listing.steps]
-
-
-def _fates(
-    looks: Sequence[tuple[StepName, Looked]],
-    keep: int,
-    protected: Collection[int],
-    *,
-    unsealed: bool,
-) -> tuple[Fate, ...]:
-    whole = [one for _, one in looks if one.report.verdict is Verdict.COMPLETE]
-    optimizer = any(one.report.state.optimizer.found for one in whole)
-    n_kept = 0
-    fates = []
-    for named, looked in looks:
-        report = looked.report
-        if n_kept < keep:
-            goes, (counts, reason) = False, _counts(report, optimizer, unsealed=unsealed)
-            n_kept += counts
-        else:
-            stays = _stays(looked, protected)
-            goes, reason = stays is None, stays or f"older than the {_newest(keep)}"
-        fates.append(Fate(named.number, report.url, report.verdict, report.n_bytes, goes, reason))
-    return tuple(fates)
-
-
-def _counts(report: Report, optimizer: bool, *, unsealed: bool) -> tuple[bool, str]:
-    """Whether a step is one of those to keep, and what it is called."""
-    if report.verdict is not Verdict.COMPLETE:
-        return False, f"{report.verdict.value}: does not count"
-    if optimizer and not report.state.optimizer.found:
-        return False, "whole, but without an optimizer: does not count"
-    if report.seal is None and not unsealed:
-        return False, "whole, but not sealed: does not count"
-    return True, "kept: whole and sealed" if report.seal else "kept: whole, not sealed"
-
-
-def _stays(looked: Looked, protected: Collection[int]) -> str | None:
-    """Why a step stays although it is old; None where it may go."""
-    report = looked.report
-    marks = looked.notes.marks if looked.notes else ()
-    if any(mark.word is Word.PINNED for mark in marks):
-        return "pinned"
-    if report.number in protected:
-        return "the newest attempt resumed from it"
-    left_over = all(is_own(file.path) for file in looked.step.files)
-    if not looked.step.parts and not left_over:  # else a removal was cut short
-        return "not recognised as a checkpoint"
-    if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
-        return None
-    if report.verdict is Verdict.IN_PROGRESS:
-        return "in-progress: it may still be written"
-    return f"{report.verdict.value}: left to a person"
-
-
-def _resumed_from(store: Store) -> int | None:
-    """The step that the newest attempt on record resumed from."""
+    names = set()
+    held = holder(store)
+    if held is not None:
+        names.add(f"{_ATTEMPTS}/{held.attempt}{_RESUMED}")
     try:
-        names = [one.path for one in store.list_dir(f"{OWN_FOLDER}/attempts")]
-        newest = max(name for name in names if name.endswith(".resume.json"))
-        record = read_json(store, newest, max_bytes=_MAX_RECORD)
-    except (PathNotFound, ValueError):
+        paths = [one.path for one in store.list_dir(_ATTEMPTS)]
+    except PathNotFound:
+        return {}
+    records = sorted(path for path in paths if path.endswith(_RESUMED))
+    names = (names & set(records)) | set(records[-1:])
+    steps = (_step_in(store, name) for name in names)
+    return {step: "the newest attempt resumed from it" for step in steps if step is not None}
+
+
+def _step_in(store: Store, record: str) -> int | None:
+    try:
+        fields = read_json(store, record, max_bytes=_MAX_RECORD)
+    except (PathNotFound, NotJson):
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return step if type(step) is int else None
 
 
-def _pruned(
-    root: str, keep: int, fates: tuple[Fate, ...], *, apply: bool, unsealed: bool
-) -> Pruned:
+def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, apply: bool) -> Pruned:
+    fates = tuple(retained.fates)
     going = [one for one in fates if one.goes]
-    n_kept = sum(one.reason.startswith("kept") for one in fates)
-    n_bytes = sum(one.n_bytes for one in going)
-    where = f"{shlex.quote(root)} --keep {keep}{' --unsealed' if unsealed else ''}"
+    n_counted = sum(one.counts for one in fates)
+    quoted = shlex.quote(root)
     command: str | None = None
-    if n_kept < keep:
-        message = f"nothing goes: {n_kept} of {keep} good steps are there"
-        if not fates:
-            message = f"nothing goes: {root} holds no step at all"
+    if not fates:
+        message = f"nothing goes: {root} holds no step at all"
+    elif n_counted < keep:
+        message = f"nothing goes: {n_counted} of {keep} good steps are there"
         if any("not sealed" in one.reason for one in fates):
-            command = f"ckptctl seal {shlex.quote(root)}@auto"
+            command = f"ckptctl seal {quoted}@auto"
     elif apply:
         message = f"removed {_steps(going)}"
     elif going:
         message = f"{_steps(going)} would go; nothing was removed"
-        command = f"ckptctl prune {where} --apply"
+        again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+        command = f"{again} --apply"
+        if retained.n_to_read:
+            message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
     else:
         message = f"nothing goes: no step that is older than the {_newest(keep)} is free to go"
-    return Pruned(root, keep, apply, fates, n_bytes, message, 0, command)
+    if retained.failures:
+        n_failed = len(retained.failures)
+        message += f"; {n_failed} step{'' if n_failed == 1 else 's'} could not be removed"
+        command = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+    return Pruned(
+        root=root,
+        keep=keep,
+        applied=apply,
+        fates=fates,
+        n_bytes=sum(one.n_bytes for one in going),
+        n_bytes_to_prove=retained.n_to_read,
+        message=message,
+        exit_code=max((error.exit_code for error in retained.failures), default=0),
+        next_command=command,
+    )
 
 
 def _newest(keep: int) -> str:
     return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
-def _steps(going: Sequence[Fate]) -> str:
+def _steps(going: list[Fate]) -> str:
     n_bytes = sum(one.n_bytes for one in going)
     return f"{len(going)} step{'' if len(going) == 1 else 's'}, {n_bytes:,} bytes"

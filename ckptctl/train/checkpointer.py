@@ -12,15 +12,12 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from ckptctl.errors import CkptctlError, StorageError, UsageError
-from ckptctl.judge.arguments import known_level
-from ckptctl.judge.fencing import check_token
-from ckptctl.judge.pruning import surplus
-from ckptctl.judge.removing import remove_step
+from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.judge.arguments import conditions, known_level
+from ckptctl.judge.choosing import Policy
 from ckptctl.model import Level
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
@@ -29,10 +26,10 @@ from ckptctl.train.deciding import SETTLE_S, Looking
 from ckptctl.train.group import PATIENCE_S, Group, make_group
 from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Job, Start, replay_job, resume_job
+from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import (
     Saver,
     check_step_format,
-    clear_aside,
     failing,
     flush_step,
     make_place,
@@ -54,7 +51,8 @@ class Checkpointer:
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
     `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
     `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps
-    stay; None removes nothing. `seed` is the run's, from
+    stay, of those that `resume` would take; older ones are removed beside the training. None
+    removes nothing. `seed` is the run's, from
     which random numbers are derived at another number of ranks. `dp_rank` and `dp_size`
     are this rank's place among the data-parallel ones, by default among all. `rng`,
     `accept_repetition` and `accept_lost` say what may be lost; see `docs/train.md`.
@@ -131,6 +129,7 @@ class Checkpointer:
         self._attempt: Attempt | None = None
         self._replay: Start | None = None
         self._flight: Future[None] | None = None
+        self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
         give_generator(self._job.parts, self._job.place, seed)
@@ -230,10 +229,17 @@ class Checkpointer:
         return saver.url_of(step)
 
     def flush(self) -> None:
-        """Wait for the save in flight, and raise what went wrong with it."""
+        """Wait for the save in flight, and raise what went wrong with it.
+
+        Then for the removal of older steps, for half a minute at most.
+        """
         flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.result()
+        try:
+            if flight is not None:
+                flight.result()
+        finally:
+            if self._retention is not None:
+                self._retention.wait()
 
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:
@@ -304,25 +310,29 @@ class Checkpointer:
                 moved_aside=moved,
             )
             attempt.ledger.drain(RECORD_TIMEOUT_S)
-        keep = self._keep
-        if keep is not None:
-            protected = {step, attempt.resumed_from or 0}
-            # What is not removed now goes with the next save: no training waits for it.
-            quick = replace(saver, store=self._job.store)
-            group.from_first(lambda: self._prune(quick, protected, keep))
+        if self._keep is not None and group.is_first:
+            self._retain(saver, attempt, step, self._keep)
 
-    def _prune(self, saver: Saver, protected: Collection[int], keep: int) -> None:
-        """Remove what is older than the steps that are kept; on rank 0 alone.
+    def _retain(self, saver: Saver, attempt: Attempt, step: int, keep: int) -> None:
+        """Have a thread remove what is older than the steps that are kept; on rank 0 alone.
 
         The save has succeeded by now: what cannot be removed is told, and ends nothing.
         """
-        try:
-            for old in surplus(saver.store, keep, protected):
-                check_token(saver.store, saver.token)
-                remove_step(saver.store, old.named.name)
-            clear_aside(saver, keep)
-        except StorageError as error:
-            self._job.tell(f"older steps were not removed: {error.message}")
+        if self._retention is None:
+            looking = self._job.looking
+            # Its requests fail soon: what is not removed now goes with the next save.
+            self._retention = Retention(
+                self._job.store,
+                saver.token,
+                keep,
+                conditions(looking.require, None, None, looking.grace_s, key=looking.key),
+                Policy(weights_ok=looking.weights_ok),
+                self._job.tell,
+            )
+        protected = {step: "it was saved just now"}
+        if attempt.resumed_from is not None:
+            protected[attempt.resumed_from] = "this attempt resumed from it"
+        self._retention.begin(protected)
 
     # The record of this attempt
 

@@ -18,22 +18,20 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import OWN_FOLDER, StepName, step_name
+from ckptctl.formats.layouts import StepName, step_name
 from ckptctl.formats.marks import MARKS_FOLDER, Word
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
 from ckptctl.judge.history import ATTEMPTS_FOLDER
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.marking import check_inspected, new_mark, put_mark
+from ckptctl.judge.retention import ASIDE_FOLDER
 from ckptctl.judge.roots import list_root
 from ckptctl.model import Level
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.ledger import Row
-
-ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
-"""Where steps lie that a later save of the same number took the place of."""
 
 WITHIN_STEPS = 20
 """A failure so soon after a resume may be the fault of the step that was loaded."""

@@ -10,7 +10,6 @@ written that of `checkpointer`.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
     Fenced,
-    PathNotFound,
     RanksLost,
     SaveFailed,
     StorageError,
@@ -47,19 +45,17 @@ from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
-from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url
+from ckptctl.storage.opening import absolute_url, is_local, join_url
 from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
-from ckptctl.train.evidence import ASIDE_FOLDER, move_aside
+from ckptctl.train.evidence import move_aside
 from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.one_process import alone_arguments
 from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
 
 Written = Mapping[str, WrittenFile]
 """Files of a step, by path, as they were written."""
@@ -166,26 +162,6 @@ def _move_aside(saver: Saver, name: str) -> str:
     except StorageError as error:
         raise SaveFailed(f"{error.message}: it could not be moved aside") from error
     return _local_path(saver, target)
-
-
-def clear_aside(saver: Saver, keep: int) -> None:
-    """Remove what was moved aside for steps that are older than all that is kept.
-
-    Nobody but a person looks into that folder; without an end it would fill the disk.
-    """
-    kept = [step.number for step in list_root(saver.store).steps]
-    if len(kept) < keep:
-        return
-    try:
-        entries = saver.store.list_dir(ASIDE_FOLDER)
-    except PathNotFound:
-        return
-    for entry in entries:
-        match = _ASIDE.fullmatch(base_name(entry.path))
-        named = step_name(match["name"]) if match and entry.kind == "dir" else None
-        if named is not None and named.number < min(kept):
-            check_token(saver.store, saver.token)
-            remove_step(saver.store, entry.path)
 
 
 def _local_path(saver: Saver, path: str) -> str:

@@ -510,6 +510,10 @@ class SaveAndKeep(Save):
     kept = (6,)
     keep = 2
 
+    def write(self, disk: Path, ready: Any) -> None:
+        ready.ckpt.save(8)
+        ready.ckpt.flush()  # older steps are removed beside the training
+
     def judge(self, disk: Path, *, returned: bool) -> Iterator[str]:
         yield from super().judge(disk, returned=returned)
         if returned and any((disk / f"run/step_{step}").exists() for step in (2, 4)):

@@ -19,7 +19,6 @@ from services.processes import wait_until
 import ckptctl
 from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.judge import pruning, removing
-from ckptctl.judge.arguments import conditions
 from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
@@ -144,7 +143,7 @@ def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_
     shutil.copytree(weights, root / "step_200")
     found = ckptctl.prune(str(root), 1, unsealed=True, apply=True)
     assert there(root) == {100, 200}
-    assert "without an optimizer" in found.fates[0].reason
+    assert "lacks optimizer" in found.fates[0].reason
 
 
 @pytest.mark.parametrize("broken", list(itertools.combinations((100, 200, 300, 400, 500), 3)))
@@ -216,7 +215,7 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     assert (left.number, left.interrupted, left.usable) == (100, True, False)
     # A save that is so young may still be written.
     assert gone(ckptctl.prune(url, 4, apply=True, storage_options=s3_moto.options)) == set()
-    monkeypatch.setattr(pruning, "_ASKED", conditions((), None, None, 0.0))
+    monkeypatch.setattr(pruning, "_GRACE_S", 0.0)
     done = ckptctl.prune(url, 3, apply=True, storage_options=s3_moto.options)
     assert gone(done) == {100, 200}
     with open_store(url, storage_options=s3_moto.options) as store:

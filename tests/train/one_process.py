@@ -53,6 +53,8 @@ class Job:
             self.ckpt.note(step, loss=loss)
             if step % save_every == 0:
                 (save or self.ckpt.save)(step, tokens=step * 64, loss=loss)
+        if self.ckpt._retention is not None:
+            self.ckpt._retention.wait()
 
     def die(self) -> None:
         """Leave as a killed process does: with nothing written. Its hooks must not stay here."""

@@ -1,0 +1,90 @@
+"""Remove older steps beside the training, after each save.
+
+On rank 0 alone, in a daemon thread that takes part in no collective: a removal that
+hangs delays neither a save nor the end of the process, and one that is cut short leaves an
+interrupted save, which the next one removes. What may go is decided in
+`judge.retention`; nothing is read but listings, metadata and ckptctl's own notes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from ckptctl.errors import CkptctlError
+from ckptctl.judge.choosing import Candidate, Policy
+from ckptctl.judge.fencing import Token, check_token
+from ckptctl.judge.looking import Looked
+from ckptctl.judge.picking import Looker
+from ckptctl.judge.removing import remove_step
+from ckptctl.judge.reporting import Conditions
+from ckptctl.judge.retention import Rules, retain
+from ckptctl.judge.roots import list_all
+from ckptctl.judge.tiers import Tier
+from ckptctl.model import Level
+from ckptctl.storage.contract import Store
+from ckptctl.storage.threads import start_daemon
+from ckptctl.train.telling import Tell
+
+PATIENCE_S = 30.0
+"""How long a save, or the end, waits for the removal before it."""
+
+
+class Retention:
+    """Keeps the newest `keep` steps of a root that `token` holds.
+
+    `asked` and `policy` are those of a resume, so that only what a resume would take
+    counts. What was seen of a step is remembered: as long as its files are the same, a
+    later save lists it and reads nothing of it.
+    """
+
+    def __init__(
+        self, store: Store, token: Token, keep: int, asked: Conditions, policy: Policy, tell: Tell
+    ) -> None:
+        self._store = store
+        self._token = token
+        self._keep = keep
+        self._asked = asked
+        self._policy = policy
+        self._tell = tell
+        self._memory: dict[str, Looked] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, protected: Mapping[int, str]) -> None:
+        """Start to remove what may go, unless the removal before is still under way.
+
+        `protected` are steps that stay, each with the reason.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = start_daemon("ckptctl-retention", self._run, dict(protected))
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the removal is over, and no longer than `timeout_s` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, protected: Mapping[int, str]) -> None:
+        rules = Rules(self._keep, self._asked, self._policy, Level.LISTING, protected=protected)
+        try:
+            listing, trees = list_all(self._store)
+            failures: Sequence[CkptctlError] = retain(
+                Tier(self._store, listing, trees=trees),
+                rules,
+                prove=_not_now,
+                remove=self._remove,
+                memory=self._memory,
+            ).failures
+        except CkptctlError as error:
+            failures = [error]
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            self._tell(f"older steps were not removed: {failures[0].message}{more}")
+
+    def _remove(self, looked: Looked) -> bool:
+        check_token(self._store, self._token)
+        return remove_step(self._store, looked.step.name, seen=looked.step.files)
+
+
+def _not_now(_: Looked, __: Looker, ___: Candidate) -> str:
+    """Training reads no bytes to prove a step: `prune` and `seal` do."""
+    return "written to since it was sealed"

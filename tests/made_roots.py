@@ -1,0 +1,110 @@
+"""Roots of small steps that `Checkpointer` wrote: whole, or without some of the state.
+
+Each step is saved once, under its own number, and copied with its times from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ckptctl
+from ckptctl.formats.metadata import decode_metadata
+
+NUMBERS = tuple(range(100, 900, 100))
+VARIANTS = ("whole", "no-scheduler", "weights")
+
+
+def script(root: Path, variant: str = "whole", **options: Any) -> Any:
+    """A job with a small model; `variant` is what it saves."""
+    import torch
+
+    from ckptctl.train import Checkpointer
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(16)).sum().backward()
+    optimizer.step()
+    given: dict[str, Any] = {"model": model, "tell": lambda _: None}
+    if variant != "weights":
+        given["optimizer"] = optimizer
+    if variant == "whole":
+        given["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    return Checkpointer(str(root), **given, **options)
+
+
+def make_templates(folder: Path) -> Path:
+    """Save every step of `NUMBERS` in every variant: `FOLDER/VARIANT/step_N`, sealed."""
+    for variant in VARIANTS:
+        with script(folder / variant, variant) as ckpt:
+            ckpt.resume("none")
+            for number in NUMBERS:
+                ckpt.save(number)
+    return folder
+
+
+def put_step(
+    templates: Path, root: Path, number: int, variant: str = "whole", *, name: str = ""
+) -> Path:
+    """Copy a step into a root, with its seal and its times."""
+    source = templates / variant / f"step_{number}"
+    return Path(shutil.copytree(source, root / (name or f"step_{number}")))
+
+
+def unseal(step: Path) -> None:
+    """Take the seal away, and nothing else."""
+    (step / ".ckptctl" / "seal.json").unlink(missing_ok=True)
+
+
+def flip_bit(step: Path) -> None:
+    """Change one bit of the largest tensor, which only a look at the bytes finds."""
+    metadata = decode_metadata((step / ".metadata").read_bytes())
+    ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]
+    largest = max((one for one in ranges if one is not None), key=lambda one: one.length)
+    path = step / largest.file
+    data = bytearray(path.read_bytes())
+    data[largest.offset + largest.length // 2] ^= 1
+    path.write_bytes(data)
+
+
+def interrupt(step: Path) -> None:
+    """Leave what a save leaves that was killed long ago, before its metadata."""
+    shutil.rmtree(step / ".ckptctl", ignore_errors=True)
+    (step / ".metadata").unlink(missing_ok=True)
+    for file in step.rglob("*"):
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+
+
+def damage(step: Path, how: str, chance: random.Random) -> None:
+    """Break a step: `flip`, `cut`, `lost`, `interrupted`, `metadata` or `none`."""
+    shards = sorted(step.glob("*.distcp"))
+    if how == "flip":
+        flip_bit(step)
+    elif how == "cut":
+        os.truncate(shards[0], chance.randrange(shards[0].stat().st_size))
+    elif how == "lost":
+        shards[0].unlink()
+    elif how == "interrupted":
+        interrupt(step)
+    elif how == "metadata":
+        data = bytearray((step / ".metadata").read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        (step / ".metadata").write_bytes(data)
+
+
+def damage_a_mark(step: Path) -> None:
+    """Change one bit of the newest mark."""
+    mark = max((step / ".ckptctl" / "marks").glob("*.json"))
+    data = bytearray(mark.read_bytes())
+    data[len(data) // 2] ^= 1
+    mark.write_bytes(data)
+
+
+def taken(root: Path, **options: Any) -> int | None:
+    """The number of the step that `pick` takes; None for none."""
+    found = ckptctl.pick(str(root), max_fallback=99, **options)
+    return None if found.chosen is None else found.chosen.number
