@@ -9,7 +9,7 @@ import typer
 import ckptctl
 from ckptctl.cli.documents import supervised_document
 from ckptctl.cli.lines import line
-from ckptctl.cli.options import PatternOpt, Storage, option
+from ckptctl.cli.options import OptionalRootOpt, PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.run import life_lines, supervised_lines
@@ -30,13 +30,15 @@ def run(
         typer.Argument(metavar="CMD...", help="The command and its arguments, behind a --."),
     ],
     root: Annotated[
-        str,
+        list[str],
         option(
             "--root",
             metavar="ROOT",
-            help="Folder or URL that holds the steps of the run: progress is a newer usable one.",
+            help="Folder or URL that holds the steps of the run: progress is a newer usable one; "
+            "may be given several times.",
         ),
     ],
+    optional_root: OptionalRootOpt = None,
     max_restarts: Annotated[
         int,
         option(
@@ -102,6 +104,7 @@ def run(
     found = ckptctl.keep_running(
         command,
         root,
+        optional_roots=optional_root or (),
         max_restarts=max_restarts,
         backoff_s=parse_duration(backoff, "--backoff") or 0.0,
         no_restart=_codes(no_restart_on or ()),

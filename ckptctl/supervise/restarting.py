@@ -27,6 +27,7 @@ from ckptctl.formats.own_files import time_now
 from ckptctl.judge.history import put_sentinel, record_usable
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Pick
+from ckptctl.judge.tiers import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervise.causes import Logs
@@ -125,9 +126,7 @@ class _Root:
         """What it holds now, without waiting for a storage that does not answer."""
         try:
             # Between two lives nobody saves: what is unfinished then is not running.
-            found = self._look(
-                self.url, allow_fresh=True, **({"grace_s": 0.0} if self._used else {})
-            )
+            found = self._look(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
         except (StorageError, UsageError) as error:
             return _Seen(error.exit_code, error.message)
         step = found.chosen.number if found.chosen else None
@@ -163,8 +162,9 @@ class _Root:
 
 def keep_running(
     command: Sequence[str],
-    root: str,
+    root: str | Sequence[str],
     *,
+    optional_roots: Collection[str] = (),
     max_restarts: int = 3,
     backoff_s: float = 10.0,
     no_restart: Collection[int] = (),
@@ -182,7 +182,8 @@ def keep_running(
     """Run a command, and start it again after a failure while it makes progress.
 
     `max_restarts` is how many restarts without progress are allowed; a usable step under
-    `root` that is newer than any before fills the budget again. The pause before a restart
+    `root`, or under one of several roots, that is newer than any before fills the budget
+    again; `optional_roots` may be absent, as for `pick`. The pause before a restart
     begins at `backoff_s` and doubles without progress, up to 5 minutes. `no_restart` are
     exit codes to stop at besides `NO_RESTART`. `logs` are files that the command writes to:
     what each life adds to them is classified, and a failure that a restart does not help, or
@@ -212,8 +213,11 @@ def keep_running(
     # What is wrong with the arguments themselves ends it here, and is no warning.
     compile_pattern(pattern)
     opened: Callable[[str], Store] = partial(open_store, **storage)
-    opened(root).close()
-    place = _Root(root, partial(pick, pattern=pattern, **storage), opened, wait_s=wait_s)
+    named = roots_in(root, optional_roots)
+    for url in named.urls:
+        opened(url).close()
+    look = partial(pick, *named.urls, optional_roots=named.optional, pattern=pattern, **storage)
+    place = _Root(named.first, look, opened, wait_s=wait_s)
 
     lives: list[Life] = []
     warnings: list[str] = []
@@ -228,13 +232,13 @@ def keep_running(
             warnings.append(f"{seen.message}; the job runs, and its progress cannot be seen")
             tell(f"warning: {warnings[0]}")
         elif signals.asked is not None:
-            return _not_started(command, root, 128 + signals.asked, "a signal asked to end")
+            return _not_started(command, named.first, 128 + signals.asked, "a signal asked to end")
         elif seen.code == EXIT_FRESH and not create:
-            next_command = f"ckptctl pick {shlex.quote(root)} --allow-fresh --create"
-            return _not_started(command, root, seen.code, seen.message, next_command)
+            next_command = f"ckptctl pick {named.words} --allow-fresh --create"
+            return _not_started(command, named.first, seen.code, seen.message, next_command)
         elif seen.code not in (0, EXIT_FRESH):
-            next_command = f"ckptctl scan {shlex.quote(root)}"
-            return _not_started(command, root, seen.code, seen.message, next_command)
+            next_command = f"ckptctl scan {named.words}"
+            return _not_started(command, named.first, seen.code, seen.message, next_command)
         else:
             place.use(seen)
         best = seen.step
@@ -285,7 +289,7 @@ def keep_running(
                 on_life(lives[-1])
     if ended.decision is Decision.RESTART and signals.asked is not None:
         ended = _Ended(Decision.RESTART, "a signal asked for it", 128 + signals.asked)
-    return _supervised(command, root, logs, lives, warnings, ended)
+    return _supervised(command, named, logs, lives, warnings, ended)
 
 
 class _Ended(NamedTuple):
@@ -333,7 +337,7 @@ def _not_started(
 
 def _supervised(
     command: Sequence[str],
-    root: str,
+    named: Roots,
     logs: Sequence[str],
     lives: Sequence[Life],
     warnings: Sequence[str],
@@ -342,7 +346,7 @@ def _supervised(
     last = lives[-1]
     next_command: str | None = None
     if ended.decision in (Decision.GIVEN_UP, Decision.NEVER):
-        next_command = f"ckptctl scan {shlex.quote(root)}"
+        next_command = f"ckptctl scan {named.words}"
         of_storage = (EXIT_NONE_USABLE, *_NOT_LOOKED)
         if last.failure is not None and ended.exit_code not in of_storage:
             words = ["ckptctl", "classify", *logs, "--exit-code", str(last.exit_code)]
@@ -357,7 +361,7 @@ def _supervised(
     times = f"{len(lives)} {'life' if len(lives) == 1 else 'lives'}"
     return Supervised(
         tuple(command),
-        root,
+        named.first,
         tuple(lives),
         tuple(warnings),
         f"{word} after {times}: {ended.reason}",

@@ -73,8 +73,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Looking:
-    """How rank 0 looks: what `pick` takes, by the same names."""
+    """How rank 0 looks: what `pick` takes, by the same names.
 
+    `more_roots` are the roots of the run beside the first, in order of preference.
+    """
+
+    more_roots: tuple[str, ...] = ()
+    optional_roots: Collection[str] = ()
     before: int | None = None
     level: Level | str | None = None
     require: Collection[str] = ()
@@ -138,8 +143,18 @@ def decide(
         return _fresh()
     if wanted == "auto":
         return _newest(root, looking, skip)
-    target = f"{root.rstrip('/')}@{wanted}" if wanted.isdecimal() else wanted
-    return _named(target, looking, skip)
+    if not wanted.isdecimal():
+        return _named(wanted, looking, skip)
+    failed: CkptctlError | None = None
+    for url in dict.fromkeys((root, *looking.more_roots, *looking.optional_roots)):
+        try:
+            return _named(f"{url.rstrip('/')}@{wanted}", looking, skip)
+        except CkptctlError as error:
+            # What is wrong with a step that is there says more than that another root lacks it.
+            if failed is None or isinstance(failed, UsageError):
+                failed = error
+    assert failed is not None  # noqa: S101 - there is at least one root
+    raise failed
 
 
 def wanted_step(resume_from: str | int | None, root: str) -> str:
@@ -164,6 +179,8 @@ def _fresh() -> Decision:
 def _newest(root: str, looking: Looking, skip: Collection[int]) -> Decision:
     found = pick(
         root,
+        *looking.more_roots,
+        optional_roots=looking.optional_roots,
         level=_first_level(looking),
         require=looking.require,
         weights_ok=looking.weights_ok,

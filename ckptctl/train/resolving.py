@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptctl.judge.arguments import known_level
+from ckptctl.judge.tiers import roots_in
 from ckptctl.model import Level
 from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
 from ckptctl.train.group import PATIENCE_S, make_group
@@ -12,8 +13,9 @@ from ckptctl.train.group import PATIENCE_S, make_group
 
 def resolve(
     resume_from: str | int | None,
-    root: str,
+    root: str | Sequence[str],
     *,
+    optional_roots: Collection[str] = (),
     level: Level | str | None = None,
     require: Collection[str] = (),
     max_fallback: int = 2,
@@ -28,6 +30,7 @@ def resolve(
 ) -> str | None:
     """The path of the step to resume from, the same on every rank; None for a fresh run.
 
+    With several roots the step is that of `pick ROOT...`; `optional_roots` may be absent.
     `resume_from` is `auto` (the newest usable step under `root`), `none`, a step number, or
     the path of a step, which must be usable. Every rank of the job calls this; without a
     process group the answer is that of one process. Nothing is written.
@@ -42,7 +45,11 @@ def resolve(
     Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
     """
     group = make_group(patience_s)
+    named = roots_in(root, optional_roots)
+    first = named.urls[0]
     looking = Looking(
+        more_roots=named.urls[1:],
+        optional_roots=tuple(named.optional),
         level=known_level(level),
         require=require,
         max_fallback=max_fallback,
@@ -57,10 +64,10 @@ def resolve(
 
     failed: list[int] = []
     while True:
-        decision = group.from_first(lambda: decide(resume_from, root, looking, skip=tuple(failed)))
+        decision = group.from_first(lambda: decide(resume_from, first, looking, skip=tuple(failed)))
         prove_seen(decision, group, looking)
         if decision.step is None or prove_content(decision, group, looking) is None:
             return decision.path
         failed.append(decision.step)
         if len(failed) > max_fallback:
-            raise too_many(failed, root)
+            raise too_many(failed, first)

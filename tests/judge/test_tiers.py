@@ -140,3 +140,19 @@ def test_a_rejection_does_not_count_for_another_save_of_that_number(shared, loca
     ckptctl.mark(f"{shared}/step_20", "rejected", reason="the loss jumped")
     found = ckptctl.pick(str(shared), str(local), weights_ok=True, max_fallback=5)
     assert not any("same save" in over.reason for over in found.passed_over)
+
+
+def test_resolve_takes_the_newest_step_of_several_roots(shared, local, tmp_path):
+    from ckptctl.train import resolve
+
+    shutil.rmtree(shared / "step_20")
+    gone = str(tmp_path / "gone")
+    roots = [str(shared), str(local)]
+    assert resolve("auto", roots, optional_roots=[gone]) == f"{local}/step_20"
+    assert resolve(20, roots) == f"{local}/step_20"
+    assert resolve(10, roots) == f"{shared}/step_10"
+    assert resolve("auto", str(shared), optional_roots=[gone]) == f"{shared}/step_10"
+    with pytest.raises(UsageError, match="holds no step 30"):
+        resolve(30, roots)
+    with pytest.raises(StorageUnavailable, match="a newer step may be"):
+        resolve("auto", [str(shared), gone])

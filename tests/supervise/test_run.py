@@ -408,3 +408,15 @@ def test_codes_that_are_none_are_refused(tmp_path: Path):
     done = run_ckptctl("run", "--root", tmp_path, "--no-restart-on", "16,x", "--", "true")
     assert done.returncode == 2
     assert "exit codes from 0 to 255, not 'x'" in done.stderr
+
+
+def test_progress_counts_in_any_of_several_roots(job, source: Path, tmp_path: Path):
+    durable = tmp_path / "durable"
+    shutil.copytree(source, durable / "step_5")
+    words = ["run", "--root", durable, "--root", tmp_path / "ckpt"]
+    words += ["--optional-root", tmp_path / "gone", "--max-restarts", "1", "--backoff", "0s"]
+    done = run_ckptctl(*words, "--json", "--", *job("100:1", "200:1", "300:1", ":0"))
+    document = validated(done.stdout)
+    assert done.returncode == 0
+    assert [life["step"] for life in document["lives"]] == [100, 200, 300, 300]
+    assert [life["progress"] for life in document["lives"]] == [True, True, True, False]
