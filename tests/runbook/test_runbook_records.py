@@ -332,3 +332,39 @@ def test_what_a_stranger_wrote_cannot_break_the_pictures(root, tmp_path):
     )
     done = run(root, "--continue", "--yes", "--transcript", str(tmp_path / "t"))
     assert done.returncode == 31, done.stderr
+
+
+def test_a_launcher_in_a_record_starts_nothing_without_a_person(root, tmp_path):
+    plant(root, LAUNCHER=f"touch {tmp_path / 'taken'}")
+    done = run(root, "--continue", "--yes")
+    assert done.returncode == 2
+    assert "LAUNCHER from the record" in done.stderr
+    assert not (tmp_path / "taken").exists()
+
+
+def test_a_decision_in_a_record_decides_nothing_unattended(root, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: x\n')
+    plant(root, MENDED="everything is fine")
+    done = run(root, "--continue", "--yes", "--set", f"LOG={log}", "--set", f"RESUME={RESUME}")
+    assert done.returncode == 93
+    assert "the job itself failed" in done.stdout
+    assert resumed(root) is None
+
+
+def test_a_decision_at_a_terminal_is_typed_and_recorded(root, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: x\n')
+    options = ("--set", f"LOG={log}", "--set", f"RESUME={RESUME}")
+    code, seen = at_a_terminal(root, [b"n"], *options)
+    assert code == 93, seen
+    assert "A person decides: what removes the cause" in seen
+    answers = [b"commit 1a2b3c", b"y"]
+    code, seen = at_a_terminal(
+        root, answers, *options, "--new", "--transcript", str(tmp_path / "t")
+    )
+    assert code == 31, seen
+    assert resumed(root) == str(root / "step_500")
+    text = (tmp_path / "t" / "transcript.md").read_text()
+    assert "Decided by" in text
+    assert "removed by: commit 1a2b3c" in text
