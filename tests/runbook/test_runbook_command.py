@@ -215,14 +215,16 @@ def test_the_storage_runbook_finds_the_last_proven_step_however_old(root):
 
 
 @pytest.mark.server
-def test_a_run_on_an_object_store_is_gone_on_with_from_another_machine(s3_moto, root):
+@pytest.mark.parametrize("server", ["s3_moto", "s3_ceph"])
+def test_a_run_on_an_object_store_is_continued_from_another_machine(server, request, root):
+    s3 = request.getfixturevalue(server)
     prefix = uuid.uuid4().hex
     for path in (root / "step_500").iterdir():
         key = f"{prefix}/step_500/{path.name}"
-        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=path.read_bytes())
-    url = f"s3://{s3_moto.bucket}/{prefix}"
+        s3.client.put_object(Bucket=s3.bucket, Key=key, Body=path.read_bytes())
+    url = f"s3://{s3.bucket}/{prefix}"
     resume = ("--set", f'RESUME=echo "$STEP" > {root.parent}/resumed')
-    here = {**s3_moto.environment, "HOSTNAME": "here"}
+    here = {**s3.environment, "HOSTNAME": "here"}
     stopped = run_ckptctl("runbook", "run", "rb-7", url, *resume, env=here)
     assert stopped.returncode == 2
     assert "no terminal to ask at" in stopped.stderr
