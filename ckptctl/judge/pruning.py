@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptctl.errors import PathNotFound, UsageError
@@ -19,6 +19,7 @@ from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.choosing import Candidate, Policy, refusal
 from ckptctl.judge.empty_roots import check_has_steps
 from ckptctl.judge.fencing import holder
+from ckptctl.judge.leftovers import abandoned_uploads
 from ckptctl.judge.looking import Looked
 from ckptctl.judge.picking import Looker
 from ckptctl.judge.proofs import write_proof
@@ -41,6 +42,7 @@ class Pruned:
     `applied` says that what goes is gone; `n_bytes` is the size of all that goes.
     `n_bytes_to_prove` is the size of the steps that count only if all of their bytes are
     sound and that nothing has proven yet: `apply` reads them before anything goes.
+    `n_uploads` counts the unfinished uploads of killed saves, which `apply` aborts.
     """
 
     root: str
@@ -52,6 +54,7 @@ class Pruned:
     message: str
     exit_code: int
     next_command: str | None
+    n_uploads: int = 0
 
 
 def prune(
@@ -104,6 +107,9 @@ def prune(
             remove=partial(_remove, store) if apply else None,
             on_looked=on_looked,
         )
+        uploads = abandoned_uploads(store, compiled)
+        for upload in uploads if apply else ():
+            store.abort_upload(upload)
     if retained.failures and not any(one.goes for one in retained.fates):
         raise retained.failures[0]
     options = [
@@ -112,7 +118,18 @@ def prune(
         *(["--marks", marks] if marks is not None else []),
         *(["--pattern", pattern] if pattern is not None else []),
     ]
-    return _pruned(root, keep, retained, options, apply=apply)
+    pruned = _pruned(root, keep, retained, options, apply=apply)
+    if not uploads:
+        return pruned
+    n = len(uploads)
+    what = f"{n} unfinished upload{'' if n == 1 else 's'} of killed saves"
+    again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+    return replace(
+        pruned,
+        n_uploads=n,
+        message=f"{pruned.message}; {what} {'aborted' if apply else 'to be aborted'}",
+        next_command=pruned.next_command if apply else f"{again} --apply",
+    )
 
 
 _GRACE_S = 600.0

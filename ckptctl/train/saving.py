@@ -37,6 +37,7 @@ from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.fencing import Token, check_token
+from ckptctl.judge.leftovers import abandoned_uploads
 from ckptctl.judge.looking import look
 from ckptctl.judge.removing import remove_step
 from ckptctl.judge.roots import list_root
@@ -144,6 +145,10 @@ def make_place(saver: Saver, step: int) -> str | None:
                 next_command=f"ckptctl verify {shlex.quote(report.url)}",
             )
     if not is_local(saver.store.url):
+        # What cannot be aborted now is aborted by `prune`, or by a rule of the bucket.
+        with suppress(StorageError):
+            for upload in abandoned_uploads(saver.store, number=step):
+                saver.store.abort_upload(upload)
         return None
     folder = _local_path(saver, name)
     try:

@@ -365,3 +365,30 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(
     monkeypatch.setattr(picking, "look", seen)
     ckptctl.prune(str(root), 2)
     assert set(deep) <= {"step_800", "step_700", "step_600"}  # the last is compared with 700
+
+
+# Uploads of killed saves
+
+
+@pytest.mark.server
+def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_are_not(s3_ceph):
+    from ckptctl.judge.fencing import take_token
+    from ckptctl.judge.leftovers import abandoned_uploads
+    from ckptctl.storage.opening import open_store
+
+    url = f"s3://{s3_ceph.bucket}/uploads"
+    options = {**s3_ceph.options, "client": "s3fs"}
+    for step in ("step_1.attempt-1", "step_2.attempt-1", "step_2.attempt-2", "step_3", "other"):
+        key = f"uploads/{step}/__0_0.distcp"
+        s3_ceph.client.create_multipart_upload(Bucket=s3_ceph.bucket, Key=key)
+    with open_store(url, storage_options=options) as store:
+        for attempt in ("one", "two"):
+            take_token(store, lambda _, attempt=attempt: attempt)
+        (two,) = abandoned_uploads(store, number=2)
+        assert two.path == "step_2.attempt-1/__0_0.distcp"
+        plan = ckptctl.prune(url, 1, storage_options=options)
+        assert plan.n_uploads == 2
+        assert plan.message.endswith("; 2 unfinished uploads of killed saves to be aborted")
+        ckptctl.prune(url, 1, apply=True, storage_options=options)
+        left = {upload.path.partition("/")[0] for upload in store.list_uploads()}
+    assert left == {"step_2.attempt-2", "step_3", "other"}
