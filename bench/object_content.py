@@ -29,7 +29,7 @@ from services.counting_proxy import CountingProxy
 from services.moto_server import moto_server
 from services.plugin import S3Server
 
-from ckptctl.checks.byte_pass import OBJECT_PIECE_BYTES
+from ckptctl.records.byte_pass import OBJECT_PIECE_BYTES
 
 IN_FLIGHT = 16
 

@@ -26,10 +26,10 @@ from pathlib import Path
 
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.structure import Structure, check_structure
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.model import Chunks, TensorEntry
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span
 from ckptctl.storage.local import LocalStore
 

@@ -73,7 +73,7 @@ def archive(members: Sequence[Made], *, prefix: bytes = b"") -> bytes:
 
 def members_of(data: bytes) -> list[Made]:
     """The members of a real record, to build it again."""
-    from ckptctl.formats.records import parse_directory
+    from ckptctl.formats.archive.directory import parse_directory
 
     return [
         Made(member.name, data[member.start : member.end])

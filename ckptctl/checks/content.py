@@ -14,15 +14,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.not_finite import FORMS, Form, Values
-from ckptctl.checks.ranges import Ranges
-from ckptctl.checks.record_bytes import Checked, Part, check_parts
-from ckptctl.checks.record_runs import runs_of
 from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding, Proven
-from ckptctl.formats.records import RecordDirectory, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import RecordDirectory, parse_directory, tail_needed
 from ckptctl.model import FileInfo, TensorEntry
+from ckptctl.records.content_runs import runs_of
+from ckptctl.records.not_finite import FORMS, Form, Values
+from ckptctl.records.ranges import Ranges
+from ckptctl.records.verification import Checked, Part, check_parts
 from ckptctl.storage.contract import Span, Store
 
 ZSTD = "stream.zstd/1"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA
 from ckptctl.model import NO_FILE, BytesEntry, FileInfo, Metadata
+from ckptctl.records.ranges import Ranges
 
 SHARD_SUFFIX = ".distcp"
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ckptctl.checks.byte_pass import Run
-from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.words import at_most_few
 from ckptctl.findings import Finding
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.seals import Seal, SealedFile
 from ckptctl.model import FileInfo
+from ckptctl.records.byte_pass import Run
+from ckptctl.records.digest_runs import DigestRun, Stretch
 
 
 class RecordRun(Run, Protocol):

@@ -20,12 +20,12 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 from math import prod
 
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.structure import NO_CRC
 from ckptctl.checks.words import counted, inside, some_of
 from ckptctl.findings import Finding
 from ckptctl.formats.state_keys import is_moment
 from ckptctl.model import DTYPE_SIZES, NO_FILE, TensorEntry
+from ckptctl.records.ranges import Ranges
 
 FEW = 4
 """Records of each shard file that are compared first."""

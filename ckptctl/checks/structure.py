@@ -12,18 +12,18 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptctl.checks.framing import MAX_PICKLE_BYTES, Framed, framed, is_plain_pickle
 from ckptctl.checks.presence import escape_reason
-from ckptctl.checks.ranges import Owner, Ranges
-from ckptctl.checks.record_reads import Need, Reading, n_reads, read_records
 from ckptctl.checks.sizes import holds_safetensors
-from ckptctl.checks.tensor_records import Unfit
 from ckptctl.checks.words import at_most_few, counted, inside
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.records import View, read_member
+from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
+from ckptctl.records.opening import MAX_PICKLE_BYTES, Framed, framed, is_plain_pickle
+from ckptctl.records.ranges import Owner, Ranges
+from ckptctl.records.reads import Need, Reading, n_reads, read_records
+from ckptctl.records.tensor_records import Unfit
 from ckptctl.storage.contract import Store
 
 MAX_ELEMENT_BYTES = 64

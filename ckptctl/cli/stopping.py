@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ckptctl.checks.byte_pass import Stop
+from ckptctl.records.byte_pass import Stop
 
 
 class Ended(Stop):

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ckptctl.checks.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.checks.words import counted, inside
@@ -22,6 +21,7 @@ from ckptctl.formats.safetensors import SUFFIX
 from ckptctl.judge.part_checks import PartLook, folder_of
 from ckptctl.judge.subsets import share
 from ckptctl.model import Part, PartFormat, Step
+from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.storage.contract import Store
 
 _SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})

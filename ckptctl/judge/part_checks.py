@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.identity import check_identity, claims_further, own_number
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.state import check_optimizer_steps
 from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
@@ -26,6 +25,7 @@ from ckptctl.formats.state_keys import entry_kinds, is_optimizer_step, optimizer
 from ckptctl.judge.metadata_files import PartFolder, read_metadata
 from ckptctl.judge.small_values import read_numbers, scalar
 from ckptctl.model import SHARDED, Metadata, Part, PartFormat, Step
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Kind, Store
 
 

@@ -148,8 +148,8 @@ def _proven(
     candidate: Candidate,
 ) -> str | None:
     """Compare all bytes of a step, and note it down where they are sound."""
-    from ckptctl.checks.byte_pass import Limits
     from ckptctl.judge.bytes_look import Asked
+    from ckptctl.records.byte_pass import Limits
 
     looker.content = Asked(Limits(on_progress=on_bytes))
     report = looker(candidate, Level.CONTENT)

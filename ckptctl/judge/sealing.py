@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import __version__
-from ckptctl.checks.byte_pass import Limits, OnProgress, read_runs
-from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.shape import check_unchanged
 from ckptctl.checks.stored import as_kept, best_of
@@ -41,6 +39,8 @@ from ckptctl.judge.results import Sealed
 from ckptctl.judge.step_files import list_step
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import FileInfo, Level, WorldSize
+from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.records.digest_runs import DigestRun, Stretch
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     RecordDirectory,
     View,
     parse_directory,
@@ -24,6 +23,7 @@ from ckptctl.formats.records import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.state_keys import Kind, kind_of_file
 from ckptctl.formats.values import TensorStub, decode_value
 from ckptctl.model import ByteRange, FileInfo, Metadata

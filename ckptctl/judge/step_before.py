@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptctl.checks.identity import misnamed, own_number
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.standing import StandingCheck, has_moved, stale
 from ckptctl.errors import (
     MetadataUnreadable,
@@ -23,11 +22,12 @@ from ckptctl.errors import (
     StorageError,
 )
 from ckptctl.findings import Finding, Severity
+from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
 from ckptctl.formats.layouts import METADATA, StepName
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.records import TAIL, parse_directory, tail_needed
 from ckptctl.judge.part_checks import PartLook
 from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.opening import join_url
 

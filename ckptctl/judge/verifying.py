@@ -26,8 +26,8 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
-    from ckptctl.checks.byte_pass import OnProgress, Stop
     from ckptctl.judge.bytes_look import Asked, Crew
+    from ckptctl.records.byte_pass import OnProgress, Stop
 
 
 def verify(
@@ -141,9 +141,9 @@ def _content(
     if level is not Level.CONTENT:
         return None
     # Nobody who asks for less waits for these.
-    from ckptctl.checks.byte_pass import Limits, Stop
     from ckptctl.judge.bytes_look import Asked
     from ckptctl.judge.subsets import parse_subset
+    from ckptctl.records.byte_pass import Limits, Stop
 
     until_s = None
     if deadline_s is not None:

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
-from ckptctl.checks.byte_pass import OnProgress
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
+from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.flat_state import Written
-from ckptctl.formats.record_writing import WRITABLE
-from ckptctl.formats.records import TAIL, parse_directory, tail_needed
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.cutting import Box
 from ckptctl.resharding.elements import row_major, slabs
 from ckptctl.resharding.plain_values import read_values

@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptctl.checks.byte_pass import Limits, OnProgress
 from ckptctl.checks.words import counted
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
@@ -31,6 +30,7 @@ from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import SHARDED, Level, PartFormat
+from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place
 from ckptctl.resharding.exporting import (
     Export,

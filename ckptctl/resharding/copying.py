@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ckptctl.checks.record_bytes import Passing, check_parts
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.record_writing import tensor_frame
-from ckptctl.formats.records import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.model import DTYPE_SIZES
+from ckptctl.records.verification import Passing, check_parts
 from ckptctl.resharding.cutting import Box
 from ckptctl.resharding.elements import row_major, slabs
 from ckptctl.resharding.planning import TargetFile, overlaps

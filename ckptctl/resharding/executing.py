@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckptctl.checks.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import is_own, is_stage
@@ -22,6 +21,7 @@ from ckptctl.judge.bytes_look import Crew
 from ckptctl.judge.sealing import seal_found
 from ckptctl.judge.step_files import list_step
 from ckptctl.judge.verifying import OpenTarget
+from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.journal import entry_path, note, noted, work_folder
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckptctl.checks.byte_pass import OnProgress
 from ckptctl.checks.words import counted, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.state_file import FlatArchive, pickled_state
+from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.flat_state import Leaf, NotPlain, nested
-from ckptctl.formats.flat_writing import FlatArchive, pickled_state
-from ckptctl.formats.record_writing import strides_of
 from ckptctl.formats.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.values import TensorStub
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import DTYPE_SIZES, TensorEntry
+from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.executing import Place
 from ckptctl.resharding.plain_values import read_values
 from ckptctl.resharding.reading import SourceFiles

@@ -15,9 +15,7 @@ from math import prod
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.flat_state import Leaf, NotPlain, flattened, pickled_value
-from ckptctl.formats.record_writing import WRITABLE, strides_of, value_record
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     TAIL,
     Member,
     RecordDirectory,
@@ -28,6 +26,8 @@ from ckptctl.formats.records import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.archive.writing import WRITABLE, strides_of, value_record
+from ckptctl.formats.flat_state import Leaf, NotPlain, flattened, pickled_value
 from ckptctl.formats.state_keys import entry_kinds
 from ckptctl.formats.values import TensorStub, decode_state
 from ckptctl.model import (

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckptctl.checks.byte_pass import OnProgress
 from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.state import NO_STATE
 from ckptctl.checks.words import counted, some_of
@@ -23,6 +22,7 @@ from ckptctl.judge.looking import Looked
 from ckptctl.judge.part_checks import folder_of
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import FileInfo, Level, Part, PartFormat
+from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.cutting import Mesh
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.flat_files import read_flat

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
-from ckptctl.formats.flat_state import Leaf, NotPlain, Written, written
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     View,
     check_headers,
     check_texts,
@@ -19,8 +18,9 @@ from ckptctl.formats.records import (
     read_member,
     wrong_crcs,
 )
+from ckptctl.formats.flat_state import Leaf, NotPlain, Written, written
 from ckptctl.formats.values import decode_state
-from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.records.zstd import Unpacker, require_zstd
 from ckptctl.resharding.reading import ZSTD, Damage, SourceFiles
 from ckptctl.resharding.sources import SourceBytes
 from ckptctl.storage.contract import Span

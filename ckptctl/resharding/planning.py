@@ -2,7 +2,7 @@
 
 Pure: from a `Source` and what is wanted to a `Plan` that says every byte's place before
 any is read. What the planned files hold beside elements is known exactly, because
-records have frames of known length (`formats.record_writing`).
+records have frames of known length (`formats.archive.writing`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckptctl.checks.words import counted, inside, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.layouts import METADATA
 from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
-from ckptctl.formats.record_writing import tensor_frame
 from ckptctl.model import DTYPE_SIZES
 from ckptctl.resharding.cutting import Box, Mesh, ShardRule, check_rules, cut, rule_for, whole
 from ckptctl.resharding.results import RankShare

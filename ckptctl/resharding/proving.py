@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckptctl.checks.byte_pass import Limits, read_runs
-from ckptctl.checks.byte_pass import Piece as ReadPiece
+from ckptctl.records.byte_pass import Limits, read_runs
+from ckptctl.records.byte_pass import Piece as ReadPiece
 from ckptctl.resharding.reading import Damage, Opened, Piece, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
 from ckptctl.storage.contract import Span

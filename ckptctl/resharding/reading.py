@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.checks.tensor_records import Unfit, tensor_in
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.record_writing import strides_of
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     TAIL,
     RecordDirectory,
     View,
@@ -27,8 +25,10 @@ from ckptctl.formats.records import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.zstd_streams import Unpacker, require_zstd
+from ckptctl.formats.archive.writing import strides_of
 from ckptctl.model import DTYPE_SIZES, ByteRange
+from ckptctl.records.tensor_records import Unfit, tensor_in
+from ckptctl.records.zstd import Unpacker, require_zstd
 from ckptctl.resharding.elements import ALIGNED, Dims, move, row_major
 from ckptctl.resharding.sources import SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store

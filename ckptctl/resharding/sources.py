@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
+from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_rank, shard_rank
-from ckptctl.formats.record_writing import WRITABLE
 from ckptctl.formats.state_keys import entry_kinds, kind_of_file
 from ckptctl.judge.looking import Looked
 from ckptctl.model import SHARDED, ByteRange, FileInfo, Metadata, Part, PartFormat, TensorEntry

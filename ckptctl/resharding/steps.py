@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckptctl.checks.byte_pass import Limits, OnProgress
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
 from ckptctl.formats.layouts import compile_pattern, shard_rank, step_name
@@ -22,6 +21,7 @@ from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level
+from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.cutting import Box, Mesh, check_mesh, parse_mesh, parse_rules
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from ckptctl.checks.byte_pass import Limits, OnProgress, Piece, read_runs
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.judge.step_files import list_step
 from ckptctl.model import DTYPE_SIZES
+from ckptctl.records.byte_pass import Limits, OnProgress, Piece, read_runs
 from ckptctl.resharding.copying import Crc, FileCopy
 from ckptctl.resharding.cutting import whole
 from ckptctl.resharding.executing import Place, check_space

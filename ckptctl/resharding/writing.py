@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from ckptctl.checks.byte_pass import OnProgress
 from ckptctl.errors import UsageError
+from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Buffers
 from ckptctl.storage.contract import Kind, Store

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ckptctl.checks.presence import check_presence, escape_reason
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import check_sizes, holds_safetensors
 from ckptctl.checks.structure import SAYS
 from ckptctl.errors import StepDamaged
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.records import Member
+from ckptctl.formats.archive.directory import Member
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Store
 
 

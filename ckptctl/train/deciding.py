@@ -40,8 +40,8 @@ from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 from ckptctl.train.group import Group
 
 if TYPE_CHECKING:
-    from ckptctl.checks.byte_pass import OnProgress
     from ckptctl.judge.bytes_look import Outcomes
+    from ckptctl.records.byte_pass import OnProgress
 
 SETTLE_S = 60.0
 """How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""

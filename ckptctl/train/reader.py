@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptctl.checks.coverage import check_coverage
-from ckptctl.checks.ranges import Ranges
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
 from ckptctl.model import NO_FILE, Metadata
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.train.record_loads import Loaded, RecordLoads

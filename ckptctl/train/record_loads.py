@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckptctl.checks.byte_pass import Limits, read_runs
-from ckptctl.checks.framing import Framed, framed, is_plain_pickle
-from ckptctl.checks.ranges import Ranges
-from ckptctl.checks.record_reads import Need, Reading, read_records
-from ckptctl.checks.tensor_records import Unfit
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
-from ckptctl.formats.records import Member, View
+from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.values import TensorStub
-from ckptctl.formats.zstd_streams import Unpacker, require_zstd
 from ckptctl.model import BytesEntry, TensorEntry
+from ckptctl.records.byte_pass import Limits, read_runs
+from ckptctl.records.opening import Framed, framed, is_plain_pickle
+from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import Need, Reading, read_records
+from ckptctl.records.tensor_records import Unfit
+from ckptctl.records.zstd import Unpacker, require_zstd
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.train.boxes import Box
 from ckptctl.train.damage import Damage

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptctl.checks.byte_pass import Piece
+from ckptctl.records.byte_pass import Piece
 from ckptctl.train.boxes import Box, Cut, Dims
 from ckptctl.train.placing import Placing
 

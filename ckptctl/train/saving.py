@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl import __version__
-from ckptctl.checks.byte_pass import Limits
 from ckptctl.checks.sealed import written_ms
 from ckptctl.checks.stored import as_kept, best_of
 from ckptctl.errors import (
@@ -44,6 +43,7 @@ from ckptctl.judge.roots import list_root
 from ckptctl.judge.sealing import digested, identity_of, is_sealed
 from ckptctl.judge.step_files import list_step
 from ckptctl.model import FileInfo, Level
+from ckptctl.records.byte_pass import Limits
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, is_local, join_url

@@ -189,8 +189,8 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
 
     import torch
 
-    from ckptctl.checks.tensor_records import Unfit, tensor_in
-    from ckptctl.formats.records import View, parse_directory
+    from ckptctl.formats.archive.directory import View, parse_directory
+    from ckptctl.records.tensor_records import Unfit, tensor_in
     from ckptctl.train.safe_values import safe_copy
 
     if isinstance(leaf, torch.Tensor):

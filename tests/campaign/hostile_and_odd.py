@@ -21,11 +21,11 @@ from test_hostile_pickles import BOMBS, PAYLOADS
 
 import ckptctl
 from ckptctl import Level, Verdict
-from ckptctl.checks.record_bytes import check_whole
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.marks import parse_mark
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.formats.seals import parse_seal
+from ckptctl.records.verification import check_whole
 
 HOSTILE: Mapping[str, bytes] = {**PAYLOADS, **BOMBS}
 N_HOSTILE = 2 * len(HOSTILE)

@@ -75,8 +75,8 @@ def test_a_case_is_the_same_whenever_it_is_run(bench: Bench) -> None:
 def test_a_tool_that_compares_no_checksums_would_be_caught(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptctl.checks.record_bytes._wrong", lambda *args: None)
-    monkeypatch.setattr("ckptctl.checks.framing.wrong_crcs", lambda *args: [])
+    monkeypatch.setattr("ckptctl.records.verification._wrong", lambda *args: None)
+    monkeypatch.setattr("ckptctl.records.opening.wrong_crcs", lambda *args: [])
     problems = {bench.run("A", number).problem for number in range(40)}
     assert "missed" in problems
 

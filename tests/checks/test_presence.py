@@ -8,9 +8,9 @@ import pytest
 from made_parts import listing, metadata, tensor
 
 from ckptctl.checks.presence import check_presence, escape_reason
-from ckptctl.checks.ranges import Ranges
 from ckptctl.findings import Finding, Severity
 from ckptctl.model import ByteRange, BytesEntry, Chunks, FileInfo, Metadata, TensorEntry
+from ckptctl.records.ranges import Ranges
 
 FILE = "__0_0.distcp"
 OTHER = "__1_0.distcp"

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ckptctl.checks import sealed as checks
-from ckptctl.checks.byte_pass import Limits, Piece, read_runs
-from ckptctl.checks.digest_runs import DigestRun, Stretch
 from ckptctl.checks.sealed import Seen, check_seal, speaks_of_step, written_ms
 from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.model import Step
+from ckptctl.records.byte_pass import Limits, Piece, read_runs
+from ckptctl.records.digest_runs import DigestRun, Stretch
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
 

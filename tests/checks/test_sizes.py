@@ -5,10 +5,10 @@ from __future__ import annotations
 from made_parts import listing, metadata, tensor
 
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.sizes import check_sizes, holds_safetensors
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.model import ByteRange, BytesEntry, TensorEntry
+from ckptctl.records.ranges import Ranges
 
 FILE = "__0_0.distcp"
 

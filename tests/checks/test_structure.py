@@ -12,12 +12,12 @@ import pytest
 from made_parts import metadata, tensor
 from made_records import Made, archive, members_of
 
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.structure import Structure, check_structure, n_structure_reads
 from ckptctl.findings import Finding, Verdict, verdict_of
+from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.records import parse_directory
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, TensorEntry
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import ShortRead, Span
 from ckptctl.storage.local import LocalStore
 

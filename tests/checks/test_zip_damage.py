@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 from made_parts import metadata, tensor
 
-from ckptctl.checks.ranges import Ranges
 from ckptctl.checks.structure import check_structure
 from ckptctl.findings import Severity
-from ckptctl.formats.records import parse_directory
+from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.model import ByteRange, FileInfo
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span
 from ckptctl.storage.local import LocalStore
 

@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.not_finite import FORMS
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.ranges import Ranges
-from ckptctl.checks.record_bytes import check_whole
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.errors import (
     MetadataUnreadable,
@@ -24,14 +21,23 @@ from ckptctl.errors import (
     OwnFileUnreadable,
     RecordUnreadable,
 )
+from ckptctl.formats.archive.directory import (
+    View,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
 from ckptctl.formats.marks import mark_bytes, parse_mark
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.records import View, parse_directory, read_member, tail_needed, wrong_crcs
 from ckptctl.formats.safetensors import PREFIX, header_length, parse_header, parse_index
 from ckptctl.formats.seals import parse_seal, seal_bytes
 from ckptctl.formats.values import decode_tensor_pickle, decode_value
 from ckptctl.judge.small_values import content_of, number_in
 from ckptctl.model import FileInfo
+from ckptctl.records.not_finite import FORMS
+from ckptctl.records.ranges import Ranges
+from ckptctl.records.verification import check_whole
 
 REFUSED = (MetadataUnreadable, MetadataUnsafe, RecordUnreadable, OwnFileUnreadable)
 

@@ -18,12 +18,12 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level, Report, Severity, UsageError, Verdict
-from ckptctl.checks.byte_pass import Stop
+from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.records import parse_directory
 from ckptctl.judge.looking import look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.subsets import parse_subset
+from ckptctl.records.byte_pass import Stop
 from ckptctl.storage.contract import OpenFile
 from ckptctl.storage.local import LocalStore
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from made_records import Made, archive, members_of
 
-from ckptctl.formats.record_frames import fold_of
-from ckptctl.formats.records import parse_directory
+from ckptctl.formats.archive.directory import parse_directory
+from ckptctl.formats.archive.frame import fold_of
 from ckptctl.formats.seals import SEAL
 
 pytestmark = pytest.mark.torch

@@ -16,9 +16,9 @@ import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
 from ckptctl.checks.standing import FEW
 from ckptctl.errors import StorageUnavailable
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.layouts import step_name
 from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor, metadata_bytes
-from ckptctl.formats.record_writing import tensor_frame
 from ckptctl.judge.looking import look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.storage.contract import Kind

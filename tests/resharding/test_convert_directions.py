@@ -17,9 +17,9 @@ from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
-from ckptctl.formats.flat_writing import FlatArchive
-from ckptctl.formats.record_writing import WRITABLE
-from ckptctl.formats.records import parse_directory, tail_needed
+from ckptctl.formats.archive.directory import parse_directory, tail_needed
+from ckptctl.formats.archive.state_file import FlatArchive
+from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.safetensors import NAMES
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.resharding.reading import Damage

@@ -11,7 +11,7 @@ from command_line import run_ckptctl, validated
 from made_steps import octets
 
 import ckptctl
-from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.archive.writing import WRITABLE
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 

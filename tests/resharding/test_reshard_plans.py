@@ -8,8 +8,8 @@ import pytest
 from command_line import run_ckptctl, validated
 
 import ckptctl
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor
-from ckptctl.formats.record_writing import tensor_frame
 from ckptctl.model import ByteRange, Chunks, TensorEntry
 from ckptctl.resharding.cutting import Mesh, parse_mesh, parse_rules
 from ckptctl.resharding.planning import Wanted, plan, shares

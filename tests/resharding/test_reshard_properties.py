@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
-from ckptctl.formats.record_writing import WRITABLE
+from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.safetensors import NAMES
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look

@@ -14,7 +14,7 @@ from __future__ import annotations
 from struct import pack
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.records import Member, Readable, RecordDirectory
+from ckptctl.formats.archive.directory import Member, Readable, RecordDirectory
 
 _CENTRAL = 46
 _LOCAL = 30

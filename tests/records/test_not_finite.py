@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.checks.not_finite import FORMS, MAX_COUNTED, FiniteScan, Values, joined
 from ckptctl.model import DTYPE_SIZES
+from ckptctl.records.not_finite import FORMS, MAX_COUNTED, FiniteScan, Values, joined
 
 pytestmark = pytest.mark.torch
 

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptctl.checks.byte_pass import Piece
-from ckptctl.checks.framing import is_before_archives
-from ckptctl.checks.not_finite import Form
-from ckptctl.checks.ranges import Owner, Ranges
-from ckptctl.checks.record_bytes import Checked, Part, Passing, check_parts, check_whole
 from ckptctl.errors import MissingExtra, RecordUnreadable
+from ckptctl.formats.archive.directory import TAIL, RecordDirectory, parse_directory, tail_needed
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.formats.records import TAIL, RecordDirectory, parse_directory, tail_needed
-from ckptctl.formats.zstd_streams import Unpacker, require_zstd
 from ckptctl.model import DTYPE_SIZES, BytesEntry, TensorEntry
+from ckptctl.records.byte_pass import Piece
+from ckptctl.records.not_finite import Form
+from ckptctl.records.opening import is_before_archives
+from ckptctl.records.ranges import Owner, Ranges
+from ckptctl.records.verification import Checked, Part, Passing, check_parts, check_whole
+from ckptctl.records.zstd import Unpacker, require_zstd
 
 _MANY_BYTES = 1 << 30  # what a compressed entry that is no tensor may come to
 _FRAME_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack
 
-from ckptctl.formats.record_frames import GOLDEN, WORD
+from ckptctl.formats.archive.frame import GOLDEN, WORD
 
 ALIGNMENT = 64
 _FOLDER = b"archive/"

@@ -14,12 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptctl.checks.not_finite import FiniteScan, Form, Values, joined
-from ckptctl.checks.ranges import Owner
-from ckptctl.checks.tensor_records import Unfit, check_tensor, tensor_in
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.record_frames import check_frame, fold_of, saved_fold
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     Member,
     Readable,
     RecordDirectory,
@@ -29,7 +25,11 @@ from ckptctl.formats.records import (
     read_member,
     tail_needed,
 )
+from ckptctl.formats.archive.frame import check_frame, fold_of, saved_fold
 from ckptctl.model import TensorEntry
+from ckptctl.records.not_finite import FiniteScan, Form, Values, joined
+from ckptctl.records.ranges import Owner
+from ckptctl.records.tensor_records import Unfit, check_tensor, tensor_in
 
 _KEPT = 4096
 """Members up to so many bytes are kept: among them are those that torch reads as texts."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.records import Readable, RecordDirectory, read_member
+from ckptctl.formats.archive.directory import Readable, RecordDirectory, read_member
 from ckptctl.formats.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptctl.checks.byte_pass import Piece, Run
 from ckptctl.formats.checksums import Checksumming
 from ckptctl.formats.digests import Algorithm, Digester, Digests
+from ckptctl.records.byte_pass import Piece, Run
 
 
 @dataclass(frozen=True, slots=True)

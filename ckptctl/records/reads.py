@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.checks.ranges import Ranges
-from ckptctl.formats.records import TAIL, View
+from ckptctl.formats.archive.directory import TAIL, View
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span, Store
 
 HEAD = 1024

@@ -6,12 +6,10 @@ Head and tail are enough. What the records of a part add up to is the question o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.record_reads import Need
-from ckptctl.checks.tensor_records import Unfit, check_tensor, tensor_in
-from ckptctl.checks.words import some_of
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     RecordDirectory,
     View,
     check_headers,
@@ -23,6 +21,8 @@ from ckptctl.formats.records import (
 )
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import TensorEntry
+from ckptctl.records.reads import Need
+from ckptctl.records.tensor_records import Unfit, check_tensor, tensor_in
 
 MAX_PICKLE_BYTES = 64 << 10
 """Bytes of pickle that are read of a wanted bytes entry."""
@@ -69,7 +69,7 @@ def framed(
     check_headers(directory, view)
     wrong = wrong_crcs(directory, view)
     if wrong:
-        raise Unfit("record.crc", f"{some_of(wrong)} in it")
+        raise Unfit("record.crc", f"{_first_few(wrong)} in it")
     check_texts(directory, view)
     said = read_member(directory, "byteorder", view)
     stub = None
@@ -105,3 +105,8 @@ def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bo
     if (head, tail) == (len(view.head), len(view.tail)):
         return None
     return Need(head, tail)
+
+
+def _first_few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"

@@ -16,10 +16,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckptctl.formats.archive.members import SMALL_MEMBERS, VERSION, Placed, end, folded, place
+from ckptctl.formats.archive.writing import tensor_value
 from ckptctl.formats.flat_state import Written, text
-from ckptctl.formats.record_writing import tensor_value
 from ckptctl.formats.values import TensorStub
-from ckptctl.formats.zip_writing import SMALL_MEMBERS, VERSION, Placed, end, folded, place
 
 _ID = b".data/serialization_id"
 _ID_DIGITS = 20

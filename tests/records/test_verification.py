@@ -15,17 +15,17 @@ from made_parts import metadata, tensor
 from made_records import Made, archive, members_of
 from storage.faulty import FaultyStore
 
-from ckptctl.checks import byte_pass
-from ckptctl.checks.byte_pass import Limits, Piece, Stop, read_runs
 from ckptctl.checks.content import ZSTD, ContentCheck
-from ckptctl.checks.ranges import Ranges
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.directory import parse_directory
+from ckptctl.formats.archive.frame import fold_of
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.record_frames import fold_of
-from ckptctl.formats.record_writing import tensor_frame
-from ckptctl.formats.records import parse_directory
 from ckptctl.model import ByteRange, BytesEntry, Metadata
+from ckptctl.records import byte_pass
+from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs
+from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Kind, ShortRead
 from ckptctl.storage.local import LocalStore
 
@@ -84,7 +84,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1300)
         monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 1700)
     if request.param == "cut into blocks":
-        monkeypatch.setattr("ckptctl.checks.record_runs.BLOCK_BYTES", 4096)
+        monkeypatch.setattr("ckptctl.records.content_runs.BLOCK_BYTES", 4096)
     return str(request.param)
 
 
@@ -423,7 +423,7 @@ def _ends64(data: bytes) -> list[int]:
 _LITTLE_MEMORY = """
 import resource, zstandard
 from ckptctl.errors import OutOfMemory
-from ckptctl.formats.zstd_streams import Unpacker
+from ckptctl.records.zstd import Unpacker
 
 window = zstandard.ZstdCompressionParameters(window_log=25)
 packed = zstandard.ZstdCompressor(compression_params=window).compress(bytes(48 << 20))

@@ -15,8 +15,7 @@ import pytest
 from made_records import Made, archive, members_of
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.records import (
+from ckptctl.formats.archive.directory import (
     TAIL,
     RecordDirectory,
     View,
@@ -27,6 +26,7 @@ from ckptctl.formats.records import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.metadata import decode_metadata
 
 HERE = Path(__file__).parent
 

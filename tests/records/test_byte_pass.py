@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.checks.byte_pass import Limits, Piece, read_runs
+from ckptctl.records.byte_pass import Limits, Piece, read_runs
 from ckptctl.storage.local import LocalStore
 
 

@@ -17,8 +17,8 @@ from functools import lru_cache
 from math import prod
 from struct import pack
 
+from ckptctl.formats.archive.members import SMALL_MEMBERS, VERSION, Placed, end, folded, place
 from ckptctl.formats.values import STORAGE_DTYPES
-from ckptctl.formats.zip_writing import SMALL_MEMBERS, VERSION, Placed, end, folded, place
 from ckptctl.model import DTYPE_SIZES
 
 _ID = b".data/serialization_id"

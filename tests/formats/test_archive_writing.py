@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from ckptctl.checks.record_bytes import check_whole
-from ckptctl.formats.record_frames import check_frame
-from ckptctl.formats.record_writing import WRITABLE, tensor_frame
-from ckptctl.formats.records import View, check_headers, parse_directory
+from ckptctl.formats.archive.directory import View, check_headers, parse_directory
+from ckptctl.formats.archive.frame import check_frame
+from ckptctl.formats.archive.writing import WRITABLE, tensor_frame
 from ckptctl.formats.values import decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES
+from ckptctl.records.verification import check_whole
 
 HERE = Path(__file__).parent
 SHAPES = [(), (3,), (4, 4), (2, 3, 4), (1, 2, 3, 4, 5), (300, 7), (70_000,), (1,) * 13]

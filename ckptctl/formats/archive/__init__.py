@@ -1,0 +1,1 @@
+"""The archives that `torch.save` writes: how they are read and written."""
