@@ -15,8 +15,8 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.views.loss import canary_lines, loss_lines
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import follow_loss
+from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import check_plot, write_plot
-from ckptctl.loss.vitals import Pace
 
 EXAMPLES = (
     "ckptctl loss train.log",

@@ -355,9 +355,9 @@ def _check_recomputed(
     """The work that is done again from the chosen step, by the logs of the job that died."""
     if chosen is None or chosen.number is None:
         return None
-    from ckptctl.loss.legs import split
     from ckptctl.loss.reading import read_logs
-    from ckptctl.loss.recomputed import recomputed_from
+    from ckptctl.loss.resumes import recomputed_from
+    from ckptctl.loss.segments import split
 
     try:
         parts = split(read_logs(logs, **to_storage), around=chosen.number)  # type: ignore[arg-type]

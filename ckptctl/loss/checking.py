@@ -13,23 +13,24 @@ from typing import Any
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
-from ckptctl.loss.boundaries import ResumeReport, read_resume_report
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
-from ckptctl.loss.legs import Split, split
-from ckptctl.loss.recomputed import Recomputed, recomputed_by
+from ckptctl.loss.level import check_cadence, check_clock
+from ckptctl.loss.reading import Unread
 from ckptctl.loss.replay import MIN_ROWS
+from ckptctl.loss.resume_points import ResumeReport, read_resume_report
 from ckptctl.loss.resumes import (
     Boundary,
+    Recomputed,
     Resume,
     canary_of,
+    recomputed_by,
     resume_at,
     resume_numbered,
     resumes,
 )
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.unread import Unread
+from ckptctl.loss.segments import Split, split
 from ckptctl.loss.verdict import FORCES, Judgement, LossVerdict, decisive, judge, worst_of
-from ckptctl.loss.vitals import check_cadence, check_clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptctl.loss.observed import SMALLEST_JUMP
 from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS
-from ckptctl.loss.verdict import Judgement
+from ckptctl.loss.verdict import SMALLEST_JUMP, Judgement
 
 _COUNTERS = {"loss.restarted", "loss.step", "loss.gap"}
 

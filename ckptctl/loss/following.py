@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import LossReport, asked_boundary, boundary_of, report_on
-from ckptctl.loss.legs import Split, Splitter
-from ckptctl.loss.level import WINDOWS
+from ckptctl.loss.level import WINDOWS, Pace, may_tell_throughput
 from ckptctl.loss.reading import LogReader
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement
 from ckptctl.loss.resumes import Boundary
 from ckptctl.loss.rows import Marker, Row
+from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.verdict import Judgement, LossVerdict, decisive
-from ckptctl.loss.vitals import Pace, may_tell_throughput
 from ckptctl.storage.opening import is_local
 
 POLL_S = 1.0

@@ -1,23 +1,24 @@
-"""Which rows and markers are in the logs?
+"""Read the rows and markers of training logs.
 
-Files are put in the order of time and read once, in pieces; the format is found out
-from what they hold. `LogReader` reads one log that is fed to it, however it comes.
-What the rows mean is the judgement's question.
+Files are put in the order of time and read once, in pieces. The format is detected from
+the first bytes. `LogReader` reads one log whose bytes are fed to it.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
+from ckptctl.findings import Finding
 from ckptctl.loss.formats.console import pattern_format
-from ckptctl.loss.formats.keys import check_keys
+from ckptctl.loss.formats.fields import check_keys
+from ckptctl.loss.formats.records import TrainerState, is_document
 from ckptctl.loss.formats.tensorboard import EventFile, is_event_file
-from ckptctl.loss.formats.trainer_state import TrainerState, is_document
 from ckptctl.loss.formats.wandb_offline import MAGIC, WandbFile
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.sources import STDIN, Access, expanded, natural, read_pieces
@@ -266,3 +267,38 @@ def _with_pattern(readers: Sequence[LogReader]) -> str | None:
         return None
     names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
     return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"
+
+
+@dataclass(slots=True)
+class Unread:
+    """The damage that a reader tells of, in order, and whether any row came after the last."""
+
+    messages: list[str] = field(default_factory=list)
+    ends_so: bool = False
+
+    def told(self, message: str) -> None:
+        """Take what the reader says of one log: its name, and why nothing more is read."""
+        self.messages.append(message)
+        self.ends_so = True
+
+    def watch(self, items: Iterable[Row | Marker]) -> Iterator[Row | Marker]:
+        """The same rows and markers; to be read while `told` is called."""
+        for item in items:
+            if isinstance(item, Row):
+                self.ends_so = False
+            yield item
+
+    def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
+        """`loss.damaged` for each damage, `loss.unread` for one at the end, if that matters."""
+        last = len(self.messages) - 1 if self.ends_so and end_matters else None
+        return tuple(
+            Finding(
+                "loss.unread" if i == last else "loss.damaged",
+                "",
+                f"{message}, and no row follows: the resume may lie behind it"
+                if i == last
+                else message,
+                expected="a log that can be read to its end",
+            )
+            for i, message in enumerate(self.messages)
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
-from ckptctl.loss.noise import Measure, finite, measure_for, rounding, wobble
+from ckptctl.loss.level import Measure, finite, measure_for, rounding, wobble
 from ckptctl.loss.rows import Row
 
 MIN_ROWS = 3

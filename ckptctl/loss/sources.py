@@ -1,13 +1,15 @@
-"""Where do the bytes of a log come from?
+"""Open logs and yield their bytes.
 
-A path, `-` for standard input, or the address of an object; compressed or not. Bytes
-leave in pieces, in order, each file read once. Which files a folder holds that are
-logs is answered here, too; what is in the bytes is not.
+A log is a path, `-` for standard input, the address of an object, or the metrics folder
+of an MLflow run; compressed or not. Each file is read once, in order. A folder stands for
+the files in it whose names are those of logs.
 """
 
 from __future__ import annotations
 
 import bz2
+import heapq
+import json
 import lzma
 import os
 import re
@@ -25,7 +27,6 @@ from ckptctl.errors import (
     PathNotFound,
     StorageUnavailable,
 )
-from ckptctl.loss.mlflow_store import metric_store_pieces, metrics_folder
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
 
@@ -322,3 +323,47 @@ def _unpacked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise LogUnreadable(
             f"{path}: its compressed bytes are damaged ({error}); what follows cannot be read"
         ) from error
+
+
+_LINE = re.compile(r"(?P<at>\d{1,16}) (?P<value>\S+) (?P<step>-?\d+)\s*")
+_MAX_METRICS = 500
+_PIECE_LINES = 4_000
+
+
+def metrics_folder(path: str) -> str | None:
+    """The folder of metrics of the run at `path`, which may be that folder itself."""
+    inside = os.path.join(path, "metrics")
+    if os.path.isfile(os.path.join(path, "meta.yaml")) and os.path.isdir(inside):
+        return inside
+    above = os.path.join(os.path.dirname(os.path.abspath(path)), "meta.yaml")
+    named = os.path.basename(os.path.abspath(path)) == "metrics"
+    return path if named and os.path.isdir(path) and os.path.isfile(above) else None
+
+
+def metric_store_pieces(path: str) -> Iterator[bytes]:
+    """JSON lines of all metrics, oldest first, in pieces."""
+    folder = metrics_folder(path) or path
+    names = [
+        os.path.relpath(os.path.join(at, name), folder)
+        for at, _, files in os.walk(folder)
+        for name in files
+        # The machine's own figures are no rows of the training.
+        if not os.path.relpath(at, folder).startswith("system")
+    ]
+    lines: list[bytes] = []
+    merged = heapq.merge(*(_values(folder, name) for name in sorted(names)[:_MAX_METRICS]))
+    for at, step, name, value in merged:
+        record = {"timestamp": str(at), "step": str(step), name: value}
+        lines.append(json.dumps(record).encode() + b"\n")
+        if len(lines) >= _PIECE_LINES:
+            yield b"".join(lines)
+            lines = []
+    yield b"".join(lines)
+
+
+def _values(folder: str, name: str) -> Iterator[tuple[int, int, str, str]]:
+    with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+        for line in file:
+            match = _LINE.fullmatch(line)
+            if match is not None:
+                yield int(match["at"]), int(match["step"]), name, match["value"]

@@ -1,8 +1,8 @@
-"""Which rows and markers are in a log of text, in whatever format it is?
+"""Read a text log: detect its format and drop rows that other ranks repeat.
 
-The first format that finds a row is the log's, from then on lines without its words
-are passed over. Rows of formats that are easily mistaken wait for a few lines, so that
-a better one can still be found.
+The first format that finds a row is the format of the log; from then on lines without its
+hint are skipped. Rows of formats that match many kinds of text wait for a few lines, so
+that a more specific format can still be found.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Protocol
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
-from ckptctl.loss.formats.blocks import BLOCK_FORMATS, BlockReader
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
-from ckptctl.loss.formats.hf_console import HfConsoleReader
+from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
-from ckptctl.loss.lines import LineCutter, split_prefix
+from ckptctl.loss.line_splitter import LineCutter, split_prefix
 from ckptctl.loss.rows import Marker, Place, Row
-from ckptctl.loss.speakers import Speakers
 
 _WEAK_ROWS = 8
 # Of so many ranks, or what looks like them, the lines are kept apart.
@@ -323,3 +321,75 @@ def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]
     if not named:
         raise UsageError(f"--format {form}: there is no such format")
     return named
+
+
+_SILENT_STEPS = 3
+_MAX_HELD = 64
+
+
+class Speakers:
+    """Chooses rows and markers of one log; ranks are None where lines have no prefix."""
+
+    def __init__(self) -> None:
+        self._speaker: int | None = None
+        self._spoken = False
+        self._last_step: int | None = None
+        self._n_steps = 0
+        self._in_chorus = False
+        self._held: dict[int | None, list[Row]] = {}
+        self._marker: Marker | None = None
+        self._marked_by: set[int | None] = set()
+
+    def row(self, rank: int | None, row: Row) -> Iterator[Row]:
+        """The rows to take, now that `rank` has printed this one."""
+        if not self._spoken:
+            self._speaker, self._spoken = rank, True
+        if rank == self._speaker:
+            self._held.clear()
+            yield from self._taken(row)
+            return
+        held = self._held.setdefault(rank, [])
+        if len(held) < _MAX_HELD:
+            held.append(row)
+        if len({each.step for each in held}) < _SILENT_STEPS:
+            return
+        self._held.clear()
+        self._speaker = rank
+        for each in held:
+            yield from self._taken(each)
+
+    def marker(self, rank: int | None, marker: Marker) -> Marker | None:
+        """The marker, unless another rank already printed the same one."""
+        same = (
+            self._marker is not None
+            and (self._marker.step, self._marker.fresh) == (marker.step, marker.fresh)
+            and rank not in self._marked_by
+        )
+        if same:
+            self._marked_by.add(rank)
+            return None
+        self._marker, self._marked_by = marker, {rank}
+        self._spoken, self._last_step, self._n_steps, self._in_chorus = False, None, 0, False
+        self._held.clear()
+        return marker
+
+    def end(self) -> Iterator[Row]:
+        """What a rank printed after the last word of the speaker, and nobody repeated."""
+        for rows in self._held.values():
+            newer = [row for row in rows if self._last_step is None or row.step > self._last_step]
+            if newer:
+                self._held.clear()
+                yield from newer
+                return
+
+    def _taken(self, row: Row) -> Iterator[Row]:
+        if row.step == self._last_step:
+            # The first step of all stands twice: a chorus. Later, it is a resume.
+            if self._n_steps == 1:
+                self._in_chorus = True
+            if self._in_chorus:
+                return
+        else:
+            self._n_steps += 1
+        self._last_step = row.step
+        yield row

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.formats.keys import FIELDS
+from ckptctl.loss.formats.fields import FIELDS
 from ckptctl.loss.reading import FORMATS, LogReader
 from ckptctl.loss.rows import Marker, Number, Row
 

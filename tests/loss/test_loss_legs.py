@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_losses import row, rows
 
-from ckptctl.loss import legs as legs_module
-from ckptctl.loss.legs import Border, Splitter, log_interval, split
+from ckptctl.loss import segments as segments_module
 from ckptctl.loss.resumes import Boundary, resume_at, resumes
 from ckptctl.loss.rows import Marker, Place
+from ckptctl.loss.segments import Border, Splitter, log_interval, split
 
 
 def spans(items):
@@ -57,17 +57,17 @@ def test_rows_of_one_step_that_say_different_things_become_one():
 
 
 def test_what_is_kept_of_a_leg_is_bounded_and_keeps_both_ends(monkeypatch):
-    monkeypatch.setattr(legs_module, "KEEP_FIRST", 10)
-    monkeypatch.setattr(legs_module, "KEEP_LAST", 20)
+    monkeypatch.setattr(segments_module, "KEEP_FIRST", 10)
+    monkeypatch.setattr(segments_module, "KEEP_LAST", 20)
     (leg,) = split(rows(1, 1000)).legs
     assert [each.step for each in leg.rows] == [*range(1, 11), *range(981, 1001)]
     assert leg.n_rows == 1000
 
 
 def test_the_neighbours_of_a_step_that_was_asked_for_are_kept(monkeypatch):
-    monkeypatch.setattr(legs_module, "KEEP_FIRST", 10)
-    monkeypatch.setattr(legs_module, "KEEP_LAST", 20)
-    monkeypatch.setattr(legs_module, "_AROUND", 5)
+    monkeypatch.setattr(segments_module, "KEEP_FIRST", 10)
+    monkeypatch.setattr(segments_module, "KEEP_LAST", 20)
+    monkeypatch.setattr(segments_module, "_AROUND", 5)
     (leg,) = split(rows(1, 1000), around=500).legs
     assert [each.step for each in leg.rows] == [
         *range(1, 11),

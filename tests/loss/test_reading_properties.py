@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_logs import VERSION_EVENT, scalar_event, wandb_file, wandb_history
 
-from ckptctl.loss.numbers import Precision, parse_number
+from ckptctl.loss.formats.fields import Precision, parse_number
 from ckptctl.loss.reading import LogReader
 from ckptctl.loss.rows import Marker, Row
 

@@ -1,8 +1,7 @@
-"""Which programs print a training step as one line of text, and how?
+"""Read programs that print a training step as one line of text.
 
-A table, one entry a program: what its line begins with, what its names and values
-look like, what its end is. A line that the terminal or a log collector wrapped is put
-together again as far as its end. Formats of several lines are in `blocks`.
+`LINE_FORMATS` has one entry for each program: the beginning of the line, its names and
+values, and its end. A line that a terminal or a log collector wrapped is joined again.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.formats.clocks import clock_in
-from ckptctl.loss.formats.keys import FIELDS, RowMaker, parse_step
-from ckptctl.loss.formats.rounds import Rounds
+from ckptctl.loss.formats.fields import FIELDS, RowMaker, clock_in, parse_step
 from ckptctl.loss.rows import Place, Row
 
 _MAX_WRAPS = 8
@@ -344,3 +341,33 @@ class LineReader:
             return step
         per, epoch = groups.get("per"), groups.get("epoch")
         return self._rounds.step(step, int(per) if per else None, int(epoch) if epoch else None)
+
+
+class Rounds:
+    """Counts on where a log begins anew; every step is handed in, in the log's order."""
+
+    def __init__(self) -> None:
+        self._before: dict[int | None, int] = {}
+        self._epoch: int | None = None
+        self._last = 0
+        self._per: int | None = None
+
+    def step(self, step: int, per: int | None, epoch: int | None) -> int:
+        """The step of the run; `per` is how many a round has, where the log says so.
+
+        Steps that go on over the end of an epoch are those of the run. Without `epoch` a
+        round is over when its last step was there; a process that ended and came back
+        begins in the round that it left.
+        """
+        if self._begins(step, per, epoch):
+            self._before[epoch] = self._before[self._epoch] + (self._per or self._last)
+        before = self._before.setdefault(epoch, self._before.get(self._epoch, 0))
+        self._epoch, self._last, self._per = epoch, step, per
+        return before + step
+
+    def _begins(self, step: int, per: int | None, epoch: int | None) -> bool:
+        if step > self._last or self._epoch not in self._before:
+            return False
+        if epoch is None or self._epoch is None:
+            return epoch is None and self._last == per and step < self._last
+        return epoch > self._epoch and epoch not in self._before

@@ -1,20 +1,22 @@
-"""Which rows are in JSON lines and in tables with a header?
+"""Read JSON lines, tables with a header, and `trainer_state.json`.
 
-One record a line. Several records of one step, as loggers write that keep each metric
-for itself, are one row. Names are looked up in `keys`, or in the caller's key map.
+One record is one line, or one element of a JSON list. Neighbouring records of one step
+that do not contradict each other become one row, since some loggers write each metric
+separately.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.loss.formats.keys import FIELDS, RowMaker, plain_name
-from ckptctl.loss.rows import Place, Row
+from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
+from ckptctl.loss.formats.fields import FIELDS, RowMaker, plain_name
+from ckptctl.loss.rows import Marker, Place, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
@@ -210,3 +212,76 @@ def _cells(text: str, delimiter: str | None) -> list[str]:
     except (csv.Error, ValueError):
         return []
     return [cell.strip() for cell in cells]
+
+
+_LIST = re.compile(r'"log_history"\s*:\s*\[')
+_MAX_STATE_RECORD = 1 << 20
+
+# One value over several lines: a list of objects, or an object that begins with a newline.
+_DOCUMENT = re.compile(rb"\s*(?:\{\s*\n|\[\s*\{)")
+
+
+def is_document(name: str, head: bytes) -> bool:
+    """Whether a file of this name that begins with `head` is such a document."""
+    return name.endswith("trainer_state.json") or _DOCUMENT.match(head) is not None
+
+
+class TrainerState:
+    """One document, fed in pieces of any length; `damage` says where it makes no sense."""
+
+    format = "trainer-state"
+    n_without_step = 0
+
+    def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._reader = JsonLinesReader(keys)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._began = False
+        self._in_list = False
+        self._n_records = 0
+        self.damage: str | None = None
+
+    def feed(self, data: bytes) -> Iterator[Row | Marker]:
+        """What is whole with these bytes."""
+        self._rest += self._utf8.decode(data)
+        if not self._began:
+            self._rest = self._rest.lstrip("\ufeff \t\r\n")
+            if not self._rest:
+                return
+            self._began = True
+            if self._rest[0] == "[":
+                self._rest, self._in_list = self._rest[1:], True
+        if not self._in_list:
+            start = _LIST.search(self._rest)
+            if start is None:
+                # The list's name may be cut in two, and spaces may stand behind it.
+                self._rest = self._rest[-100:]
+                return
+            self._rest, self._in_list = self._rest[start.end() :], True
+        while self.damage is None:
+            record = self._record()
+            if record is None:
+                return
+            if isinstance(record, dict):
+                place = Place(self._name, self._n_records)
+                yield from self._reader.add(record, place)
+
+    def end(self) -> Iterator[Row | Marker]:
+        """The last row."""
+        yield from self._reader.end()
+
+    def _record(self) -> object | None:
+        rest = self._rest.lstrip(" \t\r\n,")
+        self._rest = rest
+        if not rest or rest[0] == "]":
+            return None
+        try:
+            record, end = decode_first_json(rest, numbers="text")
+        except NotJson as error:
+            if not error.malformed or len(rest) > _MAX_STATE_RECORD:
+                self.damage = f"what follows record {self._n_records:,} is no JSON: {error}"
+            return None
+        self._rest = rest[end:]
+        self._n_records += 1
+        return object() if record is None else record

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-from ckptctl.loss.formats.keys import RowMaker
+from ckptctl.loss.formats.fields import RowMaker
 from ckptctl.loss.formats.protobuf import (
     NotAMessage,
     double,

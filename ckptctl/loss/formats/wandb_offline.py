@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 
-from ckptctl.loss.formats.keys import RowMaker
+from ckptctl.loss.formats.fields import RowMaker
 from ckptctl.loss.formats.protobuf import (
     NotAMessage,
     double,

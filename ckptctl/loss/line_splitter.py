@@ -1,9 +1,7 @@
-"""Which clean lines are in the bytes of a log?
+"""Split the bytes of a text log into clean lines.
 
-Bytes come in pieces of any length and leave as lines: carriage returns of progress
-bars end a line as newlines do, terminal codes and NUL bytes are gone, and so is what
-a launcher puts before a line to name the rank. What a line says is the question of
-the formats.
+A carriage return (progress bars) ends a line as a newline does. Terminal codes and NUL
+bytes are removed. A launcher writes the rank before each line; `split_prefix` removes it.
 """
 
 from __future__ import annotations

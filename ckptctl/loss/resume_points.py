@@ -1,8 +1,7 @@
-"""Which checkpoint does a resume report name?
+"""Read the resume report that `ckptctl.train` leaves of each resume.
 
-`ckptctl.train` leaves one report for each resume in the root, under
-`.ckptctl/attempts`. Here it is found and read; what the log says of the same resume
-is the question of `resumes`.
+The reports lie in the checkpoint root, under `.ckptctl/attempts`. A report names the
+checkpoint that was loaded.
 """
 
 from __future__ import annotations

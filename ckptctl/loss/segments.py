@@ -1,8 +1,8 @@
-"""Where does one life of a job end in its log, and where does the next begin?
+"""Split a log into segments: the rows that one attempt of the job wrote.
 
-A leg is what one process logged. A new one begins at a line that says so, where the
-step goes back, and with a new file. What is kept of a leg is bounded, so that a log
-of any size can be split. Which two legs are compared is the question of `resumes`.
+A segment begins at a line that announces a start, where the step goes back, or with a
+new file. The rows that are kept of each segment are bounded, so a log of any size can be
+split. `resumes` chooses the segments that are compared.
 """
 
 from __future__ import annotations
