@@ -39,6 +39,7 @@ def script(root: Path, variant: str = "whole", **options: Any) -> Any:
 
 def make_templates(folder: Path) -> Path:
     """Save every step of `NUMBERS` in every variant: `FOLDER/VARIANT/step_N`, sealed."""
+    folder.mkdir(parents=True, exist_ok=True)
     for variant in VARIANTS:
         with script(folder / variant, variant) as ckpt:
             ckpt.resume("none")

@@ -27,8 +27,11 @@ from hostile_and_odd import (
 from interrupted import N_CASES as N_INTERRUPTED
 from interrupted import Save, interrupted, saves
 from made_checkpoints import name_of_checkpoints
+from made_roots import make_templates
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
+from retained_roots import N_CASES as N_RETAINED
+from retained_roots import retained
 from short_memory import N_CASES as N_SHORTAGES
 from short_memory import Starved, short_of_memory
 from sound_steps import Harm, Library, Sound, sound_as, tree
@@ -50,6 +53,7 @@ N_CASES = {
     "M": N_MUTATIONS,
     "N": N_NAMES,
     "O": N_SOUND,
+    "P": N_RETAINED,
     "Q": N_RECORDS,
 }
 """How many cases of each category a whole campaign has."""
@@ -70,6 +74,7 @@ class Bench:
         self._counts: Counts | None = None
         self._starved: Starved | None = None
         self._bucket: Bucket | None = None
+        self._templates: Path | None = None
         _load_all_modules()
         self._watch = Watch()
 
@@ -95,7 +100,7 @@ class Bench:
                 self._sound(number, chance, outcome)
             elif category == "Q":
                 self._found_record(number, chance, outcome)
-            elif category in "GI":
+            elif category in "GIP":
                 self._in_processes(category, number, chance, subject, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
@@ -170,6 +175,10 @@ class Bench:
     ) -> None:
         """What is asked of processes and servers that live for many cases."""
         try:
+            if category == "P":
+                self._templates = self._templates or make_templates(self._folder / "templates")
+                retained(chance, self._templates, self._root, outcome)
+                return
             if category == "G":
                 self._starved = self._starved or Starved(self._folder / "starved")
                 short_of_memory(number, chance, subject, self._root, self._starved, outcome)

@@ -23,6 +23,7 @@ ABOUT = {
     "M": "random mutations of metadata, records, seals, marks",
     "N": "names, numbers, times of steps",
     "O": "sound steps",
+    "P": "retention of random roots",
     "Q": "records of a runbook found under a root",
 }
 HEAD = (

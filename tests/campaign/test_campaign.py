@@ -25,7 +25,7 @@ PARTS = (
     ("A", "B"),
     ("C", "L", "O"),
     ("D", "G", "J"),
-    ("F", "K", "M", "N", "Q"),
+    ("F", "K", "M", "N", "P", "Q"),
     pytest.param(("I",), marks=[pytest.mark.server, pytest.mark.slow]),
 )
 
