@@ -29,10 +29,9 @@ from ckptctl.judge.picking import (
     storage_corruption,
 )
 from ckptctl.judge.results import Scan
-from ckptctl.judge.roots import RootListing, list_root, read_listing
-from ckptctl.judge.tiers import Roots, Tier, Trees, open_tiers, roots_in
-from ckptctl.model import FileInfo, Level
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.judge.roots import list_all
+from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in
+from ckptctl.model import Level
 from ckptctl.storage.opening import open_store
 
 OnReport = Callable[[Report, bool, str | None], None]
@@ -100,7 +99,7 @@ def scan(
         tiers = open_tiers(
             stack,
             named,
-            lambda store: _list_all(store, compiled, last),
+            lambda store: list_all(store, compiled, last),
             storage_options=storage_options,
             endpoint_url=endpoint_url,
             timeout_s=timeout_s,
@@ -127,33 +126,6 @@ def scan(
         n_older = len(older) - len(beyond)
         more_before = shown[-1].named.number if n_older and shown else None
         return replace(scan, n_older=n_older, more_before=more_before)
-
-
-def _list_all(
-    store: Store, pattern: re.Pattern[str] | None, last: int | None
-) -> tuple[RootListing, Trees]:
-    """The root's listing, and where it came with it, the files of each step.
-
-    All objects are listed at once only where the files of all steps are needed.
-    """
-    if store.kind is not Kind.OBJECT:
-        return list_root(store, pattern), {}
-    if last is not None:
-        listing = list_root(store, pattern)
-        if len(listing.steps) > last:
-            return listing, {}
-    trees: dict[str, list[FileInfo]] = {}
-    top: list[FileInfo] = []
-    for file in store.list_tree(""):
-        folder, slash, path = file.path.partition("/")
-        if not slash:
-            top.append(file)
-            trees[folder] = [file]
-            continue
-        trees.setdefault(folder, []).append(replace(file, path=path))
-    folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
-    listing = read_listing([*top, *folders], pattern)
-    return replace(listing, exists=bool(trees)), trees
 
 
 def _reports(
