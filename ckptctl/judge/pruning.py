@@ -21,6 +21,7 @@ from ckptctl.judge.empty_roots import check_has_steps
 from ckptctl.judge.fencing import holder
 from ckptctl.judge.leftovers import abandoned_uploads
 from ckptctl.judge.looking import Looked
+from ckptctl.judge.marks_file import MarksInFile, read_marks_file
 from ckptctl.judge.picking import Looker
 from ckptctl.judge.proofs import write_proof
 from ckptctl.judge.removing import remove_step
@@ -104,7 +105,7 @@ def prune(
             Tier(store, listing, trees=trees),
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
-            remove=partial(_remove, store) if apply else None,
+            remove=partial(_remove, store, asked.marks) if apply else None,
             on_looked=on_looked,
         )
         uploads = abandoned_uploads(store, compiled)
@@ -159,7 +160,9 @@ def _proven(
     return reason
 
 
-def _remove(store: Store, looked: Looked) -> bool:
+def _remove(store: Store, marks: MarksInFile | None, looked: Looked) -> bool:
+    if marks is not None and read_marks_file(marks.path) != marks:
+        return False
     return remove_step(store, looked.step.name, seen=looked.step.files)
 
 

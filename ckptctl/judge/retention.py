@@ -10,7 +10,7 @@ come here. How a step is removed is in `removing`, what a proof is in `proofs`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -30,12 +30,12 @@ from ckptctl.judge.choosing import (
 )
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.picking import Looker, candidates_of
-from ckptctl.judge.proofs import has_seal, is_proven
+from ckptctl.judge.proofs import PROOF, has_seal, is_proven
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.roots import older_steps
 from ckptctl.judge.step_files import list_step
 from ckptctl.judge.tiers import Tier
-from ckptctl.model import Level
+from ckptctl.model import FileInfo, Level
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, is_local, join_url
@@ -114,12 +114,13 @@ def retain(
     """Decide on every step of a root, and with `remove` remove what goes.
 
     `memory` holds what was seen of whole steps the last time, and gets what is
-    seen now: a step whose files are the same is not read again. What cannot be removed is
+    seen now: a step whose files are the same is not read again. Where a step that counts
+    has changed since it was looked at, nothing more goes. What cannot be removed is
     reported, and the others go.
 
     Raises `StorageError` where the root cannot be listed. Cost: a look at level `listing`
     at each step, several at once; the look of `pick` at those that may count; what `prove`
-    reads.
+    reads; before each removal a listing of each step that counts.
     """
     decision = _Decision(tier, rules, memory, on_looked)
     decision.count(prove)
@@ -281,8 +282,13 @@ class _Decision:
 
     def _removed(self, looked: Looked, remove: Remove | None) -> str | None:
         """Remove a step, or only plan to; why it stays all the same."""
+        if remove is None:
+            return None
+        changed = self._changed()
+        if changed is not None:
+            return f"step {changed}, which counts, changed meanwhile"
         try:
-            if remove is None or remove(looked):
+            if remove(looked):
                 return None
         except PathNotFound:
             return None  # somebody else has removed it
@@ -290,6 +296,21 @@ class _Decision:
             self._result.failures.append(error)
             return error.message
         return "changed meanwhile"
+
+    def _changed(self) -> int | None:
+        """A step that counted and was marked, written to or removed since; None without one.
+
+        Between the look and the removal lie the reads of a proof and earlier removals.
+        """
+        for one in self.counted:
+            named = one.candidate.named
+            try:
+                now = list_step(self._store, named.name)
+            except StorageError:
+                return named.number
+            if _but_proof(now) != _but_proof(self._looks[named.name].step.files):
+                return named.number
+        return None
 
     def _stays(self, looked: Looked) -> str | None:
         """What speaks for a step although it is old; None where it may go."""
@@ -358,6 +379,11 @@ class _Counted:
     candidate: Candidate
     report: Report
     is_compared: bool
+
+
+def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
+    """The files of a step without the note that retention itself leaves."""
+    return [file for file in files if file.path != PROOF]
 
 
 def moved_aside(store: Store) -> tuple[StepName, ...]:

@@ -25,6 +25,9 @@ import ckptctl
 from ckptctl import Level
 from ckptctl.errors import AccessDenied
 from ckptctl.judge import pruning
+from ckptctl.judge.looking import Looked
+from ckptctl.judge.proofs import write_proof
+from ckptctl.storage.contract import Store
 
 pytestmark = pytest.mark.torch
 
@@ -392,3 +395,33 @@ def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_a
         ckptctl.prune(url, 1, apply=True, storage_options=options)
         left = {upload.path.partition("/")[0] for upload in store.list_uploads()}
     assert left == {"step_2.attempt-2", "step_3", "other"}
+
+
+# What changes while a step is removed
+
+
+@pytest.mark.parametrize("change", ["rejected", "superseded", "removed", "rejected in a file"])
+def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
+    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    steps = [put_step(templates, root, number) for number in (100, 200, 300)]
+    for step in steps:
+        unseal(step)
+    marks = str(root.parent / "marks.jsonl")
+
+    def then(store: Store, looked: Looked) -> None:
+        """Reading the bytes takes hours; meanwhile the newest step turns out to be bad."""
+        write_proof(store, looked)
+        if change == "removed":
+            shutil.rmtree(steps[2])
+        else:
+            word, _, in_file = change.partition(" in a ")
+            where = marks if in_file else None
+            ckptctl.mark(str(steps[2]), word, reason="the loss diverges", marks=where)
+
+    monkeypatch.setattr(pruning, "write_proof", then)
+    ckptctl.mark(str(steps[1]), "rejected", reason="the loss diverges")
+    found = prune(root, unsealed=True, marks=marks)
+    assert steps[0].is_dir()
+    assert taken(root, marks=marks) == 100
+    assert "changed meanwhile" in found.fates[-1].reason
