@@ -14,16 +14,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.layouts import METADATA
 from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look
 from ckptctl.judge.step_files import list_step
-from ckptctl.model import DTYPE_SIZES, Level
-from ckptctl.resharding.cutting import Mesh
-from ckptctl.resharding.planning import Wanted, boxes_for, one_writer, overlaps
+from ckptctl.model import Level
+from ckptctl.resharding.mesh import Mesh
+from ckptctl.resharding.planning import Wanted, one_writer, slices_for
 from ckptctl.resharding.sources import Source, source_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
@@ -112,11 +111,11 @@ def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
     alone = one_writer(source)
     for part in source.parts:
         for tensor in part.tensors:
-            itemsize = DTYPE_SIZES[tensor.entry.dtype]
-            for box in boxes_for(part, tensor, wanted, alone):
-                for overlap in overlaps(tensor, box):
-                    whole = prod(tensor.chunks[overlap.number].sizes)
-                    yield prod(overlap.sizes) * itemsize, whole * itemsize, len(box.ranks)
+            size = tensor.item_bytes
+            for one in slices_for(part, tensor, wanted, alone):
+                for overlap in tensor.overlaps(one.elements):
+                    whole = tensor.chunks[overlap.number].elements.n_elements
+                    yield overlap.elements.n_elements * size, whole * size, len(one.ranks)
 
 
 def command(root: str, name: str, world_size: int, endpoint_url: str | None = None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
@@ -19,13 +18,11 @@ from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.flat_state import Written
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.verifying import OpenTarget
-from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.model import Level
 from ckptctl.records.byte_pass import OnProgress
-from ckptctl.resharding.cutting import Box
-from ckptctl.resharding.elements import row_major, slabs
+from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.resharding.plain_values import read_values
-from ckptctl.resharding.planning import overlaps
-from ckptctl.resharding.reading import Buffers, Damage, Reader, SourceFiles
+from ckptctl.resharding.reading import Buffers, Damage, SliceReader, SourceFiles
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
     SourceBytes,
@@ -146,7 +143,7 @@ class _Compared:
             left, right = self.a.entries.get(name), self.b.entries.get(name)
             if isinstance(left, SourceTensor) and isinstance(right, SourceTensor):
                 if _alike(left, right):
-                    total += _n_bytes(left)
+                    total += left.n_bytes
                     tasks.append(self._task(name, left, right, different, told))
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
                 said = self._of_bytes(name, left, right)
@@ -173,7 +170,7 @@ class _Compared:
             if by_checksum is None:
                 said = self._different_bytes(name, left, right, told)
             else:
-                told.add(_n_bytes(left))
+                told.add(left.n_bytes)
                 if not by_checksum:
                     said = ("checksums", "other checksums")
             with self._lock:
@@ -186,7 +183,7 @@ class _Compared:
 
     def _same_checksums(self, name: str, left: SourceTensor, right: SourceTensor) -> bool | None:
         """Whether all checksums are the same; None where they say nothing."""
-        if _boxes(left) != _boxes(right):
+        if _slices(left) != _slices(right):
             return None
         same = True
         for number in range(len(left.chunks)):
@@ -203,25 +200,25 @@ class _Compared:
         self, name: str, left: SourceTensor, right: SourceTensor, told: Told
     ) -> tuple[str, str] | None:
         """Where the first bytes that differ are; None where all are the same."""
-        itemsize = DTYPE_SIZES[left.entry.dtype]
-        blocks = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
+        item_bytes = left.item_bytes
+        buffers = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
         with (
-            Reader(self.a.files[name], _BUFFERS) as of_a,
-            Reader(self.b.files[name], _BUFFERS) as of_b,
+            SliceReader(self.a.files[name], _BUFFERS) as of_a,
+            SliceReader(self.b.files[name], _BUFFERS) as of_b,
         ):
-            for offsets, sizes in slabs(left.entry.shape, itemsize, _BUFFERS.block):
-                n_bytes = prod(sizes) * itemsize
+            for part in blocks(left.entry.shape, item_bytes, _BUFFERS.block):
+                n_bytes = part.n_elements * item_bytes
                 if not n_bytes:
                     return None
-                for reader, tensor, block in ((of_a, left, blocks[0]), (of_b, right, blocks[1])):
-                    _fill(reader, tensor, Box(offsets, sizes, ()), block)
+                of_a.fill_block(left, part, buffers[0])
+                of_b.fill_block(right, part, buffers[1])
                 told.add(n_bytes)
-                if blocks[0][:n_bytes] != blocks[1][:n_bytes]:
-                    at = _first(blocks[0][:n_bytes], blocks[1][:n_bytes]) // itemsize * itemsize
-                    where = _element(offsets, sizes, at // itemsize)
-                    said = [
-                        f"{bytes(block[at : at + itemsize]).hex()} at {where}" for block in blocks
-                    ]
+                a, b = (buffer[:n_bytes] for buffer in buffers)
+                if a != b:
+                    number = _first(a, b) // item_bytes
+                    at, end = number * item_bytes, (number + 1) * item_bytes
+                    where = _index(part, number)
+                    said = [f"{bytes(buffer[at:end]).hex()} at {where}" for buffer in (a, b)]
                     return said[0], said[1]
         return None
 
@@ -251,7 +248,7 @@ def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[
         yield Difference(name, "dtype", a.dtype, b.dtype)
     if a.shape != b.shape:
         yield Difference(name, "shape", str(a.shape), str(b.shape))
-    elif _boxes(left) != _boxes(right):
+    elif _slices(left) != _slices(right):
         said = [f"{len(t.chunks)} chunk{'' if len(t.chunks) == 1 else 's'}" for t in (left, right)]
         yield Difference(name, "layout", said[0], said[1])
 
@@ -261,12 +258,8 @@ def _alike(left: SourceTensor, right: SourceTensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.dtype in WRITABLE
 
 
-def _boxes(tensor: SourceTensor) -> list[object]:
-    return [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-
-
-def _n_bytes(tensor: SourceTensor) -> int:
-    return prod(tensor.entry.shape) * DTYPE_SIZES[tensor.entry.dtype]
+def _slices(tensor: SourceTensor) -> list[TensorSlice]:
+    return [chunk.elements for chunk in tensor.chunks]
 
 
 def _said(entry: Entry | None) -> str | None:
@@ -275,16 +268,6 @@ def _said(entry: Entry | None) -> str | None:
     if isinstance(entry, SourceBytes):
         return "no tensor"
     return f"{entry.entry.dtype} {entry.entry.shape}"
-
-
-def _fill(reader: Reader, tensor: SourceTensor, slab: Box, block: memoryview) -> None:
-    strides = row_major(slab.sizes, DTYPE_SIZES[tensor.entry.dtype])
-    for overlap in overlaps(tensor, slab):
-        chunk = tensor.chunks[overlap.number]
-        within = tuple(o - s for o, s in zip(overlap.offsets, chunk.offsets, strict=True))
-        places = zip(overlap.offsets, slab.offsets, strict=True)
-        at = sum((o - s) * stride for (o, s), stride in zip(places, strides, strict=True))
-        reader.fill(tensor, overlap.number, within, overlap.sizes, block, at, strides)
 
 
 def _first(left: memoryview, right: memoryview) -> int:
@@ -299,10 +282,10 @@ def _first(left: memoryview, right: memoryview) -> int:
     return low
 
 
-def _element(offsets: Sequence[int], sizes: Sequence[int], number: int) -> tuple[int, ...]:
-    """The index of an element of a box, by its number in row-major order."""
+def _index(part: TensorSlice, number: int) -> tuple[int, ...]:
+    """The index of an element of a slice, by its number in row-major order."""
     index = []
-    for offset, size in zip(reversed(offsets), reversed(sizes), strict=True):
+    for offset, size in zip(reversed(part.offsets), reversed(part.sizes), strict=True):
         number, at = divmod(number, size)
         index.append(offset + at)
     return tuple(reversed(index))

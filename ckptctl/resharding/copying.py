@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.model import DTYPE_SIZES
+from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.records.verification import Passing, check_parts
-from ckptctl.resharding.cutting import Box
-from ckptctl.resharding.elements import row_major, slabs
-from ckptctl.resharding.planning import TargetFile, overlaps
-from ckptctl.resharding.reading import Buffers, Damage, Piece, Reader, SourceFiles
+from ckptctl.resharding.planning import TargetFile
+from ckptctl.resharding.reading import Buffers, Damage, Piece, SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourceBytes, SourceTensor
 
 
@@ -57,15 +54,15 @@ class FileCopy:
         """
         self.proof.clear()
         block = memoryview(bytearray(self.buffers.block))
-        with Reader(self.files, self.buffers) as reader:
+        with SliceReader(self.files, self.buffers) as reader:
             for item in self.file.items:
                 if isinstance(item.entry, SourceBytes):
                     yield from self._as_it_is(item.entry, reader, block)
-                elif item.box is not None:
-                    yield from self._cut(item.entry, item.box, reader, block)
+                elif item.elements is not None:
+                    yield from self._record(item.entry, item.elements, reader, block)
 
     def _as_it_is(
-        self, entry: SourceBytes, reader: Reader, block: memoryview
+        self, entry: SourceBytes, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
         """A record that is no tensor: copied whole, and proven on the way."""
         record = entry.record
@@ -95,7 +92,7 @@ class FileCopy:
             message = f"{names} does not match the checksum saved with it"
             raise Damage(self.files.finding("record.crc", record, message))
 
-    def _tail(self, entry: SourceBytes, reader: Reader) -> bytes:
+    def _tail(self, entry: SourceBytes, reader: SliceReader) -> bytes:
         record = entry.record
         needed = min(TAIL, record.length)
         while True:
@@ -106,29 +103,34 @@ class FileCopy:
                 return bytes(tail)
             needed = more
 
-    def _cut(
-        self, tensor: SourceTensor, box: Box, reader: Reader, block: memoryview
+    def _record(
+        self, tensor: SourceTensor, wanted: TensorSlice, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
-        """The record of a box, made of those of the chunks that share elements with it."""
-        frame = tensor_frame(tensor.entry.dtype, box.sizes)
+        """The record of a slice, made of the records of the chunks that it overlaps."""
+        frame = tensor_frame(tensor.entry.dtype, wanted.sizes)
         yield memoryview(frame.before)
         crc = Crc()
-        yield from self.elements(tensor, box, reader, block, crc)
+        yield from self.elements(tensor, wanted, reader, block, crc)
         yield memoryview(frame.after(crc.value))
 
     def elements(
-        self, tensor: SourceTensor, box: Box, reader: Reader, block: memoryview, crc: Crc
+        self,
+        tensor: SourceTensor,
+        wanted: TensorSlice,
+        reader: SliceReader,
+        block: memoryview,
+        crc: Crc,
     ) -> Iterator[memoryview]:
-        """The elements of a box in row-major order, and their checksum."""
+        """The elements of a slice in row-major order, and their checksum."""
         from zlib_ng.zlib_ng import crc32, crc32_combine
 
-        itemsize = DTYPE_SIZES[tensor.entry.dtype]
-        for offsets, sizes in slabs(box.sizes, itemsize, len(block)):
-            n_bytes = prod(sizes) * itemsize
+        for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
+            n_bytes = part.n_elements * tensor.item_bytes
             if not n_bytes:
                 return
-            at = tuple(map(sum, zip(box.offsets, offsets, strict=True)))
-            runs = self._fill(tensor, Box(at, sizes, ()), reader, block)
+            runs = reader.fill_block(tensor, part.moved(wanted.offsets), block)
+            for run in runs:
+                self._prove(run)
             data = block[:n_bytes]
             if sum(run.length for run in runs) == n_bytes:
                 for run in runs:
@@ -137,27 +139,6 @@ class FileCopy:
                 crc.value = crc32(data, crc.value)
             self._told(n_bytes)
             yield data
-
-    def _fill(
-        self, tensor: SourceTensor, slab: Box, reader: Reader, block: memoryview
-    ) -> list[Piece]:
-        """Fill the block; the runs of the source that went over as they lie, in order."""
-        strides = row_major(slab.sizes, DTYPE_SIZES[tensor.entry.dtype])
-        runs: list[tuple[int, Piece]] = []
-        for overlap in overlaps(tensor, slab):
-            chunk = tensor.chunks[overlap.number]
-            within = tuple(o - s for o, s in zip(overlap.offsets, chunk.offsets, strict=True))
-            target_at = sum(
-                (o - s) * stride
-                for o, s, stride in zip(overlap.offsets, slab.offsets, strides, strict=True)
-            )
-            run = reader.fill(
-                tensor, overlap.number, within, overlap.sizes, block, target_at, strides
-            )
-            if run is not None:
-                runs.append((target_at, run))
-                self._prove(run)
-        return [run for _, run in sorted(runs)]
 
     def _prove(self, run: Piece) -> None:
         from zlib_ng.zlib_ng import crc32_combine

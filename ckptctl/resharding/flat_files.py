@@ -39,7 +39,9 @@ from ckptctl.model import (
     Metadata,
     TensorEntry,
 )
-from ckptctl.resharding.reading import Damage, Opened, SourceFiles, aligned, check_held
+from ckptctl.records.slices import TensorSlice
+from ckptctl.records.strided_copy import aligned
+from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.storage.contract import Span, Store
@@ -233,7 +235,7 @@ def _part(
         kind = kinds[fqn]
         if fqn in stubs:
             entry = metadata.tensors[fqn]
-            chunk = SourceChunk((0,) * len(entry.shape), entry.shape, place)
+            chunk = SourceChunk(TensorSlice.whole(entry.shape), place)
             tensors.append(SourceTensor(entry, (chunk,), kind.names[0], kind.rank, 1))
         else:
             others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))

@@ -23,9 +23,9 @@ from ckptctl.judge.part_checks import folder_of
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import FileInfo, Level, Part, PartFormat
 from ckptctl.records.byte_pass import OnProgress
-from ckptctl.resharding.cutting import Mesh
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.flat_files import read_flat
+from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.results import Converted, not_converted

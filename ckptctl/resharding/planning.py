@@ -10,12 +10,9 @@ from __future__ import annotations
 import hashlib
 import heapq
 import uuid
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
-from typing import NamedTuple
 
 from ckptctl.checks.words import counted, inside, some_of
 from ckptctl.errors import UsageError
@@ -23,8 +20,16 @@ from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.layouts import METADATA
 from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
-from ckptctl.model import DTYPE_SIZES
-from ckptctl.resharding.cutting import Box, Mesh, ShardRule, check_rules, cut, rule_for, whole
+from ckptctl.records.slices import TensorSlice
+from ckptctl.resharding.mesh import (
+    Mesh,
+    RankSlice,
+    ShardRule,
+    check_rules,
+    replicated,
+    rule_for,
+    sharded,
+)
 from ckptctl.resharding.results import RankShare
 from ckptctl.resharding.sources import (
     RankFile,
@@ -33,8 +38,6 @@ from ckptctl.resharding.sources import (
     SourcePart,
     SourceTensor,
 )
-
-Dims = tuple[int, ...]
 
 TINY_BYTES = 1024
 """A tensor of one chunk and up to so many bytes is not cut: every rank reads it anyway."""
@@ -61,25 +64,17 @@ class Wanted:
 
     mesh: Mesh
     rules: tuple[ShardRule, ...] = ()
-    like: Mapping[tuple[str, str], tuple[Box, ...]] | None = None
+    like: Mapping[tuple[str, str], tuple[RankSlice, ...]] | None = None
     per_rank: PerRank = PerRank.KEEP
     only_model: bool = False
 
 
-class Overlap(NamedTuple):
-    """Elements that chunk number `number` and a box share, in the tensor's coordinates."""
-
-    number: int
-    offsets: Dims
-    sizes: Dims
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What lies at `start` of a target file: box number `box` of a tensor, or a bytes entry."""
+    """What lies at `start` of a target file: `elements` of a tensor, or a bytes entry."""
 
     entry: SourceTensor | SourceBytes
-    box: Box | None
+    elements: TensorSlice | None
     start: int
     length: int
 
@@ -174,44 +169,14 @@ def shares(plan: Plan) -> Iterator[RankShare]:
     for file in plan.shards:
         n_reads = n_bytes = 0
         for item in file.items:
-            if isinstance(item.entry, SourceBytes) or item.box is None:
+            if isinstance(item.entry, SourceBytes) or item.elements is None:
                 n_reads += 1
                 n_bytes += item.length
                 continue
-            itemsize = _itemsize(item.entry)
-            for overlap in overlaps(item.entry, item.box):
+            for overlap in item.entry.overlaps(item.elements):
                 n_reads += 1
-                n_bytes += prod(overlap.sizes) * itemsize
+                n_bytes += overlap.elements.n_elements * item.entry.item_bytes
         yield RankShare(file.rank, file.path, len(file.items), file.n_bytes, n_reads, n_bytes)
-
-
-def overlaps(tensor: SourceTensor, box: Box) -> Iterator[Overlap]:
-    """The parts of a box, by the source chunks that hold them, in their order."""
-    chunks = tensor.chunks
-    if not box.offsets:
-        yield Overlap(0, (), ())
-        return
-    first, end = box.offsets[0], box.offsets[0] + box.sizes[0]
-    # Chunks are in the order of their first offsets: none behind `end` can overlap, and
-    # those that begin before the box do so by less than the longest chunk has.
-    low = bisect_left(chunks, first - tensor.longest + 1, key=lambda chunk: chunk.offsets[0])
-    for number in range(low, len(chunks)):
-        chunk = chunks[number]
-        if chunk.offsets[0] >= end:
-            return
-        starts = tuple(map(max, chunk.offsets, box.offsets))
-        sizes = tuple(
-            min(a + n, b + m) - start
-            for a, n, b, m, start in zip(
-                chunk.offsets, chunk.sizes, box.offsets, box.sizes, starts, strict=True
-            )
-        )
-        if min(sizes) > 0:
-            yield Overlap(number, starts, sizes)
-
-
-def _itemsize(tensor: SourceTensor) -> int:
-    return DTYPE_SIZES[tensor.entry.dtype]
 
 
 def one_writer(source: Source) -> bool:
@@ -272,17 +237,17 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
     n_ranks = wanted.mesh.world_size
     tensors = [t for t in part.tensors if _goes_along(t, wanted)]
     others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
-    boxes = [boxes_for(part, tensor, wanted, alone) for tensor in tensors]
+    slices = [slices_for(part, tensor, wanted, alone) for tensor in tensors]
     files = tuple(TargetFile(inside(part.path, f"__{r}_0.distcp"), r) for r in range(n_ranks))
     owners = _Owners(n_ranks)
     placed = [
-        [owners.fixed(box, _n_bytes(tensor, box)) for box in bs]
-        for tensor, bs in zip(tensors, boxes, strict=True)
+        [owners.fixed(one, _n_bytes(tensor, one)) for one in own]
+        for tensor, own in zip(tensors, slices, strict=True)
     ]
-    for n, tensor in sorted(enumerate(tensors), key=lambda each: -_n_bytes_whole(each[1])):
-        for b, box in enumerate(boxes[n]):
-            if placed[n][b] is None:
-                placed[n][b] = owners.lightest(box.ranks, _n_bytes(tensor, box))
+    for n, tensor in sorted(enumerate(tensors), key=lambda each: -each[1].n_bytes):
+        for at, one in enumerate(slices[n]):
+            if placed[n][at] is None:
+                placed[n][at] = owners.lightest(one.ranks, _n_bytes(tensor, one))
     entries: list[SavedTensor | SavedBytes] = []
     everyone = tuple(range(n_ranks))
     # torch, too, writes what is no tensor in front.
@@ -291,18 +256,18 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
         length, transforms = other.record.length, other.record.transforms
         entries.append(SavedBytes(other.fqn, _name(file), file.n_bytes, length, transforms))
         _append(file, other, None, length)
-    for tensor, bs, ranks in zip(tensors, boxes, placed, strict=True):
+    for tensor, own, ranks in zip(tensors, slices, placed, strict=True):
         chunks = []
-        for box, rank in zip(bs, ranks, strict=True):
+        for one, rank in zip(own, ranks, strict=True):
             file = files[rank or 0]
-            length = tensor_frame(tensor.entry.dtype, box.sizes).length
-            chunks.append(SavedChunk(box.offsets, box.sizes, _name(file), file.n_bytes, length))
-            _append(file, tensor, box, length)
+            length = tensor_frame(tensor.entry.dtype, one.elements.sizes).length
+            chunks.append(SavedChunk(*one.elements, _name(file), file.n_bytes, length))
+            _append(file, tensor, one.elements, length)
         entries.append(_saved(tensor, chunks))
     known = {entry.fqn for entry in entries}
     paths = {fqn: path for fqn, path in part.paths.items() if fqn in known}
-    n_cut = sum(len(bs) > 1 for bs in boxes)
-    return PartPlan(part, files, tuple(entries), paths, n_cut, len(boxes) - n_cut)
+    n_cut = sum(len(own) > 1 for own in slices)
+    return PartPlan(part, files, tuple(entries), paths, n_cut, len(slices) - n_cut)
 
 
 def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
@@ -311,18 +276,18 @@ def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
     return not (wanted.per_rank is PerRank.DROP and entry.rank is not None)
 
 
-def boxes_for(
+def slices_for(
     part: SourcePart, tensor: SourceTensor, wanted: Wanted, alone: bool
-) -> tuple[Box, ...]:
-    """The boxes of a tensor in the new step."""
+) -> tuple[RankSlice, ...]:
+    """The slices of a tensor in the new step."""
     entry, n_ranks = tensor.entry, wanted.mesh.world_size
     if wanted.like is not None:
         like = wanted.like.get((part.path, entry.fqn))
-        return like if like is not None else whole(entry.shape, n_ranks)
+        return like if like is not None else replicated(entry.shape, n_ranks)
     rule = rule_for(entry.fqn, wanted.rules)
     if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, alone)):
-        return whole(entry.shape, n_ranks)
-    return cut(entry.shape, wanted.mesh, rule.dim if rule else None)
+        return replicated(entry.shape, n_ranks)
+    return sharded(entry.shape, wanted.mesh, rule.dim if rule else None)
 
 
 def _is_cut(tensor: SourceTensor, alone: bool) -> bool:
@@ -330,30 +295,26 @@ def _is_cut(tensor: SourceTensor, alone: bool) -> bool:
     if tensor.n_cut > 1:
         return True
     of_model = tensor.kind in ("model", "optimizer")
-    return alone and of_model and _n_bytes_whole(tensor) > TINY_BYTES
+    return alone and of_model and tensor.n_bytes > TINY_BYTES
 
 
-def _n_bytes(tensor: SourceTensor, box: Box) -> int:
-    return box.n_elements * _itemsize(tensor)
-
-
-def _n_bytes_whole(tensor: SourceTensor) -> int:
-    return prod(tensor.entry.shape) * _itemsize(tensor)
+def _n_bytes(tensor: SourceTensor, one: RankSlice) -> int:
+    return one.elements.n_elements * tensor.item_bytes
 
 
 class _Owners:
-    """Who writes what: boxes that one rank holds are its own, the others go to the lightest."""
+    """Assign slices to ranks: a slice that several ranks hold goes to the lightest of them."""
 
     def __init__(self, n_ranks: int) -> None:
         self._loads = [0] * n_ranks
         self._heap: list[tuple[int, int]] | None = None
 
-    def fixed(self, box: Box, n_bytes: int) -> int | None:
-        """The one rank that holds a box; None where several do."""
-        if len(box.ranks) > 1:
+    def fixed(self, one: RankSlice, n_bytes: int) -> int | None:
+        """The only rank that holds a slice; None if several do."""
+        if len(one.ranks) > 1:
             return None
-        self._loads[box.ranks[0]] += n_bytes
-        return box.ranks[0]
+        self._loads[one.ranks[0]] += n_bytes
+        return one.ranks[0]
 
     def lightest(self, ranks: Sequence[int], n_bytes: int) -> int:
         """The rank among `ranks` that has the least to write so far."""
@@ -382,9 +343,9 @@ def _name(file: TargetFile) -> str:
 
 
 def _append(
-    file: TargetFile, entry: SourceTensor | SourceBytes, box: Box | None, length: int
+    file: TargetFile, entry: SourceTensor | SourceBytes, elements: TensorSlice | None, length: int
 ) -> None:
-    file.items.append(Item(entry, box, file.n_bytes, length))
+    file.items.append(Item(entry, elements, file.n_bytes, length))
     file.n_bytes += length
 
 

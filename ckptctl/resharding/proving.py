@@ -87,7 +87,7 @@ def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Dama
     place = record.tensor.chunks[record.number].record
     name = record.tensor.entry.fqn
     if len(record.tensor.chunks) > 1:
-        name += f" at {record.tensor.chunks[record.number].offsets}"
+        name += f" at {record.tensor.chunks[record.number].elements.offsets}"
     saved = opened.crc or 0
     message = f"{name} has the CRC-32 {crc:08x} in {opened.n_bytes:,} bytes, saved was {saved:08x}"
     return Damage(files.finding("record.crc", place, message))

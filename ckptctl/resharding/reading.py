@@ -27,9 +27,10 @@ from ckptctl.formats.archive.directory import (
 )
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.model import DTYPE_SIZES, ByteRange
+from ckptctl.records.slices import Dims, TensorSlice, is_contiguous, position, row_major
+from ckptctl.records.strided_copy import Strided, aligned, copy_strided
 from ckptctl.records.tensor_records import Unfit, tensor_in
 from ckptctl.records.zstd import Unpacker, require_zstd
-from ckptctl.resharding.elements import ALIGNED, Dims, move, row_major
 from ckptctl.resharding.sources import SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
@@ -39,7 +40,6 @@ _WASTE = 4
 ZSTD = "stream.zstd/1"
 """The transform that is undone while reading."""
 
-"""The transform that is undone while reading."""
 _FRAME_BYTES = 1 << 20
 
 
@@ -183,7 +183,7 @@ class SourceFiles:
                 f"which cannot be undone here; {ZSTD} can"
             )
         require_zstd()
-        length = prod(chunk.sizes) * DTYPE_SIZES[tensor.entry.dtype] + _FRAME_BYTES
+        length = chunk.elements.n_elements * tensor.item_bytes + _FRAME_BYTES
         check_held(tensor, length, held_limit)
         (packed,) = self._read(chunk.record, [(0, chunk.record.length)])
         unpacker = Unpacker(length)
@@ -215,7 +215,7 @@ def _described(
     check_headers(directory, view)
     stub = tensor_in(directory, view)
     # The chunk may be one of several that ranks described on their own.
-    sizes = chunk.sizes
+    sizes = chunk.elements.sizes
     n_elements = prod(sizes)
     if stub.dtype != tensor.entry.dtype or (stub.shape != sizes and n_elements):
         raise Unfit("record.mismatch", f"it holds {stub.dtype} of shape {stub.shape}")
@@ -254,13 +254,19 @@ def check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
         )
 
 
-def aligned(data: bytes) -> memoryview:
-    """A buffer that holds the bytes, of such a length as `move` takes."""
-    return memoryview(data + bytes(-len(data) % ALIGNED))
+class _FileSlice(NamedTuple):
+    """Elements in a shard file: the first begins at byte `at`; `strides` are in bytes."""
+
+    name: str
+    at: int
+    strides: Dims
 
 
-class Reader:
-    """Reads boxes of one source folder in one thread; closes its files when it is closed."""
+class SliceReader:
+    """Reads slices of tensors from one source folder, in one thread.
+
+    A context manager: it keeps a few shard files open until it is closed.
+    """
 
     def __init__(self, files: SourceFiles, buffers: Buffers) -> None:
         self._files = files
@@ -280,40 +286,52 @@ class Reader:
             self._open.move_to_end(name)
         file.read_into(offset, buffer)
 
-    def fill(
-        self,
-        tensor: SourceTensor,
-        number: int,
-        offsets: Dims,
-        sizes: Dims,
-        target: memoryview,
-        target_at: int,
-        target_strides: Dims,
-    ) -> Piece | None:
-        """Put a box of chunk `number` into `target`; `offsets` count from the chunk's own.
+    def fill_block(
+        self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
+    ) -> list[Piece]:
+        """Put a slice of a tensor into `block`, in row-major order.
 
-        Where the box lies in one run in both, gives that run with its checksum.
+        Returns the runs that were copied as they lie in the source, in the order in
+        which they lie in the block. Raises `Damage`.
+        """
+        target = Strided(block, 0, row_major(wanted.sizes, tensor.item_bytes))
+        runs: list[tuple[int, Piece]] = []
+        for overlap in tensor.overlaps(wanted):
+            chunk = tensor.chunks[overlap.number]
+            into = target.at(overlap.elements.relative_to(wanted).offsets)
+            within = overlap.elements.relative_to(chunk.elements)
+            run = self._fill(tensor, overlap.number, within, into)
+            if run is not None:
+                runs.append((into.first, run))
+        return [run for _, run in sorted(runs)]
+
+    def _fill(
+        self, tensor: SourceTensor, number: int, within: TensorSlice, target: Strided
+    ) -> Piece | None:
+        """Put a slice of chunk `number` into `target`; `within` counts from the chunk's start.
+
+        Returns the run with its checksum if the slice is one run on both sides.
         """
         from zlib_ng.zlib_ng import crc32
 
-        record = tensor.chunks[number].record
+        chunk = tensor.chunks[number]
+        record, item_bytes = chunk.record, tensor.item_bytes
         opened = self._opened(tensor, number)
-        itemsize = DTYPE_SIZES[tensor.entry.dtype]
-        first = opened.first + sum(o * s for o, s in zip(offsets, opened.strides, strict=True))
         if opened.held is not None:
-            strides = opened.strides
-            move(target, target_at, target_strides, opened.held, first, strides, sizes, itemsize)
+            source = Strided(opened.held, opened.first, opened.strides).at(within.offsets)
+            copy_strided(target, source, within.sizes, item_bytes)
             return None
-        n_bytes = prod(sizes) * itemsize
-        strides = row_major(tensor.chunks[number].sizes, itemsize)
-        if _is_run(sizes, strides, itemsize) and _is_run(sizes, target_strides, itemsize):
-            into = target[target_at : target_at + n_bytes]
+        strides = row_major(chunk.elements.sizes, item_bytes)
+        first = opened.first + position(within.offsets, strides)
+        sizes, n_bytes = within.sizes, within.n_elements * item_bytes
+        if is_contiguous(sizes, strides, item_bytes) and is_contiguous(
+            sizes, target.strides, item_bytes
+        ):
+            into = target.buffer[target.first : target.first + n_bytes]
             self.read(record.file, opened.start + first, into)
             return Piece(record.file, record.offset, first, n_bytes, crc32(into))
-        self._gather(
-            record.file, opened.start + first, strides, sizes, itemsize,
-            target, target_at, target_strides,
-        )  # fmt: skip
+        source_at = _FileSlice(record.file, opened.start + first, strides)
+        self._gather(source_at, sizes, item_bytes, target)
         return None
 
     def _opened(self, tensor: SourceTensor, number: int) -> Opened:
@@ -327,37 +345,23 @@ class Reader:
             self._held = key, opened
         return opened
 
-    def _gather(
-        self,
-        name: str,
-        at: int,
-        strides: Dims,
-        sizes: Dims,
-        itemsize: int,
-        target: memoryview,
-        target_at: int,
-        target_strides: Dims,
-    ) -> None:
-        """Read a box that lies in many runs: bands of it at once, where little lies between."""
-        n_bytes = prod(sizes) * itemsize
-        span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + itemsize
+    def _gather(self, source: _FileSlice, sizes: Dims, item_bytes: int, target: Strided) -> None:
+        """Read a slice that is many runs: ranges of it at once, where gaps are short."""
+        n_bytes = prod(sizes) * item_bytes
+        span = item_bytes + position([n - 1 for n in sizes], source.strides)
         near = span <= max(_WASTE * n_bytes, self._files.near)
         if span <= len(self._band) and near:
-            self.read(name, at, self._band[:span])
-            move(target, target_at, target_strides, self._band, 0, strides, sizes, itemsize)
+            self.read(source.name, source.at, self._band[:span])
+            copy_strided(target, Strided(self._band, 0, source.strides), sizes, item_bytes)
             return
         along = next(d for d, n in enumerate(sizes) if n > 1)
         half = sizes[along] // 2
         for start, n in ((0, half), (half, sizes[along] - half)):
             self._gather(
-                name,
-                at + start * strides[along],
-                strides,
+                source._replace(at=source.at + start * source.strides[along]),
                 (*sizes[:along], n, *sizes[along + 1 :]),
-                itemsize,
-                target,
-                target_at + start * target_strides[along],
-                target_strides,
+                item_bytes,
+                target._replace(first=target.first + start * target.strides[along]),
             )
 
     def close(self) -> None:
@@ -365,18 +369,8 @@ class Reader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> SliceReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _is_run(sizes: Dims, strides: Dims, itemsize: int) -> bool:
-    """Whether a box lies in one run of bytes."""
-    expected = itemsize
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

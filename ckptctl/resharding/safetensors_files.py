@@ -28,8 +28,8 @@ from ckptctl.formats.safetensors import (
     parse_index,
 )
 from ckptctl.formats.state_keys import entry_kinds
-from ckptctl.model import DTYPE_SIZES, ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
-from ckptctl.resharding.elements import row_major
+from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
+from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles
 from ckptctl.resharding.sources import SourceChunk, SourcePart, SourceTensor
 from ckptctl.storage.contract import Store
@@ -100,7 +100,7 @@ class _Files(SourceFiles):
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:  # noqa: ARG002
         """See `SourceFiles.opened`: elements are row-major, and have no frame."""
         chunk = tensor.chunks[number]
-        strides = row_major(chunk.sizes, DTYPE_SIZES[tensor.entry.dtype])
+        strides = row_major(chunk.elements.sizes, tensor.item_bytes)
         return Opened(chunk.record.offset, chunk.record.length, None, 0, strides, True)
 
     def check_unchanged(self) -> None:
@@ -148,7 +148,7 @@ def _part(
     tensors = []
     for name, entry in entries.items():
         chunks_of = [
-            SourceChunk(box.offsets, box.shape, place)
+            SourceChunk(TensorSlice(box.offsets, box.shape), place)
             for box, place in sorted(boxes[name], key=lambda each: each[0].offsets)
             if 0 not in box.shape or 0 in entry.shape
         ]

@@ -8,9 +8,10 @@ the question of `planning`.
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import UsageError
@@ -19,17 +20,31 @@ from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_rank, shard_rank
 from ckptctl.formats.state_keys import entry_kinds, kind_of_file
 from ckptctl.judge.looking import Looked
-from ckptctl.model import SHARDED, ByteRange, FileInfo, Metadata, Part, PartFormat, TensorEntry
-
-Dims = tuple[int, ...]
+from ckptctl.model import (
+    DTYPE_SIZES,
+    SHARDED,
+    ByteRange,
+    FileInfo,
+    Metadata,
+    Part,
+    PartFormat,
+    TensorEntry,
+)
+from ckptctl.records.slices import Dims, TensorSlice
 
 
 class SourceChunk(NamedTuple):
-    """A box of a tensor, in elements, and its record."""
+    """A slice of a tensor, and the byte range of its record."""
 
-    offsets: Dims
-    sizes: Dims
+    elements: TensorSlice
     record: ByteRange
+
+
+class ChunkOverlap(NamedTuple):
+    """The elements that chunk number `number` and a slice share."""
+
+    number: int
+    elements: TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,37 @@ class SourceTensor:
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        lengths = (chunk.sizes[0] for chunk in self.chunks if chunk.sizes)
+        lengths = (c.elements.sizes[0] for c in self.chunks if c.elements.sizes)
         object.__setattr__(self, "longest", max(lengths, default=0))
+
+    @property
+    def item_bytes(self) -> int:
+        """The size of an element in bytes."""
+        return DTYPE_SIZES[self.entry.dtype]
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return prod(self.entry.shape) * self.item_bytes
+
+    def overlaps(self, wanted: TensorSlice) -> Iterator[ChunkOverlap]:
+        """The parts of a slice of this tensor, by the chunks that hold them, in their order."""
+        if not wanted.offsets:
+            yield ChunkOverlap(0, wanted)
+            return
+        first, end = wanted.offsets[0], wanted.ends[0]
+        # Chunks are in the order of their first offsets: none after `end` can overlap, and
+        # one that begins before the slice does so by less than the longest chunk has.
+        low = bisect_left(
+            self.chunks, first - self.longest + 1, key=lambda chunk: chunk.elements.offsets[0]
+        )
+        for number in range(low, len(self.chunks)):
+            chunk = self.chunks[number].elements
+            if chunk.offsets[0] >= end:
+                return
+            common = chunk.overlap(wanted)
+            if common is not None:
+                yield ChunkOverlap(number, common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +230,8 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
                 continue
             # Ranks that kept metadata of their own each hold what is replicated.
             offsets = chunks.offsets_of(number)
-            held.setdefault(offsets, SourceChunk(offsets, sizes, record))
-    in_order = sorted(held.values(), key=itemgetter(0))
+            held.setdefault(offsets, SourceChunk(TensorSlice(offsets, sizes), record))
+    in_order = sorted(held.values(), key=lambda chunk: chunk.elements.offsets)
     return SourceTensor(first, tuple(in_order[:1] if is_empty else in_order), kind, rank, n_cut)
 
 

@@ -22,8 +22,9 @@ from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.cutting import Box, Mesh, check_mesh, parse_mesh, parse_rules
+from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, write
+from ckptctl.resharding.mesh import Mesh, RankSlice, check_mesh, parse_mesh, parse_rules
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
 from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.results import Reshard
@@ -342,7 +343,7 @@ def _like(asked: _Asked, opening: Opening) -> Wanted:
                 f"--like {found.url}: the step is {looked.report.verdict.value}",
                 next_command=f"ckptctl verify {shlex.quote(found.url)}",
             )
-        boxes: dict[tuple[str, str], tuple[Box, ...]] = {}
+        slices: dict[tuple[str, str], tuple[RankSlice, ...]] = {}
         n_ranks = 0
         for look_at in looked.parts:
             ranks = [shard_rank(file.path) for file in look_at.part.files]
@@ -350,19 +351,22 @@ def _like(asked: _Asked, opening: Opening) -> Wanted:
             for metadata in look_at.metadata:
                 for fqn, tensor in metadata.tensors.items():
                     held = [
-                        Box(chunk.offsets, chunk.sizes, (shard_rank(chunk.byte_range.file) or 0,))
+                        RankSlice(
+                            TensorSlice(chunk.offsets, chunk.sizes),
+                            (shard_rank(chunk.byte_range.file) or 0,),
+                        )
                         for chunk in tensor.chunks
                         if chunk.byte_range is not None
                         and (0 not in chunk.sizes or 0 in tensor.shape)
                     ]
                     key = (look_at.part.path, fqn)
-                    known = {box.offsets for box in boxes.get(key, ())}
-                    more = tuple(box for box in held if box.offsets not in known)
-                    boxes[key] = (*boxes.get(key, ()), *more)
+                    known = {one.elements.offsets for one in slices.get(key, ())}
+                    more = tuple(one for one in held if one.elements.offsets not in known)
+                    slices[key] = (*slices.get(key, ()), *more)
     if not n_ranks:
         raise UsageError(f"--like {found.url} has no shard files whose layout could be taken")
     mesh = Mesh((("dp", n_ranks),))
-    return Wanted(mesh, (), boxes, asked.per_rank, asked.only_model)
+    return Wanted(mesh, (), slices, asked.per_rank, asked.only_model)
 
 
 def with_finding(report: Report, finding: Finding) -> Report:

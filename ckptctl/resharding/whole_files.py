@@ -13,21 +13,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.judge.step_files import list_step
-from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.byte_pass import Limits, OnProgress, Piece, read_runs
+from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.copying import Crc, FileCopy
-from ckptctl.resharding.cutting import whole
 from ckptctl.resharding.executing import Place, check_space
 from ckptctl.resharding.journal import work_folder
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.proving import prove
 from ckptctl.resharding.reading import Piece as Run
-from ckptctl.resharding.reading import Reader, SourceFiles
+from ckptctl.resharding.reading import SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
 from ckptctl.resharding.writing import Budget, Told, in_threads
 from ckptctl.storage.local import LocalStore
@@ -44,7 +42,7 @@ class WholeTensor:
     @property
     def n_bytes(self) -> int:
         """The bytes of its elements."""
-        return prod(self.tensor.entry.shape) * DTYPE_SIZES[self.tensor.entry.dtype]
+        return self.tensor.n_bytes
 
 
 class WholeFile(Protocol):
@@ -200,10 +198,10 @@ class _Copy:
             copy = FileCopy(
                 TargetFile(self.file.name, 0), files, self._room.buffers, self._told.add
             )
-            (box,) = whole(one.tensor.entry.shape, 1)
+            every = TensorSlice.whole(one.tensor.entry.shape)
             crc = Crc()
-            with Reader(files, self._room.buffers) as reader:
-                yield from copy.elements(one.tensor, box, reader, block, crc)
+            with SliceReader(files, self._room.buffers) as reader:
+                yield from copy.elements(one.tensor, every, reader, block, crc)
             proof.setdefault(one.part.path, []).extend(copy.proof)
             crcs.append(crc.value)
             if len(crcs) == len(self.file.tensors):

@@ -22,17 +22,17 @@ from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs
+from ckptctl.records.element_reads import ElementChecksum, ElementRun, element_runs
 from ckptctl.records.opening import Framed, framed, is_plain_pickle
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Need, Reading, read_records
+from ckptctl.records.slices import TensorSlice, dense_order
 from ckptctl.records.tensor_records import Unfit
 from ckptctl.records.zstd import Unpacker, require_zstd
 from ckptctl.storage.contract import Kind, ShortRead, Store
-from ckptctl.train.boxes import Box
 from ckptctl.train.damage import Damage
-from ckptctl.train.placing import Placing, dense_order, elements, is_plain, memory_of
-from ckptctl.train.record_runs import Proof, RecordRun, runs_of
 from ckptctl.train.safe_values import safe_copy
+from ckptctl.train.tensor_copy import TensorSink, elements, is_plain, memory_of
 from ckptctl.train.torch_metadata import torch_dtype
 
 _ZSTD = "stream.zstd/1"
@@ -124,7 +124,7 @@ class RecordLoads:
         self._reach = _REACH[store.kind]
         self._waiting: list[_Waiting] = []
         self._n_waiting = 0
-        self._runs: list[RecordRun] = []
+        self._runs: list[ElementRun] = []
         self.loaded = Loaded()
 
     def load(self, wanted: Mapping[int, Sequence[ReadItem]]) -> Loaded:
@@ -300,16 +300,17 @@ class RecordLoads:
         order = order_of(tensor.stub)
         if order is None or not target.numel():  # without order it was read as a whole
             return
-        box = Box(tensor.stub.shape, tuple(item.storage_offsets), tuple(item.lengths))
-        proof = None
-        if tensor.has_crcs and (box.is_whole or (self._prove_slices and first)):
+        shape = tensor.stub.shape
+        wanted = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
+        checksum = None
+        if tensor.has_crcs and (wanted.sizes == shape or (self._prove_slices and first)):
             wrong = self._damage.wrong_crc(tensor.number, member)
-            proof = Proof(member.size, member.crc, wrong)
+            checksum = ElementChecksum(member.size, member.crc, wrong)
             self.loaded.n_proven += member.size
-        placing = Placing(box, order, dtype, target if aside is None else aside)
+        sink = TensorSink(shape, wanted, order, dtype, target if aside is None else aside)
         path = ranges.file_names[ranges.files[tensor.number]]
         at = ranges.starts[tensor.number] + member.start
-        self._runs += runs_of(path, at, placing, skip=self._reach.skip, proof=proof)
+        self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
     def _read_waiting(self) -> None:
         """Read what waits, and hand it to the planner."""

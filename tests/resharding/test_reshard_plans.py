@@ -11,7 +11,8 @@ import ckptctl
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor
 from ckptctl.model import ByteRange, Chunks, TensorEntry
-from ckptctl.resharding.cutting import Mesh, parse_mesh, parse_rules
+from ckptctl.records.slices import TensorSlice
+from ckptctl.resharding.mesh import Mesh, parse_mesh, parse_rules
 from ckptctl.resharding.planning import Wanted, plan, shares
 from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor
 
@@ -25,7 +26,10 @@ def large_source(report: ckptctl.Report) -> Source:
     tensors = []
     for t in range(N_TENSORS):
         chunks = tuple(
-            SourceChunk((r * each, 0), (each, 8), ByteRange(f"__{r}_0.distcp", t * length, length))
+            SourceChunk(
+                TensorSlice((r * each, 0), (each, 8)),
+                ByteRange(f"__{r}_0.distcp", t * length, length),
+            )
             for r in range(N_RANKS)
         )
         entry = TensorEntry(f"model.{t}.weight", "float32", (ROWS, 8), Chunks.of(2, []))
@@ -106,7 +110,11 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
         ((), "for how many ranks", "--world-size 8"),
         (("--mesh", "dp=2,xy=2"), "none of dp, fsdp", "--mesh dp=4,tp=2"),
         (("--mesh", "dp=0"), "is no dimension", "--mesh dp=4,tp=2"),
-        (("--mesh", "dp=2,tp=2"), "nothing is cut along tp=2", "--shard model.embed.weight=0"),
+        (
+            ("--mesh", "dp=2,tp=2"),
+            "no tensor is sharded along tp=2",
+            "--shard model.embed.weight=0",
+        ),
         (
             ("--mesh", "dp=2", "--world-size", "3"),
             "has 2 ranks, --world-size says 3",

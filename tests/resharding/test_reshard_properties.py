@@ -18,8 +18,8 @@ from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look
 from ckptctl.judge.verifying import open_target
 from ckptctl.model import DTYPE_SIZES, Level
-from ckptctl.resharding.cutting import Mesh, ShardRule, chunked, cut
 from ckptctl.resharding.executing import Place, Written, write
+from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
 from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Buffers
 from ckptctl.resharding.sources import source_of
@@ -95,7 +95,7 @@ THERE_AND_BACK = {
 
 
 def there_and_back(step, mesh, dim, block, transposed, n_files) -> None:
-    """Cut a step anew, and back as it was: the same bytes in the same boxes."""
+    """Cut a step anew, and back as it was: the same bytes in the same slices."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         source = folder / "a" / "step_1"
@@ -111,7 +111,7 @@ def there_and_back(step, mesh, dim, block, transposed, n_files) -> None:
         done = ckptctl.reshard(str(there), str(back), like=str(source))
         assert done.written, done.report.findings
         check_same(source, back)
-        assert boxes_of(back) == boxes_of(source)
+        assert slices_of(back) == slices_of(source)
 
 
 OUT_AND_IN = {
@@ -166,7 +166,7 @@ def test_out_and_in_again_gives_the_same_bytes(**example):
     out_and_in(**example)
 
 
-def boxes_of(step: Path) -> dict[str, set]:
+def slices_of(step: Path) -> dict[str, set]:
     from ckptctl.formats.metadata import decode_metadata
 
     read = decode_metadata((step / ".metadata").read_bytes())
@@ -186,9 +186,9 @@ def test_rows_are_cut_as_torch_cuts_them(n, n_parts):
 
 
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), mesh=MESHES)
-def test_the_boxes_of_a_tensor_fill_it_once_and_every_rank_holds_at_most_one(shape, mesh):
-    boxes = cut(shape, mesh, 0)
-    assert sum(box.n_elements for box in boxes) == prod(shape)
-    ranks = [rank for box in boxes for rank in box.ranks]
+def test_the_slices_of_a_tensor_fill_it_once_and_every_rank_holds_at_most_one(shape, mesh):
+    slices = sharded(shape, mesh, 0)
+    assert sum(one.elements.n_elements for one in slices) == prod(shape)
+    ranks = [rank for one in slices for rank in one.ranks]
     assert len(ranks) == len(set(ranks))
     assert set(ranks) <= set(range(mesh.world_size))

@@ -16,10 +16,10 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import planner as planning  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 
+from ckptctl.records.element_reads import ElementChecksum, element_runs  # noqa: E402
+from ckptctl.records.slices import TensorSlice, dense_order  # noqa: E402
 from ckptctl.train import Reader  # noqa: E402
-from ckptctl.train.boxes import Box  # noqa: E402
-from ckptctl.train.placing import Placing, dense_order  # noqa: E402
-from ckptctl.train.record_runs import Proof, runs_of  # noqa: E402
+from ckptctl.train.tensor_copy import TensorSink  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -33,15 +33,15 @@ DTYPES = (
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> tuple[Any, Box, Any]:
-    """A tensor as a record holds it, a box of it, and a tensor that wants the box."""
+def placed(draw: st.DrawFn) -> tuple[Any, TensorSlice, Any]:
+    """A tensor as a record holds it, a slice of it, and a tensor for the slice."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
     order = draw(st.permutations(range(len(shape))))
     dtype = draw(st.sampled_from(DTYPES))
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
     lengths = tuple(draw(st.integers(1, s - o)) for s, o in zip(shape, offsets, strict=True))
     target = strided(draw, lengths, draw(st.sampled_from((dtype, dtype, torch.complex64))))
-    return permuted(shape, order, dtype), Box(shape, offsets, lengths), target
+    return permuted(shape, order, dtype), TensorSlice(offsets, lengths), target
 
 
 def permuted(shape: tuple[int, ...], order: list[int], dtype: Any) -> Any:
@@ -73,36 +73,38 @@ def take_all(run: Any, data: bytes, limit: int) -> None:
 
 
 @given(placed(), st.integers(16, 200), st.integers(0, 50), st.booleans())
-def test_a_box_of_a_record_comes_to_its_tensor_and_the_record_is_proven(
-    case: tuple[Any, Box, Any], limit: int, skip: int, prove: bool
+def test_a_slice_of_a_record_is_copied_into_its_tensor_and_the_record_is_verified(
+    case: tuple[Any, TensorSlice, Any], limit: int, skip: int, prove: bool
 ):
-    source, box, target = case
+    source, wanted, target = case
     stored = source.permute(dense_order(source.shape, source.stride()) or ())
     assert stored.is_contiguous()
     data = b"before" + bytes(stored.reshape(-1).view(torch.uint8).numpy())
     wrong: list[int] = []
-    proof = Proof(len(data) - 6, zlib.crc32(data[6:]), wrong.append) if prove else None
-    placing = Placing(box, dense_order(source.shape, source.stride()), source.dtype, target)
-    for run in runs_of("file", 6, placing, skip=skip, proof=proof):
+    checksum = ElementChecksum(len(data) - 6, zlib.crc32(data[6:]), wrong.append) if prove else None
+    order = dense_order(source.shape, source.stride()) or ()
+    sink = TensorSink(tuple(source.shape), wanted, order, source.dtype, target)
+    for run in element_runs("file", 6, sink, skip=skip, checksum=checksum):
         take_all(run, data, limit)
-    there = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+    there = tuple(slice(o, o + n) for o, n in zip(wanted.offsets, wanted.sizes, strict=True))
     assert torch.equal(target, source[there].to(target.dtype))
     assert wrong == []
 
 
 @given(placed(), st.integers(16, 200), st.data())
-def test_a_changed_byte_anywhere_in_a_record_is_seen(
-    case: tuple[Any, Box, Any], limit: int, data: st.DataObject
+def test_a_changed_byte_anywhere_in_a_record_is_reported(
+    case: tuple[Any, TensorSlice, Any], limit: int, data: st.DataObject
 ):
-    source, box, target = case
+    source, wanted, target = case
     stored = source.permute(dense_order(source.shape, source.stride()) or ())
     saved = bytes(stored.reshape(-1).view(torch.uint8).numpy())
     changed = bytearray(saved)
     changed[data.draw(st.integers(0, len(saved) - 1))] ^= data.draw(st.integers(1, 255))
     wrong: list[int] = []
-    proof = Proof(len(saved), zlib.crc32(saved), wrong.append)
-    placing = Placing(box, dense_order(source.shape, source.stride()), source.dtype, target)
-    for run in runs_of("file", 0, placing, skip=0, proof=proof):
+    checksum = ElementChecksum(len(saved), zlib.crc32(saved), wrong.append)
+    order = dense_order(source.shape, source.stride()) or ()
+    sink = TensorSink(tuple(source.shape), wanted, order, source.dtype, target)
+    for run in element_runs("file", 0, sink, skip=0, checksum=checksum):
         take_all(run, bytes(changed), limit)
     assert wrong == [zlib.crc32(changed)]
 
@@ -113,11 +115,11 @@ def test_elements_that_are_not_dense_have_no_order():
     assert dense_order((4, 1, 4), (4, 77, 1)) == (1, 0, 2)
 
 
-# The reader, with a plan of one box
+# The reader, with a plan of one slice
 
 
-class OneBox(planning.LoadPlanner):
-    """Wants one box of one tensor."""
+class OneSlice(planning.LoadPlanner):
+    """Loads one slice of one tensor."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -179,7 +181,7 @@ def test_a_reader_gives_any_slice_and_reads_little_more(
         storage_offsets=torch.Size(offsets),
         lengths=torch.Size(lengths),
     )
-    planner = OneBox(target)
+    planner = OneSlice(target)
     reader = Reader(saved, verify=verify)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     plan = reader.prepare_local_plan(planning.LoadPlan([item]))

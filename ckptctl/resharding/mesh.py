@@ -1,8 +1,9 @@
-"""How is a tensor cut for a number of ranks?
+"""Divide tensors among the ranks of a device mesh.
 
-In the way of FSDP2 and `torch.chunk`: pieces of equal size rounded up, so that the last
-ranks may hold less, or nothing. With a mesh, tensor parallelism cuts first and FSDP2
-cuts what is left of that. Which tensors are cut at all is the question of `planning`.
+Tensors are sharded as FSDP2 and `torch.chunk` shard them: into pieces of equal size,
+rounded up, so that the last ranks may hold less or nothing. With a mesh, tensor
+parallelism shards first, and FSDP2 shards each piece. `planning` decides which tensors
+are sharded.
 
 Source: torch 2.13 `torch/distributed/tensor/placement_types.py` (`Shard`,
 `_StridedShard`), `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -21,49 +22,42 @@ from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import UsageError
+from ckptctl.records.slices import Dims, TensorSlice
 
-Dims = tuple[int, ...]
-
-CUTTING = ("dp", "fsdp")
-"""Dimensions of a mesh that cut every sharded tensor, along dimension 0 if nobody says else."""
+SHARDING = ("dp", "fsdp")
+"""Mesh dimensions that shard every sharded tensor, along dimension 0 unless a rule differs."""
 
 BY_RULE = ("tp", "ep")
-"""Dimensions of a mesh that cut only the tensors that `--shard` names."""
+"""Mesh dimensions that shard only the tensors that `--shard` names."""
 
-COPYING = ("rep", "replicate")
-"""Dimensions of a mesh along which every rank holds the same."""
+REPLICATING = ("rep", "replicate")
+"""Mesh dimensions along which every rank holds the same."""
 
 MAX_RANKS = 1 << 20
 _DIMENSION = re.compile(r"(?P<name>[a-z]+)=(?P<size>[0-9]{1,7})")
 
 
-class Box(NamedTuple):
-    """A box of elements, and the ranks that hold it; the first of them if nobody chooses."""
+class RankSlice(NamedTuple):
+    """A slice of a tensor, and the ranks that hold it, in ascending order."""
 
-    offsets: Dims
-    sizes: Dims
+    elements: TensorSlice
     ranks: tuple[int, ...]
-
-    @property
-    def n_elements(self) -> int:
-        """How many elements lie in the box."""
-        return prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How ranks are arranged: name and size of each dimension, the last one varying fastest."""
+    """The arrangement of ranks: name and size of each dimension, the last varying fastest."""
 
     dims: tuple[tuple[str, int], ...]
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return prod(size for _, size in self.dims)
 
     @property
-    def cuts_by_rule(self) -> bool:
-        """The mesh has a dimension that cuts only what `--shard` names."""
+    def shards_by_rule(self) -> bool:
+        """Whether a dimension of the mesh shards only what `--shard` names."""
         return any(name in BY_RULE for name, _ in self.dims)
 
     def __str__(self) -> str:
@@ -72,13 +66,13 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """Tensors whose FQN matches `pattern` are cut along dimension `dim`."""
+    """Shard the tensors whose FQN matches `pattern` along dimension `dim`."""
 
     pattern: str
     dim: int
 
     def fits(self, fqn: str) -> bool:
-        """Whether a tensor is meant; a pattern may leave out names in front and behind."""
+        """Whether the rule applies to a tensor; a pattern may omit leading and trailing names."""
         return fnmatchcase(f".{fqn}.", f"*.{self.pattern}.*")
 
 
@@ -89,8 +83,8 @@ def parse_mesh(text: str) -> Mesh:
         match = _DIMENSION.fullmatch(word.strip())
         if match is None or not int(match["size"]):
             raise _no_mesh(text, f"{word!r} is no dimension")
-        if match["name"] not in (*CUTTING, *BY_RULE, *COPYING):
-            known = ", ".join((*CUTTING, *BY_RULE, *COPYING))
+        if match["name"] not in (*SHARDING, *BY_RULE, *REPLICATING):
+            known = ", ".join((*SHARDING, *BY_RULE, *REPLICATING))
             raise _no_mesh(text, f"{match['name']!r} is none of {known}")
         dims.append((match["name"], int(match["size"])))
     mesh = Mesh(tuple(dims))
@@ -118,44 +112,44 @@ def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
 
 
 def rule_for(fqn: str, rules: Sequence[ShardRule]) -> ShardRule | None:
-    """The rule that a tensor is cut by: the last that fits."""
+    """The rule for a tensor: the last that fits, None if none does."""
     return next((rule for rule in reversed(rules) if rule.fits(fqn)), None)
 
 
 def chunked(n: int, n_parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and length of each part that `torch.chunk` cuts `n` elements into; some are empty."""
+    """Start and length of each part that `torch.chunk` makes of `n` elements; some are empty."""
     each = -(-n // n_parts)
     return tuple((min(p * each, n), max(0, min(each, n - p * each))) for p in range(n_parts))
 
 
 @lru_cache(maxsize=65_536)
-def cut(shape: Dims, mesh: Mesh, dim: int | None) -> tuple[Box, ...]:
-    """The boxes of a sharded tensor, in the order of their first ranks; none is empty.
+def sharded(shape: Dims, mesh: Mesh, dim: int | None) -> tuple[RankSlice, ...]:
+    """The slices of a sharded tensor, in the order of their first ranks; none is empty.
 
-    `dim` is the dimension that a rule names: with a mesh of `tp` or `ep` those cut
-    along it, and FSDP2 what is left along dimension 0; without, FSDP2 cuts along it.
+    `dim` is the dimension that a rule names. If the mesh has `tp` or `ep`, these shard
+    along it and FSDP2 shards each piece along dimension 0; otherwise FSDP2 shards along it.
     """
-    by_rule, others = (dim, 0) if mesh.cuts_by_rule else (None, dim or 0)
-    boxes: dict[tuple[Dims, Dims], list[int]] = {}
+    by_rule, others = (dim, 0) if mesh.shards_by_rule else (None, dim or 0)
+    ranks_of: dict[TensorSlice, list[int]] = {}
     for rank, place in enumerate(product(*(range(size) for _, size in mesh.dims))):
         offsets, sizes = [0] * len(shape), [*shape]
-        for names, along in ((BY_RULE, by_rule), (CUTTING, others)):
+        for names, along in ((BY_RULE, by_rule), (SHARDING, others)):
             for (name, size), at in zip(mesh.dims, place, strict=True):
                 if name in names and along is not None and along < len(shape):
                     start, length = chunked(sizes[along], size)[at]
                     offsets[along] += start
                     sizes[along] = length
-        boxes.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+        ranks_of.setdefault(TensorSlice(tuple(offsets), tuple(sizes)), []).append(rank)
     return tuple(
-        Box(offsets, sizes, tuple(ranks))
-        for (offsets, sizes), ranks in boxes.items()
-        if prod(sizes)
+        RankSlice(elements, tuple(ranks))
+        for elements, ranks in ranks_of.items()
+        if elements.n_elements
     )
 
 
-def whole(shape: Dims, world_size: int) -> tuple[Box, ...]:
-    """A tensor that every rank holds: one box, also where it has no element."""
-    return (Box((0,) * len(shape), shape, tuple(range(world_size))),)
+def replicated(shape: Dims, world_size: int) -> tuple[RankSlice, ...]:
+    """The one slice of a tensor that every rank holds; it may have no elements."""
+    return (RankSlice(TensorSlice.whole(shape), tuple(range(world_size))),)
 
 
 def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str) -> None:
@@ -182,7 +176,7 @@ def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str
 
 
 def check_mesh(mesh: Mesh, rules: Sequence[ShardRule], shapes: Mapping[str, Dims]) -> None:
-    """Raise `UsageError` where dimensions of a mesh cut nothing, since no rule says what."""
+    """Raise `UsageError` if a mesh dimension shards nothing because no rule applies to it."""
     idle = [f"{name}={size}" for name, size in mesh.dims if name in BY_RULE and size > 1]
     if not idle or rules:
         return
@@ -191,8 +185,8 @@ def check_mesh(mesh: Mesh, rules: Sequence[ShardRule], shapes: Mapping[str, Dims
     rule = f"{'.'.join(words)}=0"
     copies = ",".join(f"{'rep' if name in BY_RULE else name}={size}" for name, size in mesh.dims)
     raise UsageError(
-        f"--mesh {mesh}: nothing is cut along {' and '.join(idle)}, for no --shard says which "
-        "tensors are, and in which dimension; ranks that are to hold copies are "
+        f"--mesh {mesh}: no tensor is sharded along {' and '.join(idle)}; --shard PATTERN=DIM "
+        "names the tensors and the dimension; for ranks that hold copies, use "
         f"--mesh {copies}",
         instead=f"--shard {shlex.quote(rule)}",
     )

@@ -1,0 +1,194 @@
+"""Slices of tensors, in elements, and the byte ranges of a record that hold them.
+
+A record holds a chunk in row-major order; a rank that loads at another world size
+needs a slice of it. Everything here is arithmetic: nothing is read or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+Dims = tuple[int, ...]
+
+
+class TensorSlice(NamedTuple):
+    """A slice of a tensor: where it begins and its size, in elements, one per dimension."""
+
+    offsets: Dims
+    sizes: Dims
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> TensorSlice:
+        """The slice that is all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def n_elements(self) -> int:
+        """How many elements the slice has; 1 for a 0-d tensor."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> Dims:
+        """The first index after the slice, per dimension."""
+        return tuple(at + size for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    def overlap(self, other: TensorSlice) -> TensorSlice | None:
+        """The elements that two slices of one tensor share; None if there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(end, other_end) - start
+            for end, other_end, start in zip(self.ends, other.ends, starts, strict=True)
+        )
+        return None if min(sizes, default=1) <= 0 else TensorSlice(starts, sizes)
+
+    def contains(self, other: TensorSlice) -> bool:
+        """Whether every element of `other` is in this slice."""
+        return all(
+            start <= first and end <= last
+            for start, first, end, last in zip(
+                self.offsets, other.offsets, other.ends, self.ends, strict=True
+            )
+        )
+
+    def relative_to(self, outer: TensorSlice) -> TensorSlice:
+        """The same elements, with offsets that count from the beginning of `outer`."""
+        offsets = tuple(at - base for at, base in zip(self.offsets, outer.offsets, strict=True))
+        return TensorSlice(offsets, self.sizes)
+
+    def moved(self, by: Dims) -> TensorSlice:
+        """A slice of the same size that begins `by` elements further."""
+        return TensorSlice(tuple(map(sum, zip(self.offsets, by, strict=True))), self.sizes)
+
+    def permuted(self, order: Sequence[int]) -> TensorSlice:
+        """The slice with its dimensions in another order."""
+        return TensorSlice(*(tuple(dims[dim] for dim in order) for dims in self))
+
+
+class ByteSlice(NamedTuple):
+    """`length` bytes from byte `start` of the elements on, which hold `elements`.
+
+    `contiguous`: the bytes hold nothing else. Otherwise they also hold elements
+    between the rows of the slice.
+    """
+
+    start: int
+    length: int
+    elements: TensorSlice
+    contiguous: bool
+
+
+def row_major(sizes: Sequence[int], item_bytes: int = 1) -> Dims:
+    """The strides of a row-major tensor, in elements, or in bytes with `item_bytes`."""
+    strides = [item_bytes] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides)
+
+
+def position(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Where the element with this index lies, in the unit of the strides."""
+    return sum(at * stride for at, stride in zip(index, strides, strict=True))
+
+
+def is_contiguous(sizes: Dims, strides: Dims, item_bytes: int) -> bool:
+    """Whether elements with these strides, in bytes, are one run in row-major order."""
+    expected = item_bytes
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_order(shape: Dims, strides: Dims) -> tuple[int, ...] | None:
+    """The dimensions from the slowest to the fastest; None where there are gaps or repeats."""
+    order = sorted(range(len(shape)), key=lambda dim: (shape[dim] > 1, -strides[dim], dim))
+    in_order = row_major([shape[dim] for dim in order])
+    if any(
+        shape[dim] > 1 and strides[dim] != step for dim, step in zip(order, in_order, strict=True)
+    ):
+        return None
+    return tuple(order)
+
+
+def flattened(shape: Dims, wanted: TensorSlice) -> tuple[Dims, TensorSlice]:
+    """The same elements in the same order, with as few dimensions as possible.
+
+    A whole tensor, and a slice along its first dimension, become one row.
+    """
+    dims: list[tuple[int, int, int]] = []
+    for size, offset, length in zip(*map(reversed, (shape, *wanted)), strict=True):
+        if dims and dims[-1][0] == dims[-1][2]:
+            inner = dims.pop()[0]
+            dims.append((size * inner, offset * inner, length * inner))
+        else:
+            dims.append((size, offset, length))
+    if not dims:
+        return (), TensorSlice((), ())
+    new_shape, offsets, sizes = zip(*reversed(dims), strict=True)
+    return new_shape, TensorSlice(offsets, sizes)
+
+
+def byte_slices(
+    shape: Dims, wanted: TensorSlice, item_bytes: int, *, most: int, skip: int
+) -> Iterator[ByteSlice]:
+    """The bytes of a slice of a row-major tensor, in order, in pieces of bounded size.
+
+    No piece has more than `most` bytes, which is at least one element. Bytes between
+    two rows of the slice are included where they are at most `skip`.
+    """
+    if 0 not in wanted.sizes:
+        strides = row_major(shape, item_bytes)
+        first = position(wanted.offsets, strides)
+        yield from _byte_slices(first, wanted, strides, item_bytes, (most, skip))
+
+
+def _byte_slices(
+    start: int, wanted: TensorSlice, strides: Dims, item_bytes: int, limits: tuple[int, int]
+) -> Iterator[ByteSlice]:
+    """See `byte_slices`; `start` and `strides` are in bytes."""
+    offsets, sizes = wanted
+    most, skip = limits
+    # Bytes from the first element to the last, by the dimension from which on they vary.
+    spans = [item_bytes]
+    gaps = [0]
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        gaps.append(stride - spans[-1] if size > 1 else 0)
+        spans.append(spans[-1] + (size - 1) * stride)
+    if spans[-1] <= most and max(gaps) <= skip:
+        contiguous = spans[-1] == prod(sizes) * item_bytes
+        yield ByteSlice(start, spans[-1], wanted, contiguous)
+        return
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    row, gap = spans[len(sizes) - dim - 1], gaps[len(sizes) - dim]
+    n_rows = 1 if gap > skip or row > most else (most - row) // strides[dim] + 1
+    for first in range(0, sizes[dim], n_rows):
+        rows = TensorSlice(
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*sizes[:dim], min(n_rows, sizes[dim] - first), *sizes[dim + 1 :]),
+        )
+        yield from _byte_slices(start + first * strides[dim], rows, strides, item_bytes, limits)
+
+
+def blocks(sizes: Dims, item_bytes: int, limit: int) -> Iterator[TensorSlice]:
+    """Slices of at most `limit` bytes that follow each other in row-major order.
+
+    `limit` is at least one element.
+    """
+    inner = item_bytes
+    at = len(sizes)
+    while at > 0 and inner * sizes[at - 1] <= limit:
+        at -= 1
+        inner *= sizes[at]
+    if at == 0:
+        yield TensorSlice.whole(sizes)
+        return
+    step = max(1, limit // inner)
+    for index in product(*(range(n) for n in sizes[: at - 1])):
+        for start in range(0, sizes[at - 1], step):
+            n = min(step, sizes[at - 1] - start)
+            offsets = (*index, start, *(0 for _ in sizes[at:]))
+            yield TensorSlice(offsets, (*(1 for _ in index), n, *sizes[at:]))

@@ -1,0 +1,115 @@
+"""Put the elements of a record into a tensor.
+
+They are read straight into the tensor's memory where it has the same layout as the
+record; otherwise torch copies (and casts) them from a buffer. `records.element_reads`
+decides which bytes are read, and verifies them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, flattened, position, row_major
+
+_WRITABLE = 0x200
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+_pinned = threading.local()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of a contiguous CPU tensor; None for any other tensor.
+
+    The caller keeps the tensor alive as long as it uses the memory.
+    """
+    if not is_plain(tensor) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    if not tensor.numel():
+        return memoryview(bytearray())
+    n_bytes = tensor.numel() * tensor.element_size()
+    found: memoryview = _memory_at(tensor.data_ptr(), n_bytes, _WRITABLE)
+    return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether memory holds the values as they are: no subclass, not sparse, no pending sign."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+class TensorSink:
+    """Puts the elements in `wanted` of one record into a tensor; see `ElementSink`.
+
+    `shape` and `wanted` are given with the record's dimensions, and `order` names these
+    from the slowest to the fastest. The attributes `shape` and `wanted` are in that
+    order, with as few dimensions as the memory of the tensor allows.
+    """
+
+    def __init__(
+        self,
+        shape: Dims,
+        wanted: TensorSlice,
+        order: Sequence[int],
+        dtype: torch.dtype,
+        target: torch.Tensor,
+    ) -> None:
+        target = target.permute(tuple(order))
+        shape = tuple(shape[dim] for dim in order)
+        wanted = wanted.permuted(order)
+        if target.is_contiguous():
+            shape, wanted = flattened(shape, wanted)
+            target = target.view(wanted.sizes)
+        self.shape = shape
+        self.wanted = wanted
+        self.item_bytes = dtype.itemsize
+        self._dtype = dtype
+        self._target = target
+        self._strides = row_major(shape)
+        self._memory = memory_of(target) if target.dtype == dtype else None
+        self._target_strides = row_major(wanted.sizes)
+
+    def memory_for(self, piece: ByteSlice) -> memoryview | None:
+        """See `ElementSink.memory_for`."""
+        if self._memory is None or not piece.contiguous or not self.wanted.contains(piece.elements):
+            return None
+        within = piece.elements.relative_to(self.wanted)
+        at = position(within.offsets, self._target_strides) * self.item_bytes
+        return self._memory[at : at + piece.length]
+
+    def staging(self, n_bytes: int, limit: int) -> memoryview | None:
+        """Pinned memory of this thread if the tensor is on a GPU; see `ElementSink.staging`."""
+        if self._target.device.type != "cuda":
+            return None
+        kept: torch.Tensor | None = getattr(_pinned, "buffer", None)
+        if kept is None or kept.numel() < limit:
+            kept = _pinned.buffer = torch.empty(limit, dtype=torch.uint8, pin_memory=True)
+        memory = memory_of(kept)
+        return None if memory is None else memory[:n_bytes]
+
+    def copy(self, piece: ByteSlice, data: memoryview) -> None:
+        """See `ElementSink.copy`."""
+        common = piece.elements.overlap(self.wanted)
+        if common is None:
+            return
+        first = position(common.relative_to(piece.elements).offsets, self._strides)
+        source = elements(data, self._dtype).as_strided(common.sizes, self._strides, first)
+        into = common.relative_to(self.wanted)
+        index = tuple(slice(at, end) for at, end in zip(into.offsets, into.ends, strict=True))
+        self._target[index].copy_(source)
+
+
+def elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in a buffer as a 1-d tensor, which shares its memory if that is writable."""
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype)
