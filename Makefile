@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench shape fuzz campaign clean
+.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench shape golden fuzz campaign clean
 
 help: ## Name the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often d
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz
 	@$(BIN)/python tests/fuzz/fuzz.py
+
+golden: $(READY) ## Freeze anew what the commands answer for every sound, damaged and odd root
+	@$(BIN)/python tests/golden/table.py
 
 campaign: $(READY) ## Break checkpoints in thirty thousand ways, and count what is missed (half an hour)
 	@$(BIN)/python -m pytest -q tests/fixtures

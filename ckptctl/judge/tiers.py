@@ -139,7 +139,7 @@ def _check_mandatory(tiers: Sequence[Tier], roots: Roots) -> None:
 def unavailable(tiers: Sequence[Tier]) -> Iterator[Finding]:
     """Yield a `root.unavailable` for each optional root that is absent or did not answer."""
     for tier in tiers:
-        if tier.is_there:
+        if tier.is_there or not tier.optional:
             continue
         url = tier.store.url
         why = f"{url} does not exist" if tier.error is None else tier.error.message

@@ -156,3 +156,9 @@ def test_resolve_takes_the_newest_step_of_several_roots(shared, local, tmp_path)
         resolve(30, roots)
     with pytest.raises(StorageUnavailable, match="a newer step may be"):
         resolve("auto", [str(shared), gone])
+
+
+def test_a_missing_root_that_is_mandatory_is_not_called_optional(tmp_path: Path) -> None:
+    picked = ckptctl.pick(str(tmp_path / "run"))
+    assert picked.exit_code == 10
+    assert "root.unavailable" not in {finding.code for finding in picked.findings}
