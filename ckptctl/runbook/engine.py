@@ -44,6 +44,9 @@ MAX_BLOCKS = 200
 
 EXIT_DO_NOT_RESTART = 93
 
+_STEP_HOLDS = (0, 31, 32)
+"""Ends of a run in which the chosen step was verified, and nothing speaks against it."""
+
 
 class NobodyToAsk(UsageError):
     """A decision is needed, and nobody is there who could make it."""
@@ -119,7 +122,8 @@ class Place:
 
     `found` are the names whose values come from events that were found, and were neither
     given nor determined again since. `begun` are the blocks that started and whose end is not
-    known.
+    known. `after_change` is the place behind the last block that may change something, with
+    `times` as it was there: a record that was found is believed up to that place.
     """
 
     state: str
@@ -130,30 +134,38 @@ class Place:
     begun: set[str] = field(default_factory=set)
     over: int | None = None
     because: str = ""
+    after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How a run was left: with this exit code, or in the middle where `over` is not set."""
+    """How a run was left: with this exit code, or in the middle where `over` is not set.
+
+    `step` is the step that it chose, unless it ended with another code than one of
+    `_STEP_HOLDS`.
+    """
 
     exit_code: int
     over: bool
     because: str
     state: str
-    variables: Mapping[str, Value]
+    step: str | None
 
 
-def place_of(book: Runbook, events: Sequence[Event], n_found: int) -> Place:
+def place_of(
+    book: Runbook, events: Sequence[Event], n_found: int, *, attended: bool = True
+) -> Place:
     """Where the run with these events is; a run that stopped is at the block where it did.
 
-    The first `n_found` events were found, the others are of this call. Raises
-    `RecordUnreadable` for events that do not follow the page.
+    The first `n_found` events were found, the others are of this call; `attended` says that a
+    person has confirmed that they continue them. Raises `RecordUnreadable` for events that do
+    not follow the page.
     """
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
-    place = Place(book.start, variables=dict(defaults))
+    place = Place(book.start, variables=dict(defaults), after_change=(book.start, 0, {}))
     for number, event in enumerate(events):
         try:
-            _apply(book, place, event, found=number < n_found)
+            _apply(book, place, event, found=number < n_found, attended=attended)
         except (_OffThePage, UsageError) as error:
             raise RecordUnreadable(
                 f"event {number + 1} of the run does not follow the page of {book.name}: {error}; "
@@ -186,19 +198,24 @@ class _OffThePage(Exception):
     """An event that the page does not allow there."""
 
 
-def _apply(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
+def _apply(
+    book: Runbook, place: Place, event: Event, *, found: bool, attended: bool = True
+) -> None:
     kind = event["event"]
     if kind in ("opened", "resumed"):
         _take_inputs(book, place, event, found=found)
         place.over = None
     elif kind == "back":
-        _go(book, place, str(event["state"]))
+        _take_back(book, place, event)
     elif kind == "decided":
         _take_inputs(book, place, event, found=found)
     elif kind == "began":
         place.begun.add(str(event["block"]))
     elif kind == "ended":
+        block = _block(book, place)
         _take_end(book, place, event, found=found)
+        if block.changes and (attended or not (found and block.attended)):
+            place.after_change = (place.state, place.block, dict(place.times))
     elif kind == "finished":
         place.over = int(str(event["exit_code"]))
         place.because = str(event["because"])
@@ -243,8 +260,27 @@ def _take_end(book: Runbook, place: Place, event: Event, *, found: bool) -> None
 
 
 def is_argument(value: str) -> bool:
-    """Whether a text can be an argument: no option, nothing unprintable, of bounded length."""
-    return value.isprintable() and not value.startswith("-") and len(value) <= MAX_TEXT
+    """Whether a text can be an argument: no option, nothing unprintable, of bounded length.
+
+    Bytes of a file name that are not UTF-8 are allowed, as Python holds them in a text.
+    """
+    try:
+        text = os.fsencode(value).decode("utf-8", "ignore")
+    except UnicodeEncodeError:
+        return False
+    return text.isprintable() and not value.startswith("-") and len(value) <= MAX_TEXT
+
+
+def _take_back(book: Runbook, place: Place, event: Event) -> None:
+    """Go back to a state, and to a block in it: what follows is done again."""
+    _go(book, place, str(event["state"]))
+    blocks = [block.name for block in book.state(place.state).blocks]
+    name = event.get("block")
+    if name is not None:
+        if name not in blocks:
+            raise _OffThePage(f"the state {place.state} has no block {name!r}")
+        place.block = blocks.index(str(name))
+        place.times = dict(place.after_change[2])
 
 
 def _go(book: Runbook, place: Place, then: str) -> None:
@@ -274,26 +310,57 @@ def proceed(
     block is recorded before and after it runs. Raises `NobodyToAsk`, `TakenOver`,
     `RecordUnreadable`, and whatever the storage of the record raises.
     """
-    place = place_of(book, record.events, n_found)
+    place = place_of(book, record.events, n_found, attended=talk.attended)
+    if n_found:
+        _read_again(book, place, record, talk)
     shown_state = ""
     for _ in range(MAX_BLOCKS):
         if place.over is not None:
-            return Left(place.over, True, place.because, place.state, place.variables)
+            step = _step_of(place, talk) if place.over in _STEP_HOLDS else None
+            return Left(place.over, True, place.because, place.state, step)
         if _went_back(book, place, record, talk):
             continue
         if shown_state != place.state:
             shown_state = place.state
             talk.entering(book.state(place.state))
         if not _step(book, place, record, talk, handed_on):
-            return left_by_reader(place)
+            return left_by_reader(place, talk)
     raise CkptctlError(
         f"the runbook {book.name} ran {MAX_BLOCKS} blocks without an end; it goes in a circle"
     )
 
 
-def left_by_reader(place: Place) -> Left:
+def left_by_reader(place: Place, talk: Talk) -> Left:
     """How a run is left that its operator leaves in the middle."""
-    return Left(EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, place.variables)
+    step = _step_of(place, talk)
+    return Left(EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, step)
+
+
+def _step_of(place: Place, talk: Talk) -> str | None:
+    """The step that was chosen; in a record it is none where nobody can see where it is from."""
+    step = place.variables.get("STEP")
+    is_found = "STEP" in place.found and not talk.attended
+    return step if isinstance(step, str) and step and not is_found else None
+
+
+def _read_again(book: Runbook, place: Place, record: Record, talk: Talk) -> None:
+    """Go back behind the last change of a run that was found, where nobody can be asked.
+
+    Whoever can write to the root can write that a step was verified, or that the loss
+    continues. What only reads is therefore read again, so that an end with 0 is proven by
+    this call.
+    """
+    state, number, _ = place.after_change
+    if (place.state, place.block) == (state, number):
+        return
+    if talk.attended:
+        talk.told(f"continued in {place.state}; what was read before is as the record gives it")
+        return
+    block = book.state(state).blocks[number]
+    because = "what the record gives as read is read again"
+    talk.told(f"back to {state}: {because}")
+    event = record.add("back", state=state, block=block.name, because=because)
+    _apply(book, place, event, found=False)
 
 
 def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:

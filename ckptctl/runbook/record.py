@@ -76,7 +76,8 @@ class Record:
         """Write one event; raises `TakenOver` where somebody else wrote one meanwhile."""
         made: Event = {"event": event, "at": time_now(), **fields}
         number = len(self.events) + 1
-        data = json.dumps(made, ensure_ascii=False).encode() + b"\n"
+        # In ASCII, since a file name need not be text in UTF-8.
+        data = json.dumps(made).encode() + b"\n"
         try:
             self.store.put(f"{self.folder}/{number:06d}.json", data)
         except AlreadyExists as error:
@@ -222,7 +223,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
     },
     "resumed": {"by": _is_text, "inputs": _is_values},
     "decided": {"by": _is_text, "inputs": _is_values},
-    "back": {"state": _is_text, "because": _is_text},
+    "back": {"state": _is_text, "block": _or_none(_is_text), "because": _is_text},
     "began": {
         **dict.fromkeys(("state", "block", "command"), _is_text),
         "values": _is_values,

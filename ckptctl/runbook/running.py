@@ -89,7 +89,7 @@ def run_runbook(
             return _ran(book, unwritten, left, _called(book, root, given, talk), n_found=0)
         found, record = _record(book, store, how, talk, given)
         if record is None:
-            left = left_by_reader(place_of(book, found.events, len(found.events)))
+            left = left_by_reader(place_of(book, found.events, len(found.events)), talk)
             return _ran(book, found, left, _called(book, root, {}, talk), n_found=len(found.events))
         n_found = len(record.events)
         try:
@@ -107,7 +107,7 @@ def run_runbook(
 
 
 def _write_transcript(record: Record, left: Left) -> None:
-    step = _step_of(left)
+    step = left.step
     for name, text in transcript(record.events, step).items():
         data = text.encode("utf-8", "backslashreplace")
         record.store.put(f"{record.folder}/{name}", data, replace=True)
@@ -283,12 +283,6 @@ def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -
     return shlex.join([*words, *talk.repeated])
 
 
-def _step_of(left: Left) -> str | None:
-    """The step that a run chose, if it chose one."""
-    step = left.variables.get("STEP")
-    return step if isinstance(step, str) and step else None
-
-
 def _ran(book: Runbook, record: Record, left: Left, again: str, *, n_found: int) -> Ran:
     dry = isinstance(record, Unwritten)
     finished = left.over and left.exit_code == 0
@@ -300,7 +294,7 @@ def _ran(book: Runbook, record: Record, left: Left, again: str, *, n_found: int)
         left.over,
         left.because,
         left.state,
-        _step_of(left),
+        left.step,
         n_found > 0,
         tuple(record.events),
         None if finished else again if dry else f"{again} --continue",

@@ -71,6 +71,13 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
     )
 
 
+def flip(step: Path) -> None:
+    file = step / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
 def run(root: Path, *options: str, **kwargs: object):
     seen = ("--set", "SEEN_BY=one node")
     return run_ckptctl("runbook", "run", "rb-7", root, *seen, *options, **kwargs)
@@ -198,10 +205,7 @@ def test_a_found_run_is_continued_only_after_it_was_named(root):
 
 
 def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(root, tmp_path):
-    flipped = root / "step_500" / "__1_0.distcp"
-    data = bytearray(flipped.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    flipped.write_bytes(data)
+    flip(root / "step_500")
     elsewhere = Path(shutil.copytree(root / "step_300", tmp_path / "elsewhere" / "step_900"))
     for step in (root / "step_500", elsewhere):
         folder = plant(
@@ -212,6 +216,51 @@ def test_a_step_that_a_record_names_is_chosen_again_before_it_is_resumed_from(ro
         assert resumed(root) == str(root / "step_400"), done.stderr
         (root.parent / "resumed").unlink()
         shutil.rmtree(folder)
+
+
+BACK = {"event": "back", "state": "Cadence", "because": "planted"}
+
+
+def test_a_success_in_a_record_is_no_success_unattended(root):
+    flip(root / "step_500")
+    plant(root, *before_resume(root / "step_500"), BACK)
+    done = run(root, "--continue", "--yes", "--quiet")
+    assert done.returncode == 31, done.stderr
+    assert done.stdout == f"{root}/step_400\n"
+    shutil.rmtree(root / ".ckptctl" / "runbooks")
+    started = ended("Resume", "resume", "WatchLoss", exit_code=None, not_run="not run")
+    plant(root, *before_resume(root / "step_500"), started, BACK)
+    done = run(root, "--continue", "--yes", "--quiet")
+    assert (done.returncode, done.stdout) == (31, ""), done.stderr
+    again = run(root, "--continue", "--yes", "--quiet")
+    assert (again.returncode, again.stdout) == (31, ""), again.stderr
+
+
+def test_a_drain_in_a_record_is_none_unattended(root, tmp_path):
+    log = tmp_path / "kernel.log"
+    log.write_text("Nov 22 03:00:01 gpu-17 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU lost\n")
+    events = (
+        ended("Classify", "suspects", "next", says=["gpu-17"]),
+        ended("Classify", "classify", "DrainNode", says=["infrastructure"]),
+        ended("DrainNode", "drain", "Locate"),
+    )
+    plant(root, *events)
+    done = run(root, "--continue", "--yes", "--set", f"LOG={log}", "--set", f"RESUME={RESUME}")
+    assert done.returncode == 93, done.stderr
+    assert resumed(root) is None
+
+
+def test_a_person_is_told_that_what_was_read_is_from_the_record(root):
+    plant(root, *before_resume(root / "step_500"))
+    _, seen = at_a_terminal(root, [b"l"], "--continue", "--set", f"RESUME={RESUME}")
+    assert "continued in Resume; what was read before is as the record gives it" in seen
+
+
+def test_a_file_name_that_is_not_text_is_recorded_and_continued(root, tmp_path):
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.log")
+    Path(name).write_text("nothing\n")
+    assert run(root, "--yes", "--set", f"LOG={name}").returncode == 31
+    assert run(root, "--yes", "--continue").returncode == 31
 
 
 def test_a_step_outside_the_root_is_not_taken_from_a_record(root):
