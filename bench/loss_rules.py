@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ckptctl.loss.checking import check_rows
-from ckptctl.loss.resumes import Boundary
-from ckptctl.loss.rows import Number, Place, Row
+from ckptctl.loss.checking import CheckOptions, check_rows
+from ckptctl.loss.resumes import ResumePoint
+from ckptctl.loss.rows import LogPosition, Number, Row
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "loss-resumes.json.xz"
 HARMLESS = ("correct", "correct, other additions")
@@ -74,7 +74,7 @@ def as_logged(rows: Sequence[Sequence[float]], interval: int, decimals: int) -> 
         logged.append(
             Row(
                 int(step),
-                Place("log", len(logged) + 1),
+                LogPosition("log", len(logged) + 1),
                 loss=Number(loss, 10.0**-decimals),
                 lr=Number(rate, abs(rate) * 1e-7),
                 grad_norm=Number(norm, 0),
@@ -87,7 +87,7 @@ def as_logged(rows: Sequence[Sequence[float]], interval: int, decimals: int) -> 
 
 def verdict(before: Sequence[Row], after: Sequence[Row], saved: int) -> str:
     """What this project says."""
-    report = check_rows([*before, *after], boundary=Boundary(saved, "asked"))
+    report = check_rows([*before, *after], CheckOptions(ResumePoint(saved, "asked")))
     return report.verdict.value
 
 

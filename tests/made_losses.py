@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckptctl.loss.rows import Marker, Number, Place, Row
+from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 SAVED = 200
 """The last step that the checkpoint holds."""
@@ -39,7 +39,7 @@ def row(step: int, loss: float | None, *, line: int = 0, file: str = "train.log"
         "tokens": Number(step * TOKENS, 1),
         "at": 1_000.0 + (line or step),
     }
-    return Row(step, Place(file, line or step), **{**fields, **more})
+    return Row(step, LogPosition(file, line or step), **{**fields, **more})
 
 
 def rows(first: int, last: int, *, seed: int = 1, noise: float = 0.01, **more) -> list[Row]:
@@ -59,7 +59,7 @@ def resumed(
 
     With `died` 200 no step is logged twice.
     """
-    said = [Marker(Place("train.log", 1000), "loading the checkpoint", step=SAVED)]
+    said = [Marker(LogPosition("train.log", 1000), "loading the checkpoint", step=SAVED)]
     after = [change(each) for each in rows(first, END, noise=noise)]
     return [*rows(1, died, noise=noise), *(said if marker else []), *after]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptctl.judge.pruning import Pruned
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
-    from ckptctl.loss.verdict import Judgement
+    from ckptctl.loss.verdict import Assessment
     from ckptctl.resharding.results import Converted, Diff, Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
@@ -95,37 +95,37 @@ def reshard_document(answer: Reshard) -> Document:
 
 def loss_document(report: LossReport) -> Document:
     """The document of `loss`: of each resume the rows that were compared, not all of the log."""
-    judgements = [_judgement(each) for each in report.judgements]
+    assessments = [_assessment(each) for each in report.assessments]
     rest = {
         **_rest(report),
-        "judgements": judgements,
+        "assessments": assessments,
         "next_command": next(iter(report.next_commands), None),
     }
     return {**_envelope("loss", report.exit_code), **rest}
 
 
-def _judgement(judgement: Judgement) -> Document:
-    resume = judgement.resume
+def _assessment(assessment: Assessment) -> Document:
+    resume = assessment.resume
     return {
         "number": resume.number,
-        "verdict": judgement.verdict.value,
-        "message": judgement.message,
+        "verdict": assessment.verdict.value,
+        "message": assessment.message,
         "first_step": resume.first_step,
-        "where": plain(resume.place),
-        "border": resume.border.value,
-        "boundary": plain(resume.boundary),
+        "where": plain(resume.position),
+        "boundary": resume.boundary.value,
+        "resume_point": plain(resume.resume_point),
         "marker": None if resume.marker is None else resume.marker.text,
         "restarted": resume.restarted,
         "replay": {
-            **fields_of(judgement.replay),
-            "rows": [_replayed(row) for row in judgement.replay.rows],
+            **fields_of(assessment.replay),
+            "rows": [_replayed(row) for row in assessment.replay.rows],
         },
         "level": {
-            **fields_of(judgement.level),
-            "smallest_jump": plain(judgement.level.smallest_jump),
+            **fields_of(assessment.level),
+            "smallest_jump": plain(assessment.level.smallest_jump),
         },
-        "findings": plain(judgement.findings),
-        "throughput": plain(judgement.throughput),
+        "findings": plain(assessment.findings),
+        "throughput": plain(assessment.throughput),
     }
 
 

@@ -1,9 +1,9 @@
-"""`ckptctl loss`: did the loss continue across a resume?"""
+"""Define `ckptctl loss`: check whether the loss continued across a resume."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,12 @@ from ckptctl.cli.options import Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.loss import canary_lines, loss_lines
 from ckptctl.errors import UsageError
-from ckptctl.loss.following import follow_loss
+from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import check_plot, write_plot
+from ckptctl.loss.reading import LogFormat
+from ckptctl.loss.resume_points import NamedCheckpoint
+from ckptctl.loss.sources import StorageAccess
 
 EXAMPLES = (
     "ckptctl loss train.log",
@@ -37,7 +40,7 @@ def loss(
     ] = None,
     log: Annotated[
         list[str] | None,
-        option("--log", metavar="FILE", help="One more log, behind those named as LOG."),
+        option("--log", metavar="FILE", help="One more log, after those named as LOG."),
     ] = None,
     resume_step: Annotated[
         int | None,
@@ -45,7 +48,7 @@ def loss(
             "--resume-step",
             metavar="N",
             min=0,
-            help="The last step that the checkpoint holds; by default what the log says.",
+            help="The last step that the checkpoint holds; read from the log by default.",
         ),
     ] = None,
     resume_tokens: Annotated[
@@ -54,7 +57,7 @@ def loss(
             "--resume-tokens",
             metavar="N",
             min=0,
-            help="The tokens that the checkpoint had seen at that step.",
+            help="The token count of the checkpoint at that step.",
         ),
     ] = None,
     resume_samples: Annotated[
@@ -63,7 +66,7 @@ def loss(
             "--resume-samples",
             metavar="N",
             min=0,
-            help="The samples that the checkpoint had seen at that step.",
+            help="The sample count of the checkpoint at that step.",
         ),
     ] = None,
     resume_report: Annotated[
@@ -71,8 +74,8 @@ def loss(
         option(
             "--resume-report",
             metavar="PATH",
-            help="The report that ckptctl.train left of the resume, or the checkpoint root: its "
-            "newest report is taken.",
+            help="The resume report that ckptctl.train wrote, or the checkpoint root that holds "
+            "it.",
         ),
     ] = None,
     resume: Annotated[
@@ -80,14 +83,14 @@ def loss(
         option(
             "--resume",
             metavar="last|all|N",
-            help="Which resume to judge where the logs hold several.",
+            help="Which resume to check where the logs hold several.",
         ),
     ] = "last",
     strict: Annotated[
         bool,
         option(
             "--strict",
-            help="Only steps that were logged twice will do: no-jump ends with 31.",
+            help="Require steps that were logged twice: no-jump exits with 31.",
         ),
     ] = False,
     format: Annotated[  # noqa: A002 - the option is called so
@@ -95,7 +98,7 @@ def loss(
         option(
             "--format",
             metavar="NAME",
-            help="Whose format the logs have, where that is not found out.",
+            help="The format of the logs; detected by default.",
         ),
     ] = None,
     pattern: Annotated[
@@ -103,8 +106,8 @@ def loss(
         option(
             "--pattern",
             metavar="REGEX",
-            help="How a line of the log is read: a regular expression with groups of the names of "
-            "fields, (?P<step>[0-9]+) and (?P<loss>...) among them.",
+            help="A regular expression that matches a line of the log; its groups have the names "
+            "of fields: (?P<step>[0-9]+), (?P<loss>...).",
         ),
     ] = None,
     key: Annotated[
@@ -112,7 +115,7 @@ def loss(
         option(
             "--key",
             metavar="FIELD=NAME",
-            help="What a field is called in JSON lines or in a table: loss=train/ce.",
+            help="The name of a field in JSON lines or in a table: loss=train/ce.",
         ),
     ] = None,
     plot: Annotated[
@@ -120,23 +123,23 @@ def loss(
         option(
             "--plot",
             metavar="FILE",
-            help="Also draw the picture into a file: .svg, .html or .png.",
+            help="Also write the plot to a file: .svg, .html or .png.",
         ),
     ] = None,
     canary: Annotated[
         bool,
         option(
             "--canary",
-            help="The last LOG is that of a short resume over steps that the others hold: compare "
-            "these. Without a LOG: how to make one.",
+            help="Compare the last LOG, of a short resume, with the same steps in the other logs. "
+            "Without a LOG, print how to make one.",
         ),
     ] = False,
     follow: Annotated[
         bool,
         option(
             "--follow",
-            help="Watch the logs until there are enough rows, and end with the verdict; with "
-            "--json one document a line.",
+            help="Watch the logs until more rows would not change the verdict; with --json, one "
+            "document per line.",
         ),
     ] = False,
     max_steps: Annotated[
@@ -145,7 +148,7 @@ def loss(
             "--max-steps",
             metavar="N",
             min=1,
-            help="With --follow: decide N steps after the resume, whatever is known then.",
+            help="With --follow: stop N steps after the resume, with the verdict of that moment.",
         ),
     ] = None,
     timeout: Annotated[
@@ -154,8 +157,8 @@ def loss(
             "--timeout",
             metavar="SECONDS",
             min=0.1,
-            help="With --follow: decide after this time, whatever is known then. Otherwise how "
-            "long to wait for one answer of the storage, 30 s where it is not said.",
+            help="With --follow: stop after this time, with the verdict of that moment. Otherwise: "
+            "the time limit for one storage request, 30 s by default.",
         ),
     ] = None,
     print_throughput: Annotated[
@@ -163,8 +166,8 @@ def loss(
         option(
             "--print-throughput",
             help="Print only how the speed after the resume compares with the run before it "
-            "(in-band, slower, faster or unknown), and the answer on standard error; --follow "
-            "waits for it.",
+            "(in-band, slower, faster or unknown), and the verdict on standard error; --follow "
+            "waits for the speed.",
         ),
     ] = False,
     *,
@@ -173,9 +176,9 @@ def loss(
 ) -> int:
     """Did the loss continue across a resume?
 
-    Compares the steps that were logged before the crash and again after the resume, then
-    counters, then the level of the loss. Never a plain yes without steps that were logged twice.
-    With --quiet the verdict alone is printed.
+    Compares the steps that were logged before the crash and again after the resume, then the
+    counters, then the level of the loss. The verdict continuous requires steps that were
+    logged twice. --quiet prints only the verdict.
     """
     paths = [*(logs or ()), *(log or ())]
     if canary and not paths:
@@ -184,20 +187,15 @@ def loss(
     _check(paths, resume, canary=canary, follow=follow)
     if plot is not None:
         check_plot(plot)
-    reading: dict[str, Any] = {"format": format, "pattern": pattern, "keys": _keys(key or ())}
+    keys = _keys(key or ())
     if follow:
         reports = follow_loss(
             paths,
-            resume_step=resume_step,
-            resume_tokens=resume_tokens,
-            resume_samples=resume_samples,
-            report=resume_report,
+            NamedCheckpoint(resume_step, resume_tokens, resume_samples, resume_report),
+            follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
+            log_format=LogFormat(format, pattern, keys),
+            storage=StorageAccess(**storage),
             strict=strict,
-            with_throughput=print_throughput,
-            wait_s=timeout,
-            max_steps=max_steps,
-            **reading,
-            **storage,
         )
         report = _last(reports, out)
     else:
@@ -210,16 +208,18 @@ def loss(
             resume=_which(resume),
             strict=strict,
             canary=paths[-1] if canary else None,
-            **reading,
+            format=format,
+            pattern=pattern,
+            keys=keys,
             **storage,
         )
     if plot is not None and not write_plot(report, plot) and out.talks:
-        out.lines([line(f"nothing to draw: {plot} was not written")], to=out.err)
+        out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:
         out.save(lambda: loss_document(report))
         return report.exit_code
-    judged = report.judged
-    pace = Pace.UNKNOWN if judged is None else judged.throughput.pace
+    worst = report.worst
+    pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
     out.answer(
         lambda: loss_document(report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
@@ -230,40 +230,40 @@ def loss(
 
 
 def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None:
-    """Refuse what cannot go together."""
+    """Raise `UsageError` for arguments that cannot be combined."""
     if not paths:
         raise UsageError("no log was named", next_command="ckptctl loss --help")
     if canary and len(paths) < 2:
         raise UsageError(
-            "--canary takes the log of the run, and then that of the canary",
+            "--canary needs the log of the run and, after it, the log of the canary",
             next_command="ckptctl loss --canary",
         )
     if follow and (canary or resume != "last"):
         raise UsageError(
-            "--follow waits for the last resume; it goes with neither --canary nor --resume",
+            "--follow checks the last resume; it cannot be combined with --canary or --resume",
             next_command="ckptctl loss --help",
         )
 
 
 def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossReport:
-    """The last report; with `--json` each that says something new is a line."""
-    told: ckptctl.LossReport | None = None
+    """The last report; with `--json`, print each report that differs from the one before."""
+    last: ckptctl.LossReport | None = None
     for report in reports:
-        told_now = told is None or (report.verdict, report.message) != (told.verdict, told.message)
-        if out.as_json and told_now:
+        is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
+        if out.as_json and is_new:
             out.document_line(loss_document(report))
         out.progress(f"watching: {_so_far(report)}")
-        told = report
-    if told is None:
+        last = report
+    if last is None:
         raise UsageError("no log was named")
-    return told
+    return last
 
 
 def _so_far(report: ckptctl.LossReport) -> str:
-    judged = report.judged
-    if judged is None:
-        return f"{report.n_rows:,} rows read, none after a resume yet"
-    after, twice = len(judged.resume.after), len(judged.replay.rows)
+    worst = report.worst
+    if worst is None:
+        return f"read {report.n_rows:,} rows, none after a resume yet"
+    after, twice = len(worst.resume.after), len(worst.replay.rows)
     return f"{after:,} rows after the resume, {twice:,} logged twice, {report.verdict.value} so far"
 
 
@@ -273,7 +273,7 @@ def _which(resume: str) -> int | str:
     if resume.isascii() and resume.isdigit() and int(resume) > 0:
         return int(resume)
     raise UsageError(
-        f"--resume is last, all or a number from 1 on, not {resume!r}", instead="--resume last"
+        f"--resume {resume!r}: expected last, all, or a number from 1 on", instead="--resume last"
     )
 
 
@@ -282,6 +282,6 @@ def _keys(given: list[str] | tuple[str, ...]) -> dict[str, str] | None:
     for pair in given:
         field, equals, name = pair.partition("=")
         if not (field and equals and name):
-            raise UsageError(f"--key is FIELD=NAME, not {pair!r}", instead="--key loss=train/ce")
+            raise UsageError(f"--key {pair!r}: expected FIELD=NAME", instead="--key loss=train/ce")
         keys[field] = name
     return keys or None

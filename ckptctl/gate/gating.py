@@ -358,12 +358,14 @@ def _check_recomputed(
     from ckptctl.loss.reading import read_logs
     from ckptctl.loss.resumes import recomputed_from
     from ckptctl.loss.segments import split
+    from ckptctl.loss.sources import StorageAccess
 
+    storage = StorageAccess(**to_storage)  # type: ignore[arg-type]
     try:
-        parts = split(read_logs(logs, **to_storage), around=chosen.number)  # type: ignore[arg-type]
+        parts = split(read_logs(logs, storage=storage), around=chosen.number)
     except LogWithoutLoss as error:
         return Check("recompute", Outcome.WARNING, error.message)
-    again = recomputed_from(chosen.number, parts.legs[-1].rows) if parts.legs else None
+    again = recomputed_from(chosen.number, parts.segments[-1].rows) if parts.segments else None
     if again is None:
         return Check("recompute", Outcome.WARNING, "the logs hold no step: nothing can be counted")
     if not again.steps and again.to_step < chosen.number:

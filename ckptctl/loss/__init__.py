@@ -1,1 +1,1 @@
-"""Did the loss continue across a resume? Readers of logs, and the judgement."""
+"""Did the loss continue across a resume? Readers of logs, and the assessment."""

@@ -1,7 +1,7 @@
-"""Did the loss continue across a resume?
+"""Check whether the loss continued across a resume.
 
-Reads the logs, finds the resume, judges it, and says what to do next. How logs are read
-is the question of `reading`, what is compared that of `verdict`.
+`check_loss` reads the logs, finds the resume, assesses it, and adds the next commands.
+`reading` reads logs; `verdict` assesses one resume.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
 from ckptctl.loss.level import check_cadence, check_clock
-from ckptctl.loss.reading import Unread
+from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
-from ckptctl.loss.resume_points import ResumeReport, read_resume_report
+from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
 from ckptctl.loss.resumes import (
-    Boundary,
     Recomputed,
     Resume,
+    ResumePoint,
     canary_of,
     recomputed_by,
     resume_at,
@@ -30,19 +29,20 @@ from ckptctl.loss.resumes import (
 )
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
-from ckptctl.loss.verdict import FORCES, Judgement, LossVerdict, decisive, judge, worst_of
+from ckptctl.loss.sources import StorageAccess
+from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Whether the loss continued, and what that rests on.
+    """Whether the loss continued, and the evidence for it.
 
-    `verdict` is the worst of the `judgements`, one for each resume that was judged;
-    `n_resumes` counts all in the logs. `findings` are of the logs as a whole, worst
-    first; those of a resume are in its judgement. `faults` and `missing` speak of the
-    last resume that was judged. `recomputed` is the work that is done again because of the
-    resume, None where nothing says so. `report` is the resume report that the boundary came
-    from. `next_commands` are in the order in which to run them.
+    `verdict` is the worst of the `assessments`, one for each resume that was checked;
+    `n_resumes` counts all resumes in the logs. `findings` are about the logs as a whole,
+    worst first; each assessment has those of its resume. `faults` and `missing` are those
+    of the worst assessment. `recomputed` is the work that is done again because of the
+    resume, None where the log does not show it. `report` is the resume report that named
+    the checkpoint. `next_commands` are in the order in which to run them.
     """
 
     verdict: LossVerdict
@@ -51,7 +51,7 @@ class LossReport:
     logs: tuple[str, ...]
     n_rows: int
     n_resumes: int
-    judgements: tuple[Judgement, ...]
+    assessments: tuple[Assessment, ...]
     findings: tuple[Finding, ...]
     faults: tuple[Fault, ...]
     missing: tuple[Missing, ...]
@@ -60,9 +60,24 @@ class LossReport:
     recomputed: Recomputed | None = None
 
     @property
-    def judged(self) -> Judgement | None:
-        """The worst judgement, the one that `verdict` is from."""
-        return min(self.judgements, key=lambda each: each.verdict.rank, default=None)
+    def worst(self) -> Assessment | None:
+        """The assessment that `verdict` is from."""
+        return min(self.assessments, key=lambda each: each.verdict.rank, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """Which resumes are checked, and how strictly.
+
+    `which` is `last`, `all`, or the number of a resume, counted from 1. `resume_point` is
+    the checkpoint that the job resumed from, where it is known, and `report` the resume
+    report that named it. `strict` makes `no-jump` end with exit code 31.
+    """
+
+    resume_point: ResumePoint | None = None
+    report: ResumeReport | None = None
+    which: int | str = "last"
+    strict: bool = False
 
 
 def check_loss(
@@ -75,122 +90,86 @@ def check_loss(
     resume: int | str = "last",
     strict: bool = False,
     canary: str | None = None,
-    format: str | None = None,  # noqa: A002 - what it is called everywhere
+    format: str | None = None,  # noqa: A002 - the name of the option on the command line
     pattern: str | None = None,
     keys: Mapping[str, str] | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> LossReport:
-    """Say whether the loss continued across a resume, from the logs of the run.
+    """Check from the logs of the run whether the loss continued across a resume.
 
-    `logs` are files or URLs in the order of time. Where the resume was is taken from
-    `resume_step`, the last step that the checkpoint holds, with `resume_tokens` and
-    `resume_samples`, its counts at that step, where they are known; else from `report`, a
-    resume report or the checkpoint root that holds it; else from the logs. `resume` is `last`,
-    `all`, or the number of one, counted from 1. `strict` makes `no-jump` end with 31.
-    `canary` is the log of a short resume of its own over steps that `logs` hold already:
-    it is judged, and nothing but steps that both logged counts.
-    A log that is damaged in the middle is read up to there, and that is a finding.
-    `format`, `pattern` and `keys` say how the logs are read where that is not found out.
+    `logs` are files or URLs in the order of time. The checkpoint is `resume_step`, the
+    last step that it holds, with its counts `resume_tokens` and `resume_samples`; or the
+    one named in `report`, a resume report or the checkpoint root that holds it; or the one
+    named in the logs. `resume` is `last`, `all`, or the number of a resume, counted from 1.
+    `strict` makes `no-jump` end with exit code 31.
 
-    Never raises for what a log holds. Raises `UsageError` for an argument or a file that
-    is not there, `StorageError` where a storage could not be read. Memory is bounded by
-    the steps between two saves, not by the logs.
+    `canary` is the log of a separate short resume over steps that `logs` hold too: only
+    the steps that both logged are compared. `format`, `pattern` and `keys` replace the
+    detection of the log format. A log that is damaged in the middle is read up to the
+    damage, which is a finding.
+
+    Raises nothing for the content of a log. Raises `UsageError` for a wrong argument or a
+    missing file, `StorageError` where a storage could not be read. Memory is bounded by
+    the steps between two saves, not by the size of the logs.
     """
-    from ckptctl.loss.reading import read_logs
-
     paths = [logs] if isinstance(logs, str) else list(logs)
-    storage: dict[str, Any] = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
-    asked = asked_boundary(resume_step, resume_tokens, resume_samples)
-    boundary, found = boundary_of(asked, report, **storage)
-
-    unread = Unread()
+    storage = StorageAccess(storage_options or {}, endpoint_url, timeout_s)
+    checkpoint = NamedCheckpoint(resume_step, resume_tokens, resume_samples, report)
+    log_format = LogFormat(format, pattern, keys)
+    resume_point, found = checkpoint.resolve(storage)
+    options = CheckOptions(resume_point, found, resume, strict)
+    damage = DamageLog()
 
     def read(names: Sequence[str]) -> Iterator[Row | Marker]:
-        found = read_logs(
-            names, format=format, pattern=pattern, keys=keys, on_damage=unread.told, **storage
-        )
-        return unread.watch(found)
+        rows = read_logs(names, log_format, storage=storage, on_damage=damage.record)
+        return damage.watch(rows)
 
     try:
         if canary is not None:
-            return check_canary(read(paths), read([canary]), logs=(*paths, canary), unread=unread)
-        return check_rows(
-            read(paths),
-            logs=paths,
-            resume=resume if isinstance(resume, int) else None,
-            every=resume == "all",
-            boundary=boundary,
-            report=found,
-            strict=strict,
-            unread=unread,
-        )
+            return check_canary(read(paths), read([canary]), logs=(*paths, canary), damage=damage)
+        return check_rows(read(paths), options, logs=paths, damage=damage)
     except LogWithoutLoss as error:
-        return _without_loss(error, paths, unread)
-
-
-def asked_boundary(
-    step: int | None, tokens: int | None = None, samples: int | None = None
-) -> Boundary | None:
-    """The checkpoint that the caller names; raises `UsageError` for counts without a step."""
-    if step is not None:
-        return Boundary(step, "asked", tokens, samples)
-    if tokens is not None or samples is not None:
-        raise UsageError(
-            "--resume-tokens and --resume-samples are counts at a step: name it with --resume-step"
-        )
-    return None
-
-
-def boundary_of(
-    asked: Boundary | None, report: str | None, **storage: Any
-) -> tuple[Boundary | None, ResumeReport | None]:
-    """The checkpoint that is said to have been resumed from, and the report that says so.
-
-    What the caller names comes first. The counts and the time of a report are those of its
-    own step. Raises `UsageError` where there is no such report, or the job began fresh.
-    """
-    found = None if report is None else read_resume_report(report, **storage)
-    reported = None if found is None else found.boundary
-    if asked is not None:
-        if reported is None or reported.step != asked.step:
-            return asked, found
-        known = {"tokens": asked.tokens, "samples": asked.samples}
-        given = {name: count for name, count in known.items() if count is not None}
-        return replace(reported, source="asked", **given), found
-    if found is not None and reported is None:
-        raise UsageError(f"{found.url}: the job began fresh, so there is no resume to judge")
-    return reported, found
+        return _without_loss(error, paths, damage)
 
 
 def check_rows(
     items: Iterable[Row | Marker],
+    options: CheckOptions | None = None,
     *,
     logs: Sequence[str] = (),
-    resume: int | None = None,
-    every: bool = False,
-    boundary: Boundary | None = None,
-    report: ResumeReport | None = None,
-    strict: bool = False,
-    unread: Unread | None = None,
+    damage: DamageLog | None = None,
 ) -> LossReport:
-    """Judge rows that were read already; `check_loss` says what the arguments mean."""
-    parts = split(items, around=boundary.step if boundary is not None else None)
-    return report_on(
-        parts,
-        logs=logs,
-        resume=resume,
-        every=every,
-        boundary=boundary,
-        report=report,
-        strict=strict,
-        unread=unread,
-    )
+    """Check rows that were read already."""
+    options = options or CheckOptions()
+    around = None if options.resume_point is None else options.resume_point.step
+    return check_split(split(items, around=around), options, logs=logs, damage=damage)
+
+
+def check_split(
+    parts: Split,
+    options: CheckOptions,
+    *,
+    logs: Sequence[str] = (),
+    may_divide: bool = True,
+    damage: DamageLog | None = None,
+) -> LossReport:
+    """Check a log that was split already; `may_divide` as in `resume_at`."""
+    chosen = [] if parts.interleaved else _chosen(parts, options, may_divide=may_divide)
+    resume_point = options.resume_point
+    if damage is not None and damage.at_end and resume_point is not None:
+        # The rows before the damage belong to an earlier resume; those of the resume that
+        # was asked for come after the damage.
+        chosen = [each for each in chosen if each.after[-1].step > resume_point.step]
+    if isinstance(options.which, int) and not chosen:
+        n_resumes = max(0, parts.n_segments - 1)
+        raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
+    assessments = tuple(assess(each) for each in chosen)
+    findings = in_order([*_of_logs(parts, assessments, resume_point), *_damage(damage)])
+    answer = _answer(parts, assessments, findings, logs, options)
+    recomputed = recomputed_by(assessments[-1].resume) if assessments else None
+    return replace(answer, recomputed=recomputed)
 
 
 def check_canary(
@@ -198,108 +177,79 @@ def check_canary(
     canary: Iterable[Row | Marker],
     *,
     logs: Sequence[str] = (),
-    unread: Unread | None = None,
+    damage: DamageLog | None = None,
 ) -> LossReport:
-    """Judge a short resume against the log of the run that went through the same steps before.
+    """Check a short separate resume against the log of the run over the same steps.
 
-    Only steps that both logged count: without at least three of them the answer is
+    Only steps that both logged are compared; with fewer than three of them the verdict is
     `inconclusive`.
     """
-    tried = split(canary)
-    known = split(run, around=tried.legs[-1].first_step if tried.legs else None)
-    damage = _damage(unread, end_matters=False)  # steps that both logged are proof enough
-    resume = canary_of(known, tried)
-    if resume is None:
-        findings = in_order([_no_canary(known, tried), *damage])
-        return _answer(known, (), findings, logs, None, strict=True)
-    judgement = judge(resume)
-    findings = damage
-    if len(judgement.replay.rows) < MIN_ROWS:
-        findings = in_order([_no_canary(known, tried), *findings])
-    return _answer(known, (judgement,), findings, logs, None, strict=True)
-
-
-def report_on(
-    parts: Split,
-    *,
-    logs: Sequence[str] = (),
-    resume: int | None = None,
-    every: bool = False,
-    boundary: Boundary | None = None,
-    report: ResumeReport | None = None,
-    strict: bool = False,
-    part: bool = True,
-    unread: Unread | None = None,
-) -> LossReport:
-    """Judge a log that was split already; `part` as in `resume_at`."""
-    chosen = [] if parts.interleaved else _chosen(parts, resume, boundary, every=every, part=part)
-    if unread is not None and unread.ends_so and boundary is not None:
-        # Rows of an earlier resume are none of this one: its own are behind the damage.
-        chosen = [each for each in chosen if each.after[-1].step > boundary.step]
-    if resume is not None and not chosen:
-        raise UsageError(f"the logs hold {parts.n_legs - 1} resumes, and none has number {resume}")
-    judgements = tuple(judge(each) for each in chosen)
-    findings = in_order([*_of_logs(parts, judgements, boundary), *_damage(unread)])
-    answer = _answer(parts, judgements, findings, logs, report, strict=strict)
-    again = recomputed_by(judgements[-1].resume) if judgements else None
-    return replace(answer, recomputed=again)
+    canary_split = split(canary)
+    segments = canary_split.segments
+    run_split = split(run, around=segments[-1].first_step if segments else None)
+    # Damage at the end is no objection: the steps that both logged are evidence enough.
+    findings = _damage(damage, end_matters=False)
+    strict = CheckOptions(strict=True)
+    resume = canary_of(run_split, canary_split)
+    assessments = () if resume is None else (assess(resume),)
+    if not assessments or len(assessments[0].replay.rows) < MIN_ROWS:
+        findings = in_order([_no_canary(run_split, canary_split), *findings])
+    return _answer(run_split, assessments, findings, logs, strict)
 
 
 def _answer(
     parts: Split,
-    judgements: tuple[Judgement, ...],
+    assessments: tuple[Assessment, ...],
     findings: tuple[Finding, ...],
     logs: Sequence[str],
-    report: ResumeReport | None,
-    *,
-    strict: bool,
+    options: CheckOptions,
 ) -> LossReport:
-    verdicts = [judgement.verdict for judgement in judgements]
+    verdicts = [assessment.verdict for assessment in assessments]
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     verdict = worst_of([*verdicts, *forced])
-    worst = min(judgements, key=lambda each: each.verdict.rank, default=None)
-    decides = decisive(findings, verdict)
-    message = decides.message if decides is not None else ""
-    if worst is not None and decides is None:
-        decides, message = decisive(worst.findings, verdict), worst.message
+    worst = min(assessments, key=lambda each: each.verdict.rank, default=None)
+    deciding = decisive(findings, verdict)
+    message = deciding.message if deciding is not None else ""
+    if worst is not None and deciding is None:
+        deciding, message = decisive(worst.findings, verdict), worst.message
     return LossReport(
         verdict=verdict,
-        exit_code=verdict.exit_code(strict=strict),
+        exit_code=verdict.exit_code(strict=options.strict),
         message=message,
         logs=tuple(logs),
         n_rows=parts.n_rows,
-        n_resumes=max(0, parts.n_legs - 1),
-        judgements=judgements,
+        n_resumes=max(0, parts.n_segments - 1),
+        assessments=assessments,
         findings=findings,
         faults=() if worst is None else faults(worst),
         missing=() if worst is None else missing(worst),
-        report=report,
-        next_commands=_next(verdict, decides, report),
+        report=options.report,
+        next_commands=_next_commands(verdict, deciding, options.report),
     )
 
 
-def _damage(unread: Unread | None, *, end_matters: bool = True) -> tuple[Finding, ...]:
-    return () if unread is None else unread.findings(end_matters=end_matters)
+def _damage(damage: DamageLog | None, *, end_matters: bool = True) -> tuple[Finding, ...]:
+    return () if damage is None else damage.findings(end_matters=end_matters)
 
 
-def _no_canary(known: Split, tried: Split) -> Finding:
+def _no_canary(run: Split, canary: Split) -> Finding:
     def steps(parts: Split) -> str:
-        if not parts.legs:
+        if not parts.segments:
             return "no steps"
-        first, last = min(leg.first_step for leg in parts.legs), parts.legs[-1].last_step
-        return f"steps {first:,} to {last:,}"
+        first = min(segment.first_step for segment in parts.segments)
+        return f"steps {first:,} to {parts.segments[-1].last_step:,}"
 
     return Finding(
         "loss.no-resume",
         "",
-        f"the canary logged {steps(tried)}, and the run's log holds {steps(known)}: "
-        f"at least {MIN_ROWS} steps must be in both",
+        f"the canary logged {steps(canary)} and the run logged {steps(run)}; at least {MIN_ROWS} "
+        "steps must be in both logs",
         expected=f"{MIN_ROWS} steps or more in both logs",
     )
 
 
-def _without_loss(error: LogWithoutLoss, logs: Sequence[str], unread: Unread) -> LossReport:
-    """The answer where the reader found no loss: it knows best why."""
+def _without_loss(error: LogWithoutLoss, logs: Sequence[str], damage: DamageLog) -> LossReport:
+    """The report where the reader found no loss; its error says why."""
     finding = Finding("loss.none", "", error.message, expected="rows with a step and a loss")
     next_command = error.next_command or "ckptctl explain loss.none"
     return LossReport(
@@ -309,8 +259,8 @@ def _without_loss(error: LogWithoutLoss, logs: Sequence[str], unread: Unread) ->
         logs=tuple(logs),
         n_rows=0,
         n_resumes=0,
-        judgements=(),
-        findings=in_order([finding, *unread.findings()]),
+        assessments=(),
+        findings=in_order([finding, *damage.findings()]),
         faults=(),
         missing=(),
         report=None,
@@ -318,74 +268,73 @@ def _without_loss(error: LogWithoutLoss, logs: Sequence[str], unread: Unread) ->
     )
 
 
-def _chosen(
-    parts: Split, number: int | None, boundary: Boundary | None, *, every: bool, part: bool
-) -> list[Resume]:
+def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[Resume]:
     if not parts.n_losses:
         return []
-    if boundary is not None and number is None and not every:
-        found = resume_at(parts, boundary, part=part)
+    if options.which == "all":
+        return list(resumes(parts))
+    if isinstance(options.which, int):
+        numbered = resume_numbered(parts, options.which, options.resume_point)
+        return [numbered] if numbered is not None else []
+    if options.resume_point is not None:
+        found = resume_at(parts, options.resume_point, may_divide=may_divide)
         return [found] if found is not None else []
-    there = resumes(parts)
-    if every:
-        return list(there)
-    if number is None:
-        return list(there[-1:])
-    numbered = resume_numbered(parts, number, boundary)
-    return [numbered] if numbered is not None else []
+    return list(resumes(parts)[-1:])
 
 
 def _of_logs(
-    parts: Split, judgements: Sequence[Judgement], boundary: Boundary | None
+    parts: Split, assessments: Sequence[Assessment], resume_point: ResumePoint | None
 ) -> Iterable[Finding]:
-    """What there is to say of the logs as a whole."""
+    """The findings about the logs as a whole."""
     if not parts.n_losses:
         yield _no_loss(parts)
     elif parts.interleaved:
         yield Finding(
             "loss.interleaved",
             "",
-            "the steps jump to and fro, a few rows at a time: several runs write into one log",
-            expected="steps that rise, but for restarts",
-            found=f"{parts.n_legs:,} borders in {parts.n_rows:,} rows",
+            "the steps go forward and back every few rows: several runs write to one log",
+            expected="steps that rise, except at a restart",
+            found=f"{parts.n_segments:,} segments in {parts.n_rows:,} rows",
         )
-    elif not judgements:
-        yield _no_resume(parts, boundary)
-    if parts.n_legs > 2 and len(judgements) == 1 and boundary is None:
+    elif not assessments:
+        yield _no_resume(parts, resume_point)
+    if parts.n_segments > 2 and len(assessments) == 1 and resume_point is None:
+        n_resumes, number = parts.n_segments - 1, assessments[0].resume.number
         yield Finding(
             "loss.several",
             "",
-            f"the logs hold {parts.n_legs - 1} resumes; number {judgements[0].resume.number} was "
-            "judged (--resume N for another, --resume all for every one)",
-            found=f"{parts.n_legs - 1} resumes",
+            f"the logs hold {n_resumes} resumes; number {number} was checked (--resume N checks "
+            "another one, --resume all checks all)",
+            found=f"{n_resumes} resumes",
         )
-    yield from check_clock([leg.clock_jump for leg in parts.legs if leg.clock_jump is not None])
+    jumps = [segment.clock_jump for segment in parts.segments]
+    yield from check_clock([jump for jump in jumps if jump is not None])
     if not parts.interleaved:
         yield from check_cadence(parts)
 
 
 def _no_loss(parts: Split) -> Finding:
-    what = "no row was recognised" if not parts.n_rows else "no row holds a loss"
+    what = "no row was recognised" if not parts.n_rows else "no row has a loss"
     return Finding(
         "loss.none",
         "",
-        f"{what} in the logs: nothing can be compared",
+        f"{what} in the logs; there is nothing to compare",
         expected="rows with a step and a loss",
         found=f"{parts.n_rows:,} rows, none with a loss",
     )
 
 
-def _no_resume(parts: Split, boundary: Boundary | None) -> Finding:
-    first, last = parts.legs[0].first_step, parts.legs[-1].last_step
-    if boundary is not None:
+def _no_resume(parts: Split, resume_point: ResumePoint | None) -> Finding:
+    first, last = parts.segments[0].first_step, parts.segments[-1].last_step
+    if resume_point is not None:
         message = (
-            f"the logs hold no resume after step {boundary.step:,}: they go from step {first:,} to "
-            f"{last:,}, and nothing says that another process wrote the end"
+            f"the logs hold no resume after step {resume_point.step:,}: they hold steps "
+            f"{first:,} to {last:,}, and nothing marks the start of another process"
         )
     else:
         message = (
-            f"the logs go from step {first:,} to {last:,} without a resume; give the log of before "
-            "it too, or say after which step it was (--resume-step)"
+            f"the logs hold steps {first:,} to {last:,} without a resume; add the log of the job "
+            "before the resume, or name the step of the checkpoint (--resume-step)"
         )
     return Finding(
         "loss.no-resume",
@@ -396,7 +345,7 @@ def _no_resume(parts: Split, boundary: Boundary | None) -> Finding:
     )
 
 
-def _next(
+def _next_commands(
     verdict: LossVerdict,
     deciding: Finding | None,
     report: ResumeReport | None,

@@ -1,7 +1,7 @@
-"""Is there enough in a growing log to say whether the loss continued?
+"""Follow growing logs until more rows would not change the verdict.
 
-Reads what is added to the logs, judges after each piece, and ends as soon as more rows
-would not change the answer. What the answer rests on is the question of `verdict`.
+Reads what is added to the logs and checks the resume again after each piece. `checking`
+checks logs that are complete.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.checking import LossReport, asked_boundary, boundary_of, report_on
-from ckptctl.loss.level import WINDOWS, Pace, may_tell_throughput
-from ckptctl.loss.reading import LogReader
+from ckptctl.loss.checking import CheckOptions, LossReport, check_split
+from ckptctl.loss.level import WINDOWS, Pace, can_measure_throughput
+from ckptctl.loss.reading import LogFormat, LogReader
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement
-from ckptctl.loss.resumes import Boundary
+from ckptctl.loss.resume_points import NamedCheckpoint
+from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, Splitter
-from ckptctl.loss.verdict import Judgement, LossVerdict, decisive
+from ckptctl.loss.sources import STDIN, StorageAccess
+from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
 from ckptctl.storage.opening import is_local
 
 POLL_S = 1.0
-_PIECE = 1 << 20
-_FIRM = 10  # rows
+_PIECE_BYTES = 1 << 20
+_ROWS_FOR_DISCONTINUOUS = 10
+# Findings that rest on an exact comparison: later rows cannot undo them.
 _EXACT = frozenset(
     {
         "loss.restarted",
@@ -40,32 +44,47 @@ _EXACT = frozenset(
 )
 
 
-def is_settled(judgement: Judgement) -> bool:
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How long logs are followed.
+
+    `max_wait_s` and `max_steps`, the steps after the resume, end the wait with the verdict
+    of that moment. `with_throughput` also waits until the rows show whether the speed is
+    back. `poll_s` is the time between two reads.
+    """
+
+    max_wait_s: float | None = None
+    max_steps: int | None = None
+    with_throughput: bool = False
+    poll_s: float = POLL_S
+
+
+def is_settled(assessment: Assessment) -> bool:
     """Whether more rows would leave the verdict as it is.
 
-    A wrong counter settles it at once, five steps that agree do, and so do five that
-    drift; what only the level says needs all the rows that it looks at.
+    A wrong counter settles it at once; so do five steps that agree and five that drift. A
+    verdict that rests on the level needs all the rows that are compared.
     """
-    replay, level = judgement.replay, judgement.level
+    replay, level = assessment.replay, assessment.level
     n = len(replay.rows)
-    found = decisive(judgement.findings, judgement.verdict)
+    found = decisive(assessment.findings, assessment.verdict)
     if found is not None and found.code in _EXACT:
         return True
-    to_come = _steps_to_come(judgement)
-    if to_come and n < GOOD_ROWS:
+    more_to_replay = _more_to_replay(assessment)
+    if more_to_replay and n < GOOD_ROWS:
         return False
     if replay.agrees and replay.fine_enough:
-        return n >= (GOOD_ROWS if to_come else MIN_ROWS)
+        return n >= (GOOD_ROWS if more_to_replay else MIN_ROWS)
     if replay.agreement in (Agreement.DRIFT, Agreement.HIGHER):
         return True
-    if judgement.verdict is LossVerdict.DISCONTINUOUS:
-        return level.n_after >= _FIRM
+    if assessment.verdict is LossVerdict.DISCONTINUOUS:
+        return level.n_after >= _ROWS_FOR_DISCONTINUOUS
     return level.n_after >= WINDOWS[-1]
 
 
-def _steps_to_come(judgement: Judgement) -> bool:
+def _more_to_replay(assessment: Assessment) -> bool:
     """Whether steps that were logged before are still to be trained again."""
-    resume = judgement.resume
+    resume = assessment.resume
     return bool(resume.overwritten) and resume.overwritten[-1].step > resume.after[-1].step
 
 
@@ -73,18 +92,18 @@ class _Tail(Protocol):
     """A log that grows."""
 
     def new_items(self) -> Iterator[Row | Marker]:
-        """What was logged since the last time."""
+        """The rows and markers that were added since the last call."""
 
     def end(self) -> Iterator[Row | Marker]:
-        """What was held back until it was whole, when nothing more is waited for."""
+        """The rows and markers that waited for more bytes."""
 
     @property
     def ended(self) -> bool:
-        """Nothing more can come."""
+        """Whether nothing more can be added."""
 
 
 class _FileTail:
-    """A file that grows, is rotated, or is not there yet."""
+    """A file that grows, is rotated, or does not exist yet."""
 
     ended = False
 
@@ -109,7 +128,7 @@ class _FileTail:
                 self._reader, self._offset = self._new_reader(), 0
             self._inode = status.st_ino
             file.seek(self._offset)
-            while piece := file.read(_PIECE):
+            while piece := file.read(_PIECE_BYTES):
                 self._offset += len(piece)
                 yield from self._reader.feed(piece)
 
@@ -120,8 +139,8 @@ class _FileTail:
 class _InputTail:
     """Standard input."""
 
-    def __init__(self, reader: Callable[[], LogReader]) -> None:
-        self._reader = reader()
+    def __init__(self, reader: LogReader) -> None:
+        self._reader = reader
         self.ended = False
 
     def new_items(self) -> Iterator[Row | Marker]:
@@ -129,7 +148,7 @@ class _InputTail:
 
         fd = sys.stdin.fileno()
         while not self.ended and select.select([fd], [], [], 0)[0]:
-            piece = os.read(fd, _PIECE)
+            piece = os.read(fd, _PIECE_BYTES)
             if not piece:
                 self.ended = True
                 return
@@ -141,42 +160,29 @@ class _InputTail:
 
 def follow_loss(
     logs: Sequence[str],
+    checkpoint: NamedCheckpoint | None = None,
     *,
-    resume_step: int | None = None,
-    resume_tokens: int | None = None,
-    resume_samples: int | None = None,
-    with_throughput: bool = False,
-    report: str | None = None,
+    follow: FollowOptions | None = None,
+    log_format: LogFormat | None = None,
+    storage: StorageAccess | None = None,
     strict: bool = False,
-    format: str | None = None,  # noqa: A002 - what it is called everywhere
-    pattern: str | None = None,
-    keys: Mapping[str, str] | None = None,
-    wait_s: float | None = None,
-    max_steps: int | None = None,
-    poll_s: float = POLL_S,
-    **storage: Any,
 ) -> Iterator[LossReport]:
-    """Yield a report each time that was looked, the last of them when it is settled.
+    """Yield a report after each read; the last one is settled, or `follow` ended the wait.
 
-    Ends early after `wait_s` seconds, or `max_steps` steps after the resume, with the
-    verdict of then. `with_throughput` also waits until the rows say whether the speed is back.
-    `logs` are files, read to their end one after the other and then
-    watched, or `-` for standard input; a file may be missing until it is there. The other
-    arguments are those of `check_loss`.
+    `logs` are files, or `-` for standard input. Each file is read to its end, one after the
+    other, and then watched; it may be created later. `storage` is where the resume report
+    of `checkpoint` lies. `strict` makes `no-jump` end with exit code 31.
 
-    Raises `UsageError` for what cannot be watched.
+    Raises `UsageError` for a log that cannot be watched, and as `NamedCheckpoint.resolve`.
     """
-    asked = asked_boundary(resume_step, resume_tokens, resume_samples)
-    boundary, found = boundary_of(asked, report, **storage)
-
-    def reader_of(path: str) -> Callable[[], LogReader]:
-        return lambda: LogReader(path, format=format, pattern=pattern, keys=keys)
-
-    tails = [_tail(path, reader_of(path)) for path in logs]
-    splitter = Splitter(around=boundary.step if boundary is not None else None)
-    ends_at = None if wait_s is None else time.monotonic() + wait_s
-    part: bool | None = None
-    now: LossReport | None = None
+    checkpoint, follow = checkpoint or NamedCheckpoint(), follow or FollowOptions()
+    resume_point, found = checkpoint.resolve(storage or StorageAccess())
+    options = CheckOptions(resume_point, found, strict=strict)
+    tails = [_tail(path, log_format) for path in logs]
+    splitter = Splitter(around=resume_point.step if resume_point is not None else None)
+    deadline = None if follow.max_wait_s is None else time.monotonic() + follow.max_wait_s
+    may_divide: bool | None = None
+    report: LossReport | None = None
     while True:
         n_new = 0
         for tail in tails:
@@ -184,52 +190,52 @@ def follow_loss(
                 splitter.feed(item)
                 n_new += 1
         ended = all(tail.ended for tail in tails)
-        over = ended or (ends_at is not None and time.monotonic() >= ends_at)
+        over = ended or (deadline is not None and time.monotonic() >= deadline)
         for item in chain.from_iterable(tail.end() for tail in tails if over):
             splitter.feed(item)
             n_new += 1
-        if n_new or now is None:
+        if n_new or report is None:
             parts = splitter.split()
-            part = _may_part(parts, boundary) if part is None else part
-            now = report_on(
-                parts, logs=logs, boundary=boundary, report=found, strict=strict, part=part
-            )
-        yield now
-        judged = now.judged
-        if judged is not None and _enough(judged, max_steps):
+            if may_divide is None:
+                may_divide = _may_divide(parts, resume_point)
+            report = check_split(parts, options, logs=logs, may_divide=may_divide)
+        yield report
+        if over or (report.worst is not None and _is_enough(report.worst, follow)):
             return
-        if judged is not None and is_settled(judged):
-            wrong = judged.verdict is LossVerdict.DISCONTINUOUS
-            if not with_throughput or wrong or _pace_is_known(judged):
-                return
-        if over:
-            return
-        left_s = poll_s if ends_at is None else ends_at - time.monotonic()
-        time.sleep(max(0.0, min(poll_s, left_s)))
+        left_s = follow.poll_s if deadline is None else deadline - time.monotonic()
+        time.sleep(max(0.0, min(follow.poll_s, left_s)))
 
 
-def _pace_is_known(judged: Judgement) -> bool:
-    """Whether rows to come cannot say more about the throughput than those that are there."""
-    known = judged.throughput.pace is not Pace.UNKNOWN
-    return known or not may_tell_throughput(judged.resume)
-
-
-def _may_part(parts: Split, boundary: Boundary | None) -> bool:
-    """Rows behind the checkpoint that are there already are those of the job that died."""
-    if boundary is None or not parts.legs:
+def _is_enough(assessment: Assessment, follow: FollowOptions) -> bool:
+    resume = assessment.resume
+    n_steps = resume.after[-1].step - resume.first_step + 1
+    if follow.max_steps is not None and n_steps >= follow.max_steps:
         return True
-    return parts.legs[-1].last_step <= boundary.step
+    if not is_settled(assessment):
+        return False
+    is_wrong = assessment.verdict is LossVerdict.DISCONTINUOUS
+    return not follow.with_throughput or is_wrong or _throughput_is_settled(assessment)
 
 
-def _tail(path: str, reader: Callable[[], LogReader]) -> _Tail:
-    if path == "-":
-        return _InputTail(reader)
+def _throughput_is_settled(assessment: Assessment) -> bool:
+    """Whether rows to come would not show more about the throughput."""
+    is_known = assessment.throughput.pace is not Pace.UNKNOWN
+    return is_known or not can_measure_throughput(assessment.resume)
+
+
+def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
+    """Whether rows after the checkpoint can be those of the resumed job.
+
+    Rows after the checkpoint in the first read are those of the job that died.
+    """
+    if resume_point is None or not parts.segments:
+        return True
+    return parts.segments[-1].last_step <= resume_point.step
+
+
+def _tail(path: str, log_format: LogFormat | None) -> _Tail:
+    if path == STDIN:
+        return _InputTail(LogReader(path, log_format))
     if not is_local(path):
-        raise UsageError(f"{path}: --follow watches files and standard input, not object stores")
-    return _FileTail(path.removeprefix("file://"), reader)
-
-
-def _enough(judged: Judgement, max_steps: int | None) -> bool:
-    resume = judged.resume
-    last = resume.after[-1].step
-    return max_steps is not None and last - resume.first_step + 1 >= max_steps
+        raise UsageError(f"{path}: --follow supports files and standard input, not object stores")
+    return _FileTail(path.removeprefix("file://"), lambda: LogReader(path, log_format))

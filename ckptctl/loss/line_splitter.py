@@ -30,7 +30,7 @@ _PREFIX = re.compile(_PREFIX_PATTERN)
 _RAW_PREFIX = re.compile(_PREFIX_PATTERN.encode())
 
 
-class LineCutter:
+class LineSplitter:
     """Cuts a stream into lines and counts them; `n_lines` is the number of newlines so far."""
 
     __slots__ = ("_dropping", "_prefix", "_rest", "n_lines")
@@ -66,11 +66,11 @@ class LineCutter:
         if begun and self._prefix is None:
             self._prefix = _prefix_of(begun)
 
-    def lines(self, whole: bytes) -> LineWalk:
+    def lines(self, whole: bytes) -> LineScanner:
         """The lines with their numbers, counted from 1."""
         number, prefix = self.n_lines, self._prefix
         self.skip(whole)
-        return LineWalk(whole, number, prefix)
+        return LineScanner(whole, number, prefix)
 
     def _keep(self, rest: bytes) -> None:
         self._rest = rest
@@ -90,7 +90,7 @@ class LineCutter:
         return whole
 
 
-class LineWalk:
+class LineScanner:
     """Walks through lines, from one that holds certain words to the next.
 
     Empty lines are left out, and those that are too long.

@@ -19,7 +19,7 @@ from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
 from ckptctl.loss.rows import Row
-from ckptctl.loss.verdict import Judgement, LossVerdict
+from ckptctl.loss.verdict import Assessment, LossVerdict
 
 N_BEFORE = 60
 N_AFTER = 40
@@ -71,22 +71,22 @@ class Curve:
         return low - room, high + room
 
 
-def curve_of(judgement: Judgement) -> Curve | None:
+def curve_of(assessment: Assessment) -> Curve | None:
     """The picture of a resume; None where no row holds a loss that is a number."""
-    resume, level = judgement.resume, judgement.level
+    resume, level = assessment.resume, assessment.level
     curve = Curve(
         before=_points(resume.before)[-N_BEFORE:],
         overwritten=_points(resume.overwritten)[:N_AFTER],
         after=_points(resume.after)[:N_AFTER],
         first_step=resume.first_step,
         base=level.base if level.shifts else None,
-        limit=_limit(judgement),
+        limit=_limit(assessment),
     )
     return curve if curve.points else None
 
 
-def _limit(judgement: Judgement) -> float | None:
-    level = judgement.level
+def _limit(assessment: Assessment) -> float | None:
+    level = assessment.level
     if not level.shifts or level.base is None or level.base <= 0:
         return None
     return level.base * math.exp(min(shift.threshold for shift in level.shifts))
@@ -285,17 +285,17 @@ def write_plot(report: LossReport, path: str) -> bool:
     Raises `UsageError` where the file cannot be written.
     """
     check_plot(path)
-    judged = report.judged
-    curve = curve_of(judged) if judged is not None else None
-    if judged is None or curve is None:
+    worst = report.worst
+    curve = curve_of(worst) if worst is not None else None
+    if worst is None or curve is None:
         return False
-    shapes = draw(curve, judged.verdict, judged.message)
+    shapes = draw(curve, worst.verdict, worst.message)
     ending = os.path.splitext(path)[1].lower()
     if ending == ".png":
         data = _png(shapes)
     else:
-        text = _svg(shapes, judged.message)
-        data = (_html(text, judged.message) if ending == ".html" else text).encode("utf-8")
+        text = _svg(shapes, worst.message)
+        data = (_html(text, worst.message) if ending == ".html" else text).encode("utf-8")
     aside = f"{path}.{os.getpid()}.tmp"
     try:
         with open(aside, "wb") as file:
@@ -378,8 +378,8 @@ def _paint(brush: ImageDraw, shape: Shape) -> None:
     else:
         anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
         font = ImageFont.load_default(shape.size * _SHARP)
-        place = (shape.x * _SHARP, shape.y * _SHARP)
-        brush.text(place, shape.text, fill=shape.color, font=font, anchor=anchor)
+        position = (shape.x * _SHARP, shape.y * _SHARP)
+        brush.text(position, shape.text, fill=shape.color, font=font, anchor=anchor)
 
 
 def _dashes(stroke: Stroke) -> Iterable[tuple[float, float, float, float]]:

@@ -1,7 +1,7 @@
 """Read the rows and markers of training logs.
 
 Files are put in the order of time and read once, in pieces. The format is detected from
-the first bytes. `LogReader` reads one log whose bytes are fed to it.
+the content of a log. `LogReader` reads one log whose bytes are fed to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
@@ -21,7 +20,7 @@ from ckptctl.loss.formats.records import TrainerState, is_document
 from ckptctl.loss.formats.tensorboard import EventFile, is_event_file
 from ckptctl.loss.formats.wandb_offline import MAGIC, WandbFile
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.sources import STDIN, Access, expanded, natural, read_pieces
+from ckptctl.loss.sources import STDIN, StorageAccess, expanded, natural, read_pieces
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
 
 FORMATS: tuple[str, ...] = (
@@ -30,72 +29,91 @@ FORMATS: tuple[str, ...] = (
     WandbFile.format,
     TrainerState.format,
 )
-"""The names that `format` can have."""
+"""The names that `LogFormat.name` can have."""
 
 _BINARY = (EventFile, WandbFile, TrainerState)
 
-# So many bytes tell what a file is; fewer only where it has no more.
+# The format of a file is detected from so many bytes, or from all that it has.
 _HEAD_BYTES = 64
 
 
+@dataclass(frozen=True, slots=True)
+class LogFormat:
+    """How rows are found in a log, as far as the caller replaces the detection.
+
+    `name` is one of `FORMATS`. `pattern` is a regular expression whose groups are named as
+    the fields of `Row`. `keys` maps a field to the name that the log has for it. Raises
+    `UsageError` for an unknown format or field, and for `name` together with `pattern`.
+    """
+
+    name: str | None = None
+    pattern: str | None = None
+    keys: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None and self.name not in FORMATS:
+            raise UsageError(
+                f"--format {self.name}: unknown format; the formats are {', '.join(FORMATS)}"
+            )
+        if self.name is not None and self.pattern is not None:
+            raise UsageError(
+                "--format and --pattern cannot be combined: a pattern is a format of its own"
+            )
+        if self.pattern is not None:
+            pattern_format(self.pattern)
+        check_keys(self.keys or {})
+
+
 class Log(Protocol):
-    """One log in one format, fed in pieces."""
+    """One log in one format, whose bytes are fed in pieces."""
 
     @property
     def format(self) -> str | None:
-        """Its name; None as long as it is not known."""
+        """Its name; None until it is detected."""
         ...
 
     @property
     def n_without_step(self) -> int:
-        """Losses that were left out for want of a step."""
+        """Losses that were left out because the log does not show their step."""
         ...
 
     @property
     def damage(self) -> str | None:
-        """Why nothing more is read."""
+        """Why reading stopped before the end; None where it did not."""
         ...
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """What is whole with these bytes."""
+        """The rows and markers that these bytes complete."""
         ...
 
     def end(self) -> Iterator[Row | Marker]:
-        """What waited for more."""
+        """The rows and markers that waited for more bytes."""
         ...
 
 
 class LogReader:
     """Reads one log that is fed in pieces of any length, as a growing file gives them.
 
-    `name` is the file as the caller named it: it stands in each row's place. What
-    `feed` gives must be taken before more is fed. `end` gives what waited for more;
-    a log that is rotated is ended, and a new reader takes over.
+    `name` is the file as the caller named it; it is part of the position of each row.
+    The iterator that `feed` returns must be exhausted before the next call. Where a log
+    is rotated, call `end` and continue with a new reader.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        format: str | None = None,  # noqa: A002
-        pattern: str | None = None,
-        keys: Mapping[str, str] | None = None,
-    ) -> None:
-        check_options(format=format, pattern=pattern, keys=keys)
+    def __init__(self, name: str, log_format: LogFormat | None = None) -> None:
         self.name = name
         self.n_bytes = 0
-        self._format, self._pattern, self._keys = format, pattern, keys
+        self._options = log_format or LogFormat()
         self._head = b""
         self._log: Log | None = None
 
     @property
     def format(self) -> str | None:
-        """The format of the log; None as long as it is not known."""
+        """The format of the log; None until it is detected."""
         return None if self._log is None else self._log.format
 
     @property
     def n_without_step(self) -> int:
-        """Losses that were left out because nothing says of which step they are."""
+        """Losses that were left out because the log does not show their step."""
         return 0 if self._log is None else self._log.n_without_step
 
     @property
@@ -104,7 +122,7 @@ class LogReader:
         return None if self._log is None else self._log.damage
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """The rows and markers that are whole with these bytes."""
+        """The rows and markers that these bytes complete."""
         self.n_bytes += len(data)
         if self._log is None:
             self._head += data
@@ -115,7 +133,7 @@ class LogReader:
             yield from self._log.feed(data)
 
     def end(self) -> Iterator[Row | Marker]:
-        """The rows that waited for more."""
+        """The rows and markers that waited for more bytes."""
         if self._log is None:
             data = self._begin()
             if self._log is not None:
@@ -125,93 +143,110 @@ class LogReader:
 
     def _begin(self) -> bytes:
         head, self._head = self._head, b""
-        self._log = self._made(head)
+        self._log = self._new_log(head)
         return head
 
-    def _made(self, head: bytes) -> Log:
+    def _new_log(self, head: bytes) -> Log:
+        name, pattern, keys = self._options.name, self._options.pattern, self._options.keys
         for kind in _BINARY:
-            if self._format == kind.format:
-                return kind(self.name, self._keys)
-        if self._format is None and self._pattern is None:
+            if name == kind.format:
+                return kind(self.name, keys)
+        if name is None and pattern is None:
             if is_event_file(head):
-                return EventFile(self.name, self._keys)
+                return EventFile(self.name, keys)
             if head.startswith(MAGIC):
-                return WandbFile(self.name, self._keys)
+                return WandbFile(self.name, keys)
             if is_document(self.name, head):
-                return TrainerState(self.name, self._keys)
-        return TextLog(self.name, form=self._format, pattern=self._pattern, keys=self._keys)
+                return TrainerState(self.name, keys)
+        return TextLog(self.name, form=name, pattern=pattern, keys=keys)
+
+
+@dataclass(slots=True)
+class DamageLog:
+    """The damage that was found while logs were read, in order.
+
+    `at_end` says that no row was read after the last damage.
+    """
+
+    messages: list[str] = field(default_factory=list)
+    at_end: bool = False
+
+    def record(self, message: str) -> None:
+        """Add the damage of one log: its name, and why reading stopped."""
+        self.messages.append(message)
+        self.at_end = True
+
+    def watch(self, items: Iterable[Row | Marker]) -> Iterator[Row | Marker]:
+        """The same rows and markers, while it is noted whether any follows a damage."""
+        for item in items:
+            if isinstance(item, Row):
+                self.at_end = False
+            yield item
+
+    def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
+        """`loss.damaged` for each damage; `loss.unread` for one at the end, if that matters.
+
+        Where a later log continues, the resume is likely in what was read. Where nothing
+        follows the damage, the resume may be in what was not read.
+        """
+        last = len(self.messages) - 1 if self.at_end and end_matters else None
+        return tuple(
+            Finding(
+                "loss.unread" if i == last else "loss.damaged",
+                "",
+                f"{message}; no row follows, so a later resume may be missing"
+                if i == last
+                else message,
+                expected="a log that is readable to its end",
+            )
+            for i, message in enumerate(self.messages)
+        )
 
 
 def read_logs(
     paths: Sequence[str],
+    log_format: LogFormat | None = None,
     *,
-    format: str | None = None,  # noqa: A002
-    pattern: str | None = None,
-    keys: Mapping[str, str] | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
-    retries: int = 4,
+    storage: StorageAccess | None = None,
     on_damage: Callable[[str], None] | None = None,
 ) -> Iterator[Row | Marker]:
-    """Yield what the logs say, row by row, the oldest log first.
+    """Yield the rows and markers of the logs, the oldest log first.
 
-    `paths` are files, folders of logs, addresses of objects, or `-` for standard
-    input; gzip, bzip2, xz and zstd are unpacked. Where every log keeps a clock, the
-    first time in each decides the order; where none does, that of the caller, with
-    `version_10` behind `version_2`. `format` is a name of `FORMATS`; `pattern` is a
-    regular expression with groups named as the fields of `Row`; `keys` maps a
-    field to the name that the log has for it.
+    `paths` are files, folders of logs, addresses of objects, or `-` for standard input;
+    gzip, bzip2, xz and zstd are decompressed. Where every log has a clock, the first time
+    in each determines the order; otherwise the order is that of the caller, and names that
+    differ in numbers only are sorted by these (`version_2` before `version_10`).
 
-    Memory does not grow with the logs. Where a log is damaged in the middle, its rows
-    up to there are yielded; then `on_damage` is told, or else `LogUnreadable` raised.
-    Raises `LogWithoutLoss` at the end where no row had a loss, `UsageError` for an option
-    that means nothing, and what a storage raises.
+    Memory does not grow with the logs. Where a log is damaged in the middle, the rows
+    before the damage are yielded; then `on_damage` is called, or `LogUnreadable` raised
+    where it is None. Raises `LogWithoutLoss` at the end where no row had a loss,
+    `UsageError` where no log is named, and the errors of the storage.
     """
-    check_options(format=format, pattern=pattern, keys=keys)
     if not paths:
         raise UsageError("no log was named")
-    access = Access(storage_options or {}, endpoint_url, timeout_s, retries)
-    new = partial(LogReader, format=format, pattern=pattern, keys=keys)
+    storage = storage or StorageAccess()
+    log_format = log_format or LogFormat()
     readers: list[LogReader] = []
     n_losses = 0
-    for path in _in_order(expanded(paths, access), access, new):
-        reader = new(path)
+    for path in _in_order(expanded(paths, storage), storage, log_format):
+        reader = LogReader(path, log_format)
         readers.append(reader)
-        for item in _read(reader, access, on_damage):
+        for item in _read(reader, storage, on_damage):
             n_losses += isinstance(item, Row) and item.loss is not None
             yield item
     if not n_losses:
-        raise LogWithoutLoss(_why_nothing(readers), next_command=_with_pattern(readers))
-
-
-def check_options(
-    *,
-    format: str | None = None,  # noqa: A002
-    pattern: str | None = None,
-    keys: Mapping[str, str] | None = None,
-) -> None:
-    """Raise `UsageError` for a format that is not there, and for what cannot go together."""
-    if format is not None and format not in FORMATS:
-        raise UsageError(
-            f"--format {format}: there is no such format; there are {', '.join(FORMATS)}"
-        )
-    if format is not None and pattern is not None:
-        raise UsageError("--format and --pattern exclude each other: a pattern is a format")
-    if pattern is not None:
-        pattern_format(pattern)
-    check_keys(keys or {})
+        raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
 
 def _read(
-    reader: LogReader, access: Access, on_damage: Callable[[str], None] | None
+    reader: LogReader, storage: StorageAccess, on_damage: Callable[[str], None] | None
 ) -> Iterator[Row | Marker]:
     damage: LogUnreadable | None = None
     try:
-        for piece in read_pieces(reader.name, access):
+        for piece in read_pieces(reader.name, storage):
             yield from reader.feed(piece)
             if reader.damage is not None:
-                damage = LogUnreadable(f"{reader.name}: {reader.damage}; the rest is not read")
+                damage = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")
                 break
     except LogUnreadable as error:
         damage = error
@@ -223,22 +258,20 @@ def _read(
     on_damage(damage.message)
 
 
-def _in_order(
-    paths: Sequence[str], access: Access, new: Callable[[str], LogReader]
-) -> Sequence[str]:
+def _in_order(paths: Sequence[str], storage: StorageAccess, log_format: LogFormat) -> Sequence[str]:
     if len(paths) < 2 or STDIN in paths:
         return paths
-    first = {path: _first_clock(new(path), access) for path in paths}
+    first = {path: _first_clock(LogReader(path, log_format), storage) for path in paths}
     clocks = {path: at for path, at in first.items() if at is not None}
     if len(clocks) == len(first):
-        # A sort is stable: logs that began together stay as the caller named them.
+        # The sort is stable: logs with the same first time keep the order of the caller.
         return sorted(paths, key=lambda path: clocks[path])
     shapes = {re.sub(r"\d+", "0", path) for path in paths}
     return sorted(paths, key=natural) if len(shapes) == 1 else paths
 
 
-def _first_clock(reader: LogReader, access: Access) -> float | None:
-    for item in _read(reader, access, lambda _: None):
+def _first_clock(reader: LogReader, storage: StorageAccess) -> float | None:
+    for item in _read(reader, storage, lambda _: None):
         if isinstance(item, Row):
             return item.at
     return None
@@ -250,55 +283,20 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
     lost = sum(reader.n_without_step for reader in readers)
     found = sorted({reader.format for reader in readers if reader.format is not None})
     if not n_bytes:
-        return f"{names}: empty; there is no loss to look at"
+        return f"{names}: empty; there is no loss to check"
     if lost:
         return (
-            f"{names}: {lost:,} losses and no step to any of them: the progress bar that shows "
-            "the step is not in the log; trainer_state.json has both"
+            f"{names}: {lost:,} losses without a step; the progress bar that shows the step is not "
+            "in the log (trainer_state.json has both)"
         )
     if found:
-        return f"{names}: steps as {found[0]} prints them, and none with a loss ({n_bytes:,} bytes)"
-    return f"{names}: no step with a loss in {n_bytes:,} bytes, in none of {len(FORMATS)} formats"
+        return f"{names}: the rows in {found[0]} format have no loss ({n_bytes:,} bytes)"
+    return f"{names}: no step with a loss in {n_bytes:,} bytes; none of {len(FORMATS)} formats fits"
 
 
-def _with_pattern(readers: Sequence[LogReader]) -> str | None:
-    """The command that reads a format nobody knows; None where that is not what is missing."""
+def _pattern_command(readers: Sequence[LogReader]) -> str | None:
+    """The command that reads an unknown format; None where the format is not the problem."""
     if not any(reader.n_bytes for reader in readers) or any(r.n_without_step for r in readers):
         return None
     names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
     return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"
-
-
-@dataclass(slots=True)
-class Unread:
-    """The damage that a reader tells of, in order, and whether any row came after the last."""
-
-    messages: list[str] = field(default_factory=list)
-    ends_so: bool = False
-
-    def told(self, message: str) -> None:
-        """Take what the reader says of one log: its name, and why nothing more is read."""
-        self.messages.append(message)
-        self.ends_so = True
-
-    def watch(self, items: Iterable[Row | Marker]) -> Iterator[Row | Marker]:
-        """The same rows and markers; to be read while `told` is called."""
-        for item in items:
-            if isinstance(item, Row):
-                self.ends_so = False
-            yield item
-
-    def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
-        """`loss.damaged` for each damage, `loss.unread` for one at the end, if that matters."""
-        last = len(self.messages) - 1 if self.ends_so and end_matters else None
-        return tuple(
-            Finding(
-                "loss.unread" if i == last else "loss.damaged",
-                "",
-                f"{message}, and no row follows: the resume may lie behind it"
-                if i == last
-                else message,
-                expected="a log that can be read to its end",
-            )
-            for i, message in enumerate(self.messages)
-        )

@@ -1,20 +1,20 @@
-"""Read the resume report that `ckptctl.train` leaves of each resume.
+"""Determine the checkpoint that a job resumed from, as the caller or a resume report names it.
 
-The reports lie in the checkpoint root, under `.ckptctl/attempts`. A report names the
-checkpoint that was loaded.
+`ckptctl.train` writes one report for each resume into the checkpoint root, under
+`.ckptctl/attempts`. Where neither names a checkpoint, `resumes` finds it in the log.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.layouts import OWN_FOLDER
-from ckptctl.loss.resumes import Boundary
-from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.loss.resumes import ResumePoint
+from ckptctl.loss.sources import StorageAccess
+from ckptctl.storage.opening import base_name, join_url, parent_url
 
 SCHEMA = "ckptctl.resume/1"
 _ATTEMPTS = "attempts"
@@ -24,77 +24,111 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What a report says of a resume: the root and step that were loaded, and where it lies.
+    """The content of a resume report: the root and the path of the step that was loaded.
 
-    `boundary` is None where the job began fresh.
+    `url` is the report itself. `resume_point` is None where the job started fresh.
     """
 
     url: str
     root: str | None
     path: str | None
-    boundary: Boundary | None
+    resume_point: ResumePoint | None
 
 
-def read_resume_report(
-    place: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
-) -> ResumeReport:
-    """The report at `place`: its file, or the newest one of a checkpoint root.
+@dataclass(frozen=True, slots=True)
+class NamedCheckpoint:
+    """The checkpoint as the caller names it: by its step, by a resume report, or not at all.
 
-    Raises `UsageError` where there is none, or where the file is no report.
+    `tokens` and `samples` are the counts at `step`. `report` is a report, or the
+    checkpoint root that holds it. Raises `UsageError` for counts without a step.
     """
-    options = {"storage_options": storage_options, "endpoint_url": endpoint_url}
-    if base_name(place).endswith(".json"):
-        folder, attempts, names = parent_url(place), "", [base_name(place)]
+
+    step: int | None = None
+    tokens: int | None = None
+    samples: int | None = None
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is None and (self.tokens is not None or self.samples is not None):
+            raise UsageError(
+                "--resume-tokens and --resume-samples need --resume-step: they are the counts at "
+                "that step"
+            )
+
+    def resolve(self, storage: StorageAccess) -> tuple[ResumePoint | None, ResumeReport | None]:
+        """The checkpoint, and the report where one was named.
+
+        `step` outweighs the report, whose counts and time apply to its own step only.
+        Raises `UsageError` where the report does not exist or records a fresh start.
+        """
+        report = None if self.report is None else read_resume_report(self.report, storage)
+        reported = None if report is None else report.resume_point
+        if self.step is None:
+            if report is not None and reported is None:
+                raise UsageError(
+                    f"{report.url}: the report records a fresh start; there is no resume to check"
+                )
+            return reported, report
+        if reported is None or reported.step != self.step:
+            return ResumePoint(self.step, "asked", self.tokens, self.samples), report
+        counts = {"tokens": self.tokens, "samples": self.samples}
+        given = {name: count for name, count in counts.items() if count is not None}
+        return replace(reported, source="asked", **given), report
+
+
+def read_resume_report(path: str, storage: StorageAccess) -> ResumeReport:
+    """The report at `path`, which is its file or a checkpoint root: then the newest one.
+
+    Raises `UsageError` where there is none, or where the file is not a resume report.
+    """
+    if base_name(path).endswith(".json"):
+        folder, attempts, names = parent_url(path), "", [base_name(path)]
     else:
-        folder, names = place, []
-        attempts = _ATTEMPTS if base_name(place) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
-    with open_store(folder, timeout_s=timeout_s, **options) as store:  # type: ignore[arg-type]
+        folder, names = path, []
+        attempts = _ATTEMPTS if base_name(path) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
+    with storage.open(folder) as store:
         try:
             if not names:
                 listed = (entry.path.rpartition("/")[2] for entry in store.list_dir(attempts))
                 names = sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
             if not names:
                 raise PathNotFound(folder)
-            path = f"{attempts}/{names[0]}" if attempts else names[0]
-            url = join_url(folder, path)
-            return _parsed(url, read_json(store, path, max_bytes=_MAX_BYTES))
+            file = f"{attempts}/{names[0]}" if attempts else names[0]
+            url = join_url(folder, file)
+            return _parsed(url, read_json(store, file, max_bytes=_MAX_BYTES))
         except NotJson as error:
-            raise UsageError(f"{url}: this is no report of a resume: {error}") from error
+            raise UsageError(f"{url}: not a resume report: {error}") from error
         except PathNotFound as error:
             raise UsageError(
-                f"{place}: there is no report of a resume; name the checkpoint's step with "
+                f"{path}: there is no resume report here; name the step of the checkpoint with "
                 "--resume-step"
             ) from error
 
 
 def _parsed(url: str, report: object) -> ResumeReport:
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise UsageError(f"{url}: this is no report of a resume ({SCHEMA})")
+        raise UsageError(f"{url}: not a resume report (schema {SCHEMA})")
     step = report.get("step")
     root, path = report.get("root"), report.get("path")
-    boundary = None
+    resume_point = None
     if isinstance(step, int):
         tokens, samples = (
             count if isinstance(count, int) else None
             for count in (report.get("tokens"), report.get("samples"))
         )
-        boundary = Boundary(step, "report", tokens, samples, _seconds(report.get("at")))
+        resume_point = ResumePoint(step, "report", tokens, samples, _seconds(report.get("at")))
     return ResumeReport(
         url=url,
         root=root if isinstance(root, str) else None,
         path=path if isinstance(path, str) else None,
-        boundary=boundary,
+        resume_point=resume_point,
     )
 
 
 def _seconds(at: object) -> float | None:
-    """A time as RFC 3339 has it, in seconds since 1970; None for anything else."""
+    """A time in the form of RFC 3339, in seconds since 1970; None for anything else."""
     try:
-        # Python 3.10 does not know the Z.
+        # `fromisoformat` of Python 3.10 does not accept the Z.
         moment = datetime.datetime.fromisoformat(str(at).replace("Z", "+00:00"))
     except ValueError:
         return None

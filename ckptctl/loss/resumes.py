@@ -1,7 +1,7 @@
 """Find the resumes in a log: the rows before, the rows trained again, the rows after.
 
 A resume is compared with the segment that trained up to its checkpoint. A job that died
-twice over the same steps is thus not compared with the attempt that was bad already.
+twice over the same steps is therefore not compared with the failed attempt in between.
 Also counts the work that a resume makes the job do again.
 """
 
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptctl.loss.rows import Marker, Number, Place, Row
-from ckptctl.loss.segments import Border, Leg, Split, log_interval
+from ckptctl.loss.rows import LogPosition, Marker, Number, Row
+from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
 
 N_BEFORE = 1_000
-"""Rows before a resume that are looked at."""
+"""Rows before a resume that are compared."""
 N_AFTER = 1_000
-"""Rows after a resume that are looked at."""
+"""Rows after a resume that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """The checkpoint that a job says it resumed from.
+class ResumePoint:
+    """The checkpoint that a job resumed from.
 
-    `step` is the last step that the checkpoint holds, `tokens` and `samples` the counts at
-    that step where they are known, `source` who says so: `report`, `log` or `asked`. `at_s`
-    is when the job resumed, in seconds since 1970.
+    `step` is the last step that the checkpoint holds; `tokens` and `samples` are the counts
+    at that step, where they are known. `source` is where this is from: `report`, `log` or
+    `asked`. `at_s` is when the job resumed, in seconds since 1970.
     """
 
     step: int
@@ -39,18 +39,19 @@ class Boundary:
 class Resume:
     """One resume, as rows.
 
-    `number` counts the resumes of the log from 1. `before` are the rows of the steps
-    below the first step after it, `overwritten` those of the same leg that the resumed
-    job went through again, `after` what the resumed job logged. `restarted` says that
-    the new leg begins no later than everything before it.
+    `number` counts the resumes of the log from 1. `before` are the rows of the steps below
+    the first step after the resume, `overwritten` the rows of the same segment whose steps
+    the resumed job trained again, `after` the rows of the resumed job. `boundary` is what
+    separates the two segments. `restarted` means that the new segment begins no later than
+    everything before it.
     """
 
     number: int
     before: tuple[Row, ...]
     overwritten: tuple[Row, ...]
     after: tuple[Row, ...]
-    border: Border
-    boundary: Boundary | None
+    boundary: Boundary
+    resume_point: ResumePoint | None
     marker: Marker | None = None
     restarted: bool = False
 
@@ -60,155 +61,169 @@ class Resume:
         return self.after[0].step
 
     @property
-    def place(self) -> Place:
-        """Where the resumed job's first row stands."""
-        return self.after[0].place
+    def position(self) -> LogPosition:
+        """The position of the first row of the resumed job."""
+        return self.after[0].position
 
     @property
     def interval(self) -> int:
-        """Steps from one row to the next before the resume; after it, where that is all."""
+        """Steps from one row to the next before the resume; after it, where none are before."""
         return log_interval(self.before[-100:] if len(self.before) > 1 else self.after)
 
 
 def resumes(split: Split) -> tuple[Resume, ...]:
-    """Every resume in the legs that were kept, oldest first."""
-    n_lost = split.n_legs - len(split.legs)
-    return tuple(_resume(split.legs, i, n_lost + i, None) for i in range(1, len(split.legs)))
+    """Every resume in the segments that were kept, oldest first."""
+    segments, n_dropped = split.segments, split.n_dropped
+    return tuple(_resume(segments, i, n_dropped + i, None) for i in range(1, len(segments)))
 
 
-def resume_numbered(split: Split, number: int, boundary: Boundary | None) -> Resume | None:
-    """The resume with this number; None where there is none, or it was not kept.
+def resume_numbered(split: Split, number: int, resume_point: ResumePoint | None) -> Resume | None:
+    """The resume with this number; None where it does not exist or was not kept.
 
-    It is held against the boundary where the caller named its step, where the boundary
-    fits it, or where it is the last one: a report of another resume says nothing of it.
+    The resume point applies to it where the caller named its step, where it matches the
+    segment, or where the resume is the last one. A report of another resume is ignored.
     """
-    n_lost = split.n_legs - len(split.legs)
-    i = number - n_lost
-    if not 1 <= i < len(split.legs):
+    i = number - split.n_dropped
+    if not 1 <= i < len(split.segments):
         return None
-    is_its_own = boundary is not None and (
-        boundary.source == "asked" or i == len(split.legs) - 1 or _fits(split.legs[i], boundary)
+    applies = resume_point is not None and (
+        resume_point.source == "asked"
+        or i == len(split.segments) - 1
+        or _follows(split.segments[i], resume_point)
     )
-    return _resume(split.legs, i, number, boundary if is_its_own else None)
+    return _resume(split.segments, i, number, resume_point if applies else None)
 
 
-def _fits(leg: Leg, boundary: Boundary) -> bool:
-    """Whether a leg begins just behind the checkpoint."""
-    interval = log_interval(leg.rows[:100])
-    return boundary.step <= leg.first_step <= boundary.step + max(1, interval)
+def _follows(segment: Segment, resume_point: ResumePoint) -> bool:
+    """Whether a segment begins directly after the checkpoint."""
+    interval = log_interval(segment.rows[:100])
+    return resume_point.step <= segment.first_step <= resume_point.step + max(1, interval)
 
 
-def resume_at(split: Split, boundary: Boundary, *, part: bool = True) -> Resume | None:
-    """The last resume that fits a boundary; None where nothing was logged after it.
+def resume_at(split: Split, resume_point: ResumePoint, *, may_divide: bool = True) -> Resume | None:
+    """The last resume that matches a resume point; None where nothing was logged after it.
 
-    A leg that begins just behind the step comes first. A log that one process after the
-    other went on writing without a trace is parted at the step, if `part` allows it:
-    what the job that died logged behind its checkpoint looks just like that, so a report
-    parts a log only where the clock of the rows says that the resume lies between them.
-    Where an earlier leg has reached the step, the checkpoint may be its own: the last leg
-    is meant, and its counter is wrong. So it is failing both.
+    A segment that begins directly after the step is preferred. Otherwise, if `may_divide`,
+    a segment without a boundary is divided at the step: one process after another may have
+    appended to a log without a trace. The rows that the dead job logged after its
+    checkpoint look the same, so a resume point from a report divides a segment only where
+    the times of the rows place the resume between them.
+    Where an earlier segment reached the step, the checkpoint may be that segment's: then
+    the last segment is the resumed one, and its step counter is wrong. The same holds
+    where nothing else matches.
     """
-    legs, n_lost = split.legs, split.n_legs - len(split.legs)
-    for i in reversed(range(1, len(legs))):
-        if _fits(legs[i], boundary):
-            return _resume(legs, i, n_lost + i, boundary)
-    parted = _parted(legs, boundary, n_lost) if part else None
-    last = _resume(legs, len(legs) - 1, n_lost + len(legs) - 1, boundary) if legs[1:] else None
-    if boundary.source == "report" or any(one.last_step >= boundary.step for one in legs[:-1]):
-        return last or parted
-    return parted or last
+    segments, n_dropped = split.segments, split.n_dropped
+    for i in reversed(range(1, len(segments))):
+        if _follows(segments[i], resume_point):
+            return _resume(segments, i, n_dropped + i, resume_point)
+    divided = _divided(segments, resume_point, n_dropped) if may_divide else None
+    last = None
+    if len(segments) > 1:
+        i = len(segments) - 1
+        last = _resume(segments, i, n_dropped + i, resume_point)
+    reached = any(one.last_step >= resume_point.step for one in segments[:-1])
+    if resume_point.source == "report" or reached:
+        return last or divided
+    return divided or last
 
 
-def canary_of(known: Split, canary: Split) -> Resume | None:
-    """A resume of its own, over steps that another log holds: its last leg against that log.
+def canary_of(run: Split, canary: Split) -> Resume | None:
+    """The last segment of a canary as a resume, compared with the log of the run.
 
-    None where the other log has no row before or at its first step.
+    None where the run has no row before or at the first step of the canary.
     """
-    if not canary.legs or not known.legs:
+    if not canary.segments or not run.segments:
         return None
-    leg = canary.legs[-1]
-    first = leg.first_step
-    there = [i for i, each in enumerate(known.legs) if each.first_step <= first]
-    if not there:
+    segment = canary.segments[-1]
+    first = segment.first_step
+    begun = [i for i, each in enumerate(run.segments) if each.first_step <= first]
+    if not begun:
         return None
-    # A run that resumed later on went through these steps in an earlier leg.
-    holds = [i for i in there if known.legs[i].last_step >= first] or there
-    i = holds[-1]
+    # Where the run itself resumed later, an earlier segment holds these steps.
+    holding = [i for i in begun if run.segments[i].last_step >= first] or begun
+    i = holding[-1]
     return Resume(
         number=1,
-        before=_history(known.legs, i, first),
-        overwritten=tuple(row for row in known.legs[i].rows if row.step >= first),
-        after=leg.rows[:N_AFTER],
-        border=leg.border,
-        boundary=None,
-        marker=leg.marker,
+        before=_history(run.segments, i, first),
+        overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
+        after=segment.rows[:N_AFTER],
+        boundary=segment.boundary,
+        resume_point=None,
+        marker=segment.marker,
     )
 
 
-def _resume(legs: Sequence[Leg], i: int, number: int, boundary: Boundary | None) -> Resume:
-    leg = legs[i]
-    first = leg.first_step
-    earlier = [j for j in range(i) if legs[j].first_step < first]
-    if boundary is None and leg.marker is not None and leg.marker.step is not None:
-        boundary = Boundary(leg.marker.step, "log")
-    same = earlier[-1] if earlier else i - 1
-    # The attempt before it began at the same checkpoint, and may have been as wrong.
-    again = not earlier and boundary is not None and 0 < boundary.step <= first
+def _resume(
+    segments: Sequence[Segment], i: int, number: int, resume_point: ResumePoint | None
+) -> Resume:
+    segment = segments[i]
+    first = segment.first_step
+    earlier = [j for j in range(i) if segments[j].first_step < first]
+    if resume_point is None and segment.marker is not None and segment.marker.step is not None:
+        resume_point = ResumePoint(segment.marker.step, "log")
+    compared = earlier[-1] if earlier else i - 1
+    # The log begins after the checkpoint: every earlier segment is another attempt from the
+    # same checkpoint, and may have failed in the same way.
+    is_retry = not earlier and resume_point is not None and 0 < resume_point.step <= first
+    rows = segments[compared].rows
     return Resume(
         number=number,
-        before=() if again else _history(legs, same, first),
-        overwritten=() if again else tuple(row for row in legs[same].rows if row.step >= first),
-        after=leg.rows[:N_AFTER],
-        border=leg.border,
-        boundary=boundary,
-        marker=leg.marker,
-        restarted=not earlier and not again,
+        before=() if is_retry else _history(segments, compared, first),
+        overwritten=() if is_retry else tuple(row for row in rows if row.step >= first),
+        after=segment.rows[:N_AFTER],
+        boundary=segment.boundary,
+        resume_point=resume_point,
+        marker=segment.marker,
+        restarted=not earlier and not is_retry,
     )
 
 
-def _history(legs: Sequence[Leg], i: int, below: int) -> tuple[Row, ...]:
-    """The newest rows below a step of a leg, and of those that it came from where it is short."""
+def _history(segments: Sequence[Segment], i: int, below: int) -> tuple[Row, ...]:
+    """The newest rows below a step: of segment `i`, then of the segments it continued."""
     rows: tuple[Row, ...] = ()
     while len(rows) < N_BEFORE:
-        rows = (*(row for row in legs[i].rows if row.step < below), *rows)
-        below = legs[i].first_step
-        earlier = [j for j in range(i) if legs[j].first_step < below]
+        rows = (*(row for row in segments[i].rows if row.step < below), *rows)
+        below = segments[i].first_step
+        earlier = [j for j in range(i) if segments[j].first_step < below]
         if not earlier:
             break
         i = earlier[-1]
     return rows[-N_BEFORE:]
 
 
-def _parted(legs: Sequence[Leg], boundary: Boundary, n_lost: int) -> Resume | None:
-    for i in reversed(range(len(legs))):
-        leg = legs[i]
-        if leg.first_step <= boundary.step < leg.last_step:
-            after = tuple(row for row in leg.rows if row.step > boundary.step)
-            if boundary.source == "report" and not _between(leg, boundary):
+def _divided(
+    segments: Sequence[Segment], resume_point: ResumePoint, n_dropped: int
+) -> Resume | None:
+    """The last segment that holds the step, divided there."""
+    for i in reversed(range(len(segments))):
+        segment = segments[i]
+        if segment.first_step <= resume_point.step < segment.last_step:
+            if resume_point.source == "report" and not _is_between(segment, resume_point):
                 return None
+            after = tuple(row for row in segment.rows if row.step > resume_point.step)
             return Resume(
-                number=n_lost + i + 1,
-                before=_history(legs, i, boundary.step + 1),
+                number=n_dropped + i + 1,
+                before=_history(segments, i, resume_point.step + 1),
                 overwritten=(),
                 after=after[:N_AFTER],
-                border=Border.ASKED,
-                boundary=boundary,
+                boundary=Boundary.ASKED,
+                resume_point=resume_point,
             )
     return None
 
 
-def _between(leg: Leg, boundary: Boundary) -> bool:
-    """Whether the rows on both sides of the boundary were logged before and after the resume."""
-    before = [row.at for row in leg.rows if row.step <= boundary.step][-1:]
-    after = [row.at for row in leg.rows if row.step > boundary.step][:1]
-    if boundary.at_s is None or not before or before[0] is None or after[0] is None:
+def _is_between(segment: Segment, resume_point: ResumePoint) -> bool:
+    """Whether the job resumed between the rows on the two sides of the step, by their times."""
+    before = [row.at for row in segment.rows if row.step <= resume_point.step][-1:]
+    after = [row.at for row in segment.rows if row.step > resume_point.step][:1]
+    if resume_point.at_s is None or not before or before[0] is None or after[0] is None:
         return False
-    return before[0] <= boundary.at_s <= after[0]
+    return before[0] <= resume_point.at_s <= after[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """The work between the checkpoint's step and the last step that was logged before.
+    """The work between the step of the checkpoint and the last step logged before the resume.
 
     `tokens`, `samples` and `seconds` are None where the log does not hold them.
     """
@@ -231,29 +246,33 @@ class Recomputed:
 
 
 def recomputed_by(resume: Resume) -> Recomputed | None:
-    """The work that a resume in the log does again; None where no process is seen to end."""
-    if resume.border is Border.ASKED:
+    """The work that a resume does again; None where the log does not show the end of a process."""
+    if resume.boundary is Boundary.ASKED:
         return None
-    step = resume.boundary.step if resume.boundary is not None else resume.first_step - 1
+    known = resume.resume_point
+    step = known.step if known is not None else resume.first_step - 1
     return recomputed_from(step, (*resume.before, *resume.overwritten))
 
 
 def recomputed_from(step: int, rows: Sequence[Row]) -> Recomputed | None:
-    """The work behind `step` in the rows of the job that died; None where there are none."""
+    """The work after `step` in the rows of the job that died; None where there are no rows.
+
+    Needs no resume in the log, so the work can be counted before the job resumes.
+    """
     held = [row for row in rows if row.step <= step]
-    behind = [row for row in rows if row.step > step]
+    lost = [row for row in rows if row.step > step]
     if not rows:
         return None
-    if not behind:
+    if not lost:
         return Recomputed(step, rows[-1].step, 0, 0, 0, 0.0)
-    last = behind[-1]
+    last = lost[-1]
     return Recomputed(
         from_step=step,
         to_step=last.step,
         steps=last.step - step,
         tokens=_counted(held, step, last, "tokens"),
         samples=_counted(held, step, last, "samples"),
-        seconds=_seconds(held, behind, step),
+        seconds=_seconds(held, lost, step),
     )
 
 
@@ -264,9 +283,10 @@ def _counted(held: Sequence[Row], step: int, last: Row, name: str) -> int | None
     return None if start is None or end is None else round(end.value - start.value)
 
 
-def _seconds(held: Sequence[Row], behind: Sequence[Row], step: int) -> float | None:
-    start, end = held[-1].at if held and held[-1].step == step else None, behind[-1].at
+def _seconds(held: Sequence[Row], lost: Sequence[Row], step: int) -> float | None:
+    """The time of the lost steps: by the clock of the rows, else by the mean step time."""
+    start, end = held[-1].at if held and held[-1].step == step else None, lost[-1].at
     if start is not None and end is not None:
         return end - start if end >= start else None
-    times = [row.step_time_s.value for row in behind if row.step_time_s is not None]
-    return sum(times) / len(times) * (behind[-1].step - step) if times else None
+    times = [row.step_time_s.value for row in lost if row.step_time_s is not None]
+    return sum(times) / len(times) * (lost[-1].step - step) if times else None

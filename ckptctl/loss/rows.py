@@ -1,8 +1,6 @@
-"""What is one line of a training log, once it is read?
+"""Define the rows and markers that every reader of a log format yields.
 
-Every reader of a log format gives these rows, and the judgement reads nothing
-else. How a format is read is the question of the readers; where one leg ends
-and the next begins is `legs`'.
+The check of a resume uses nothing else of a log.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row stands: the file as the caller named it, and its line, counted from 1.
+class LogPosition:
+    """The file as the caller named it, and the line, counted from 1.
 
-    `line` is the record's number where the file has no lines.
+    `line` is the number of the record where the file has no lines.
     """
 
     file: str
@@ -25,8 +23,8 @@ class Place:
 class Number:
     """A value as a log printed it.
 
-    `quantum` is one unit of the last digit printed, in the value's own unit: 1e-4
-    for `2.3410`, 1e-3 for `1.234E+00`, 0 where the log keeps the whole float.
+    `quantum` is one unit of the last digit printed, in the unit of the value: 1e-4 for
+    `2.3410`, 1e-3 for `1.234E+00`, 0 where the log keeps the whole float.
     """
 
     value: float
@@ -35,18 +33,18 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a log says of one training step; None where it does not say.
+    """The values that a log has for one training step; None where it has none.
 
     `step` is the training step as logged. `loss` may be NaN or infinite. `lr` is the
     learning rate. `tokens` and `samples` count from the start of the run. `throughput`
     is in tokens (or else samples) per second, `step_time_s` in seconds, `mfu` is a
-    fraction of 1. `at` is in seconds since the epoch, or in whatever clock the log
-    keeps. `interval` is how many steps the loss is the mean of, where the log says so.
-    `samples_digest` names the samples that the step consumed.
+    fraction of 1. `at` is in seconds since the epoch, or in the unit of the log's own
+    clock. `interval` is how many steps the loss is the mean of, where that is known.
+    `samples_digest` identifies the samples that the step consumed.
     """
 
     step: int
-    place: Place
+    position: LogPosition
     loss: Number | None = None
     lr: Number | None = None
     grad_norm: Number | None = None
@@ -62,14 +60,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A line that says where a process began: resumed after `step`, or from nothing.
+    """A line that marks the start of a process.
 
-    `step` is the last step that the loaded checkpoint holds; None where the line does
-    not name it. `fresh` says that the process began from the first step on purpose or
-    by mistake.
+    `step` is the last step that the loaded checkpoint holds; None where the line does not
+    name it. `fresh` means that the process started without a checkpoint.
     """
 
-    place: Place
+    position: LogPosition
     text: str
     step: int | None = None
     fresh: bool = False

@@ -14,21 +14,28 @@ from enum import Enum
 from itertools import pairwise
 from statistics import median
 
-from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 KEEP_FIRST = 1_000
-"""Rows that are kept of the beginning of a leg."""
+"""Rows that are kept from the beginning of a segment."""
 KEEP_LAST = 20_000
-"""Rows that are kept of the end of a leg: a checkpoint interval is rarely longer."""
-KEEP_LEGS = 8
+"""Rows that are kept from the end of a segment: a checkpoint interval is rarely longer."""
+KEEP_SEGMENTS = 8
+"""Segments that are kept, the newest ones."""
 
-_AROUND = 1_000  # steps on each side of a step that was asked for
-_BROKEN = 6  # so many legs in a row of a few rows each are no restarts
-_FEW_ROWS = 3
+_AROUND = 1_000  # steps kept on each side of the step that the caller names
+# A log with so many consecutive segments of at most 3 rows is interleaved: no job restarts
+# that often.
+_MIN_SHORT_SEGMENTS = 6
+_SHORT_SEGMENT_ROWS = 3
 
 
-class Border(str, Enum):
-    """What says that a leg begins here."""
+class Boundary(str, Enum):
+    """What separates a segment from the one before it.
+
+    `START` is the first segment, `MARKER` a line that announces a start, `STEP` a step that
+    goes back, `FILE` a new file, `ASKED` the step that the caller named.
+    """
 
     START = "start"
     MARKER = "marker"
@@ -41,21 +48,21 @@ class Border(str, Enum):
 class ClockJump:
     """A row that is older than the one before it, by `back_s` seconds."""
 
-    place: Place
+    position: LogPosition
     back_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """What one process logged.
+class Segment:
+    """The rows that one attempt wrote.
 
-    `number` counts from 1. `rows` are those that were kept, in the order logged; each
-    step is there once. `n_rows` counts all of them. `marker` is the line that began the
-    leg, the one that names a step where there were several.
+    `number` counts from 1. `rows` are those that were kept, in the order logged; each step
+    occurs once. `n_rows` counts all rows. `marker` is the line that began the segment; of
+    several lines, the one that names a step.
     """
 
     number: int
-    border: Border
+    boundary: Boundary
     rows: tuple[Row, ...]
     n_rows: int
     marker: Marker | None = None
@@ -74,25 +81,29 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The legs that were kept, the newest last, and how many there were in all.
+    """The segments that were kept, the newest last; `n_segments` counts all of them.
 
-    `interleaved` says that the steps jump to and fro: several runs, or several ranks,
-    write into one log. `n_rows` and `n_losses` count rows, and those with a loss,
-    `n_trained` the steps of all legs, and `n_again` those of them that an earlier leg had
-    gone through already.
+    `interleaved` means that the steps go forward and back every few rows, because several
+    runs write to one log. `n_rows` counts rows, `n_losses` rows with a loss, `n_trained` the
+    steps of all segments, `n_repeated` those that an earlier segment had trained already.
     """
 
-    legs: tuple[Leg, ...]
-    n_legs: int
+    segments: tuple[Segment, ...]
+    n_segments: int
     interleaved: bool
     n_rows: int
     n_losses: int
     n_trained: int = 0
-    n_again: int = 0
+    n_repeated: int = 0
+
+    @property
+    def n_dropped(self) -> int:
+        """How many of the oldest segments were not kept."""
+        return self.n_segments - len(self.segments)
 
 
 def split(items: Iterable[Row | Marker], *, around: int | None = None) -> Split:
-    """Split a whole log; `around` is a step whose neighbours must be kept."""
+    """Split a whole log; the rows around the step `around` are kept."""
     splitter = Splitter(around=around)
     for item in items:
         splitter.feed(item)
@@ -100,27 +111,27 @@ def split(items: Iterable[Row | Marker], *, around: int | None = None) -> Split:
 
 
 def log_interval(rows: Iterable[Row]) -> int:
-    """How many steps lie between two rows, most of the time; 1 where there are too few rows."""
+    """The median number of steps from one row to the next; 1 where there are too few rows."""
     steps = [row.step for row in rows]
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     return int(median(gaps)) if gaps else 1
 
 
 class Splitter:
-    """Splits a log while it is being read: `feed` it, and ask for the `split` so far."""
+    """Splits a log while it is being read: `feed` adds to it, `split` returns the result so far."""
 
     def __init__(self, *, around: int | None = None) -> None:
         self._around = around
-        self._done: deque[Leg] = deque(maxlen=KEEP_LEGS)
-        self._open: _OpenLeg | None = None
+        self._done: deque[Segment] = deque(maxlen=KEEP_SEGMENTS)
+        self._open: _OpenSegment | None = None
         self._markers: list[Marker] = []
-        self._n_legs = 0
+        self._n_segments = 0
         self._n_short = 0
         self._interleaved = False
         self._n_rows = 0
         self._n_losses = 0
         self._n_trained = 0
-        self._n_again = 0
+        self._n_repeated = 0
 
     def feed(self, item: Row | Marker) -> None:
         """Take the next row or marker."""
@@ -129,65 +140,65 @@ class Splitter:
             return
         self._n_rows += 1
         self._n_losses += item.loss is not None
-        border = self._border(item)
-        leg = self._open
-        if border is not None or leg is None:
-            self._count(item, leg)
-            leg = self._begin(border or Border.START, leg)
-        leg.add(item)
+        boundary = self._boundary(item)
+        segment = self._open
+        if boundary is not None or segment is None:
+            self._count(item, segment)
+            segment = self._begin(boundary or Boundary.START, segment)
+        segment.add(item)
 
     def split(self) -> Split:
-        """What was split so far, the unfinished leg included."""
-        legs = [*self._done, *([self._open.leg(self._n_legs)] if self._open else [])]
+        """The segments so far, including the unfinished one."""
+        segments = [*self._done, *([self._open.segment(self._n_segments)] if self._open else [])]
         steps = 0 if self._open is None else self._open.n_steps
         return Split(
-            legs=tuple(legs),
-            n_legs=self._n_legs,
+            segments=tuple(segments),
+            n_segments=self._n_segments,
             interleaved=self._interleaved,
             n_rows=self._n_rows,
             n_losses=self._n_losses,
             n_trained=self._n_trained + steps,
-            n_again=self._n_again,
+            n_repeated=self._n_repeated,
         )
 
-    def _border(self, row: Row) -> Border | None:
+    def _boundary(self, row: Row) -> Boundary | None:
         if self._open is None:
-            return Border.MARKER if self._markers else None
+            return Boundary.MARKER if self._markers else None
         if self._markers:
-            return Border.MARKER
+            return Boundary.MARKER
         last = self._open.last
-        if row.place.file != last.place.file:
-            return Border.FILE
+        if row.position.file != last.position.file:
+            return Boundary.FILE
         if row.step < last.step or (row.step == last.step and not self._open.is_copy(row)):
-            return Border.STEP
+            return Boundary.STEP
         return None
 
-    def _count(self, row: Row, leg: _OpenLeg | None) -> None:
-        if leg is not None:
-            self._n_trained += leg.n_steps
-            # A job that began anew is another run, not one that trains steps again.
-            if leg.first_step < row.step:
-                self._n_again += max(0, leg.last.step - row.step + 1)
+    def _count(self, row: Row, segment: _OpenSegment | None) -> None:
+        if segment is not None:
+            self._n_trained += segment.n_steps
+            # A job that starts from its first step is another run; it repeats no work.
+            if segment.first_step < row.step:
+                self._n_repeated += max(0, segment.last.step - row.step + 1)
 
-    def _begin(self, border: Border, before: _OpenLeg | None) -> _OpenLeg:
+    def _begin(self, boundary: Boundary, before: _OpenSegment | None) -> _OpenSegment:
         if before is not None:
-            self._done.append(before.leg(self._n_legs))
-            short = border is Border.STEP and before.n_rows <= _FEW_ROWS
+            self._done.append(before.segment(self._n_segments))
+            short = boundary is Boundary.STEP and before.n_rows <= _SHORT_SEGMENT_ROWS
             self._n_short = self._n_short + 1 if short else 0
-            self._interleaved = self._interleaved or self._n_short >= _BROKEN
-        self._n_legs += 1
-        self._open = _OpenLeg(border, _telling(self._markers), self._around)
+            self._interleaved = self._interleaved or self._n_short >= _MIN_SHORT_SEGMENTS
+        self._n_segments += 1
+        self._open = _OpenSegment(boundary, _start_marker(self._markers), self._around)
         self._markers = []
         return self._open
 
 
-class _OpenLeg:
-    """A leg that is being read."""
+class _OpenSegment:
+    """A segment that is being read."""
 
-    def __init__(self, border: Border, marker: Marker | None, around: int | None) -> None:
+    def __init__(self, boundary: Boundary, marker: Marker | None, around: int | None) -> None:
         self.n_rows = 0
         self.last: Row
-        self._border = border
+        self._boundary = boundary
         self._marker = marker
         self._asked = around
         self._first: list[Row] = []
@@ -205,10 +216,10 @@ class _OpenLeg:
         return self.last.step - self.first_step + 1
 
     def is_copy(self, row: Row) -> bool:
-        """Whether a row with the step of the last one says the same again, or says more of it.
+        """Whether a row with the step of the last one is another record of the same training step.
 
-        Where several ranks write into one log, the first step is there several times at
-        once. A step that comes twice later on was trained twice.
+        Where several ranks write to one log, the first step already occurs several times in
+        a row. A later step that occurs twice was trained twice.
         """
         if row.loss is None or self.last.loss is None:
             return True
@@ -223,21 +234,21 @@ class _OpenLeg:
         if self.n_rows and row.at is not None and self.last.at is not None:
             back_s = self.last.at - row.at
             if back_s > 0 and self._clock_jump is None:
-                self._clock_jump = ClockJump(row.place, back_s)
+                self._clock_jump = ClockJump(row.position, back_s)
         self.n_rows += 1
         self.last = row
         self._keep(row)
 
-    def leg(self, number: int) -> Leg:
+    def segment(self, number: int) -> Segment:
         rows = (*self._first, *self._pinned, *self._last)
-        return Leg(number, self._border, rows, self.n_rows, self._marker, self._clock_jump)
+        return Segment(number, self._boundary, rows, self.n_rows, self._marker, self._clock_jump)
 
     def _keep(self, row: Row) -> None:
         if len(self._first) < KEEP_FIRST:
             self._first.append(row)
             return
         if self._asked is not None and len(self._last) == KEEP_LAST:
-            oldest = self._last[0]  # falls out now
+            oldest = self._last[0]  # the append below drops it
             if abs(oldest.step - self._asked) <= _AROUND:
                 self._pinned.append(oldest)
         self._last.append(row)
@@ -250,8 +261,8 @@ class _OpenLeg:
                 return
 
 
-def _telling(markers: list[Marker]) -> Marker | None:
-    """Of the lines that announce one start, the last that names a step, else the last."""
+def _start_marker(markers: list[Marker]) -> Marker | None:
+    """The last of several lines that names a step, else the last one."""
     named = [marker for marker in markers if marker.step is not None or marker.fresh]
     if named or markers:
         return (named or markers)[-1]
@@ -259,7 +270,7 @@ def _telling(markers: list[Marker]) -> Marker | None:
 
 
 def _merged(row: Row, more: Row) -> Row:
-    """A row with what another of the same step says beyond it."""
+    """The row with the values of another row of the same step where it has none."""
     missing = {
         name: value
         for name in Row.__dataclass_fields__

@@ -35,38 +35,43 @@ PIECE_BYTES = 1 << 20
 
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _MAX_WINDOW = 128 << 20
-# A block of zstd of 4 bytes can stand for 128 KiB: so much is fed at once.
+# 4 bytes of zstd can decompress to 128 KiB, so only this much is fed at once.
 _ZSTD_SLICE = 1 << 10
 
-# Logs that are known by their names, in a folder of others; the kind that stands first
-# is taken, for one run is often logged in several. The whole floats come first.
-_PACKED = r"(?:\.\d+)?(?:\.(?:gz|bz2|xz|zst))?"
+# The names of logs in a folder. The first kind that occurs is read, since one run is often
+# logged in several formats; formats that keep whole floats come first.
+_SUFFIXES = r"(?:\.\d+)?(?:\.(?:gz|bz2|xz|zst))?"
 _LOG_NAMES = tuple(
     re.compile(name)
     for name in (
         r"events\.out\.tfevents\..*",
-        r"metrics\.csv" + _PACKED,
+        r"metrics\.csv" + _SUFFIXES,
         r"run-[^/]*\.wandb",
         r"trainer_state\.json",
-        r"[^/]*\.jsonl" + _PACKED,
-        r"[^/]*\.(?:log|out|txt)" + _PACKED,
+        r"[^/]*\.jsonl" + _SUFFIXES,
+        r"[^/]*\.(?:log|out|txt)" + _SUFFIXES,
     )
 )
 _TRAINER_STATE = "trainer_state.json"
 _MAX_FOUND = 10_000
 
+# The files of an MLflow run.
+_METRIC_LINE = re.compile(r"(?P<at>\d{1,16}) (?P<value>\S+) (?P<step>-?\d+)\s*")
+_MAX_METRICS = 500
+_LINES_PER_PIECE = 4_000
+
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """How the storages are reached, where logs are not on this machine."""
+class StorageAccess:
+    """How a storage is reached where logs are not on this machine."""
 
     storage_options: Mapping[str, object] = field(default_factory=dict)
     endpoint_url: str | None = None
     timeout_s: float = 30.0
     retries: int = 4
 
-    def store(self, url: str) -> Store:
-        """The store of a folder."""
+    def open(self, url: str) -> Store:
+        """Open the store of a folder."""
         return open_store(
             url,
             storage_options=self.storage_options,
@@ -76,60 +81,57 @@ class Access:
         )
 
 
-def read_pieces(path: str, access: Access) -> Iterator[bytes]:
-    """The bytes of a log, unpacked where they are packed, in pieces of about 1 MiB.
+def read_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
+    """Yield the bytes of a log, decompressed, in pieces of about 1 MiB.
 
-    Raises `LogUnreadable` where compressed bytes are damaged; one that only ends too
-    early, as a log that is still written does, gives what it holds.
+    Raises `LogUnreadable` where compressed data is damaged. Compressed data that only ends
+    too early, as in a log that is still written, is yielded as far as it goes.
     """
     if is_metric_store(path):
-        with _told(path):
+        with _storage_errors(path):
             yield from metric_store_pieces(_local(path))
     else:
-        yield from _unpacked(path, _raw_pieces(path, access))
+        yield from _decompressed(path, _raw_pieces(path, storage))
 
 
-def expanded(paths: Sequence[str], access: Access) -> tuple[str, ...]:
-    """The logs that the paths stand for: of a folder, those in it that are known by name."""
+def expanded(paths: Sequence[str], storage: StorageAccess) -> tuple[str, ...]:
+    """The logs that the paths stand for; a folder stands for its files with the name of a log."""
     found: list[str] = []
     for path in paths:
         is_one = is_local(path) and not os.path.isdir(_local(path))
         if path == STDIN or is_one or is_metric_store(path):
             found.append(path)
         elif is_local(path):
-            found += _in_folder(path, access)
+            found += _in_folder(path, storage)
         else:
-            with access.store(parent_url(path)) as store:
+            with storage.open(parent_url(path)) as store:
                 names = {info.path for info in store.list_dir() if info.kind == "file"}
-            found += [path] if base_name(path) in names else _in_folder(path, access)
+            found += [path] if base_name(path) in names else _in_folder(path, storage)
     return tuple(found)
 
 
-def _in_folder(path: str, access: Access) -> list[str]:
-    with access.store(path) as store:
+def _in_folder(path: str, storage: StorageAccess) -> list[str]:
+    with storage.open(path) as store:
         names = sorted((info.path for info in store.list_tree()), key=natural)
     for kind in _LOG_NAMES:
         found = [name for name in names if kind.fullmatch(name.rpartition("/")[2])]
         if found and base_name(found[0]) == _TRAINER_STATE:
-            # Each holds the history from the start: the newest has all of it.
+            # Each holds the history from the start, so the newest one has all of it.
             found = found[-1:]
         if found:
             return [join_url(path, name) for name in found[:_MAX_FOUND]]
-    raise PathNotFound(
-        f"{path} is a folder, and nothing in it is known as a log by its name; "
-        "name the log files themselves"
-    )
+    raise PathNotFound(f"{path}: no file in this folder has the name of a log; name the log files")
 
 
 def is_metric_store(path: str) -> bool:
-    """Whether it is the folder of an MLflow run, or the one of its metrics."""
+    """Whether `path` is the folder of an MLflow run, or its metrics folder."""
     if path == STDIN or not is_local(path):
         return False
     return metrics_folder(_local(path)) is not None
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A key that sorts `version_10` behind `version_2`."""
+    """A sort key that puts `version_2` before `version_10`."""
     return tuple(
         (1, int(part), "") if part.isdigit() else (0, 0, part)
         for part in re.split(r"(\d+)", name)
@@ -137,27 +139,27 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def _raw_pieces(path: str, access: Access) -> Iterator[bytes]:
+def _raw_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
     if path == STDIN:
-        # Without a buffer, what a pipe holds comes as soon as it is there.
+        # Unbuffered, so that the bytes of a pipe are read as soon as they arrive.
         with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as file:
             while data := file.read(PIECE_BYTES):
                 yield data
     elif is_local(path):
         yield from _local_pieces(path)
     else:
-        yield from _remote_pieces(path, access)
+        yield from _remote_pieces(path, storage)
 
 
 def _local_pieces(path: str) -> Iterator[bytes]:
-    with _told(path), open(_local(path), "rb", buffering=0) as file:
+    with _storage_errors(path), open(_local(path), "rb", buffering=0) as file:
         while data := file.read(PIECE_BYTES):
             yield data
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Say what the file system answers as the stores say it."""
+def _storage_errors(path: str) -> Iterator[None]:
+    """Raise the errors of the file system as the stores raise theirs."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -170,12 +172,12 @@ def _told(path: str) -> Iterator[None]:
         raise StorageUnavailable(f"{path}: {error.strerror or error}") from error
 
 
-def _remote_pieces(path: str, access: Access) -> Iterator[bytes]:
+def _remote_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
     name = base_name(path)
-    with access.store(parent_url(path)) as store:
+    with storage.open(parent_url(path)) as store:
         sizes = {info.path: info.size for info in store.list_dir() if info.kind == "file"}
         if name not in sizes:
-            raise PathNotFound(f"{path}: there is no such object")
+            raise PathNotFound(f"{path}: the object does not exist")
         size = sizes[name] or 0
         with store.open_file(name) as file:
             for at in range(0, size, PIECE_BYTES):
@@ -188,9 +190,6 @@ def _local(path: str) -> str:
     return os.path.expanduser(path.removeprefix("file://"))
 
 
-# Compression
-
-
 class _Stream(Protocol):
     """One compressed stream; `eof` once it has ended."""
 
@@ -200,7 +199,7 @@ class _Stream(Protocol):
     @property
     def unused_data(self) -> bytes: ...
 
-    def unpack(self, data: bytes) -> Iterator[bytes]: ...
+    def decompress(self, data: bytes) -> Iterator[bytes]: ...
 
 
 class _Gzip:
@@ -215,7 +214,7 @@ class _Gzip:
     def unused_data(self) -> bytes:
         return self._stream.unused_data
 
-    def unpack(self, data: bytes) -> Iterator[bytes]:
+    def decompress(self, data: bytes) -> Iterator[bytes]:
         while out := self._stream.decompress(data, PIECE_BYTES):
             yield out
             data = self._stream.unconsumed_tail
@@ -224,7 +223,7 @@ class _Gzip:
 
 
 class _Limited:
-    """bz2 and xz: both keep what they have not unpacked yet."""
+    """bz2 and xz; both keep the input that they have not decompressed yet."""
 
     def __init__(self, stream: bz2.BZ2Decompressor | lzma.LZMADecompressor) -> None:
         self._stream = stream
@@ -237,7 +236,7 @@ class _Limited:
     def unused_data(self) -> bytes:
         return self._stream.unused_data
 
-    def unpack(self, data: bytes) -> Iterator[bytes]:
+    def decompress(self, data: bytes) -> Iterator[bytes]:
         while out := self._stream.decompress(data, PIECE_BYTES):
             yield out
             data = b""
@@ -251,7 +250,7 @@ class _Zstd:
             import zstandard
         except ImportError as error:
             raise MissingExtra(
-                "zstandard is not installed, which reads logs packed with zstd",
+                "reading logs compressed with zstd needs the package zstandard",
                 next_command="pip install 'ckptctl[zstd]'",
             ) from error
         self._error = zstandard.ZstdError
@@ -262,7 +261,7 @@ class _Zstd:
     def eof(self) -> bool:
         return bool(self._stream.eof)
 
-    def unpack(self, data: bytes) -> Iterator[bytes]:
+    def decompress(self, data: bytes) -> Iterator[bytes]:
         for at in range(0, len(data), _ZSTD_SLICE):
             piece = data[at : at + _ZSTD_SLICE]
             try:
@@ -288,7 +287,7 @@ def _stream_for(head: bytes) -> _Stream | None:
     return None
 
 
-def _unpacked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _decompressed(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream: _Stream | None = None
     head = b""
     for piece in pieces:
@@ -307,11 +306,13 @@ def _unpacked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
             if stream is None:
                 stream = _stream_for(data)
                 if stream is None:
-                    # Zeros behind the end are padding; anything else is no log.
+                    # Zeros after the end are padding; anything else is damage.
                     if data.strip(b"\0"):
-                        raise LogUnreadable(f"{path}: bytes follow the end of the compressed ones")
+                        raise LogUnreadable(
+                            f"{path}: there are bytes after the end of the compressed data"
+                        )
                     return
-            yield from stream.unpack(data)
+            yield from stream.decompress(data)
             data = b""
             if stream.eof:
                 data, stream = stream.unused_data, None
@@ -321,17 +322,12 @@ def _unpacked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
             data += more
     except (zlib.error, lzma.LZMAError, OSError) as error:
         raise LogUnreadable(
-            f"{path}: its compressed bytes are damaged ({error}); what follows cannot be read"
+            f"{path}: the compressed data is damaged ({error}); the rest cannot be read"
         ) from error
 
 
-_LINE = re.compile(r"(?P<at>\d{1,16}) (?P<value>\S+) (?P<step>-?\d+)\s*")
-_MAX_METRICS = 500
-_PIECE_LINES = 4_000
-
-
 def metrics_folder(path: str) -> str | None:
-    """The folder of metrics of the run at `path`, which may be that folder itself."""
+    """The metrics folder of the MLflow run at `path`, which may be that folder itself."""
     inside = os.path.join(path, "metrics")
     if os.path.isfile(os.path.join(path, "meta.yaml")) and os.path.isdir(inside):
         return inside
@@ -341,13 +337,20 @@ def metrics_folder(path: str) -> str | None:
 
 
 def metric_store_pieces(path: str) -> Iterator[bytes]:
-    """JSON lines of all metrics, oldest first, in pieces."""
+    """Yield the metrics of an MLflow run as JSON lines, oldest first, in pieces.
+
+    MLflow keeps one file for each metric, `metrics/NAME`, with a line for each value: time
+    in milliseconds, value, step. They are merged by time. A resumed run appends, so a step
+    that was logged twice is there twice.
+
+    Source: MLflow 2 `store/tracking/file_store.py`.
+    """
     folder = metrics_folder(path) or path
     names = [
         os.path.relpath(os.path.join(at, name), folder)
         for at, _, files in os.walk(folder)
         for name in files
-        # The machine's own figures are no rows of the training.
+        # System metrics of the machine are not rows of the training.
         if not os.path.relpath(at, folder).startswith("system")
     ]
     lines: list[bytes] = []
@@ -355,7 +358,7 @@ def metric_store_pieces(path: str) -> Iterator[bytes]:
     for at, step, name, value in merged:
         record = {"timestamp": str(at), "step": str(step), name: value}
         lines.append(json.dumps(record).encode() + b"\n")
-        if len(lines) >= _PIECE_LINES:
+        if len(lines) >= _LINES_PER_PIECE:
             yield b"".join(lines)
             lines = []
     yield b"".join(lines)
@@ -364,6 +367,6 @@ def metric_store_pieces(path: str) -> Iterator[bytes]:
 def _values(folder: str, name: str) -> Iterator[tuple[int, int, str, str]]:
     with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
         for line in file:
-            match = _LINE.fullmatch(line)
+            match = _METRIC_LINE.fullmatch(line)
             if match is not None:
                 yield int(match["at"]), int(match["step"]), name, match["value"]

@@ -17,8 +17,8 @@ from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
 from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
-from ckptctl.loss.line_splitter import LineCutter, split_prefix
-from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.line_splitter import LineSplitter, split_prefix
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 _WEAK_ROWS = 8
 # Of so many ranks, or what looks like them, the lines are kept apart.
@@ -35,7 +35,7 @@ class RankReader(Protocol):
         """Whether the next line may belong to what this one began."""
         ...
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that are whole with this line."""
         ...
 
@@ -119,7 +119,7 @@ def _with_interval(row: Row, interval: int) -> Row:
     # By hand: dataclasses.replace takes as long as the rest of a line together.
     return Row(
         step=row.step,
-        place=row.place,
+        position=row.position,
         loss=row.loss,
         lr=row.lr,
         grad_norm=row.grad_norm,
@@ -145,8 +145,8 @@ class TextLog:
     ) -> None:
         self._name = name
         self._keys = keys
-        self._cutter = LineCutter()
-        self._speakers = Speakers()
+        self._splitter = LineSplitter()
+        self._ranks = RankDeduplicator()
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
@@ -174,22 +174,22 @@ class TextLog:
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """What is whole with these bytes; to be taken before the next ones are fed."""
-        return self._whole(self._cutter.take(data))
+        return self._whole(self._splitter.take(data))
 
     def end(self) -> Iterator[Row | Marker]:
         """What waited for more."""
-        yield from self._whole(self._cutter.end())
+        yield from self._whole(self._splitter.end())
         yield from self._ended()
         if self._chosen is None:
             yield from self._settle_weak()
-        for row in self._speakers.end():
+        for row in self._ranks.end():
             yield self._told(row)
 
     def _whole(self, whole: bytes) -> Iterator[Row | Marker]:
         if not whole:
             return
         words = [word for word in markers.HINTS if word in whole]
-        walk = self._cutter.lines(whole)
+        walk = self._splitter.lines(whole)
         chosen, hints = self._chosen, self._words_in(whole)
         while True:
             if self._chosen is not chosen:
@@ -213,7 +213,7 @@ class TextLog:
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, rest = split_prefix(text)
-        marker = markers.read_marker(rest, Place(self._name, number))
+        marker = markers.read_marker(rest, LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
             return
@@ -224,7 +224,7 @@ class TextLog:
             yield from self._marked(rank, marker)
 
     def _marked(self, rank: int | None, marker: Marker) -> Iterator[Marker]:
-        told = self._speakers.marker(rank, marker)
+        told = self._ranks.marker(rank, marker)
         if told is not None:
             if self._averages is not None:
                 self._averages.restart()
@@ -239,7 +239,7 @@ class TextLog:
 
     def _rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, text = split_prefix(text)
-        place = Place(self._name, number)
+        position = LogPosition(self._name, number)
         if self._opened and rank is None:
             rank = self._rank_of_open()
         for form in self._candidates:
@@ -252,7 +252,7 @@ class TextLog:
                     yield from self._ended()
                     self._readers.clear()
                 reader = self._readers[key] = form.reader(self._keys)
-            for row in reader.read(text, place):
+            for row in reader.read(text, position):
                 yield from self._found(form, rank, row)
             if reader.open:
                 self._opened.add(key)
@@ -281,7 +281,7 @@ class TextLog:
                 if isinstance(item, Marker):
                     yield from self._marked(marked_by, item)
         if self._chosen is form:
-            for taken in self._speakers.row(rank, row):
+            for taken in self._ranks.row(rank, row):
                 yield self._told(taken)
 
     def _settle_weak(self) -> Iterator[Row | Marker]:
@@ -327,24 +327,24 @@ _SILENT_STEPS = 3
 _MAX_HELD = 64
 
 
-class Speakers:
+class RankDeduplicator:
     """Chooses rows and markers of one log; ranks are None where lines have no prefix."""
 
     def __init__(self) -> None:
-        self._speaker: int | None = None
-        self._spoken = False
+        self._rank: int | None = None
+        self._has_rank = False
         self._last_step: int | None = None
         self._n_steps = 0
-        self._in_chorus = False
+        self._repeats_steps = False
         self._held: dict[int | None, list[Row]] = {}
         self._marker: Marker | None = None
         self._marked_by: set[int | None] = set()
 
     def row(self, rank: int | None, row: Row) -> Iterator[Row]:
         """The rows to take, now that `rank` has printed this one."""
-        if not self._spoken:
-            self._speaker, self._spoken = rank, True
-        if rank == self._speaker:
+        if not self._has_rank:
+            self._rank, self._has_rank = rank, True
+        if rank == self._rank:
             self._held.clear()
             yield from self._taken(row)
             return
@@ -354,7 +354,7 @@ class Speakers:
         if len({each.step for each in held}) < _SILENT_STEPS:
             return
         self._held.clear()
-        self._speaker = rank
+        self._rank = rank
         for each in held:
             yield from self._taken(each)
 
@@ -369,7 +369,7 @@ class Speakers:
             self._marked_by.add(rank)
             return None
         self._marker, self._marked_by = marker, {rank}
-        self._spoken, self._last_step, self._n_steps, self._in_chorus = False, None, 0, False
+        self._has_rank, self._last_step, self._n_steps, self._repeats_steps = False, None, 0, False
         self._held.clear()
         return marker
 
@@ -386,8 +386,8 @@ class Speakers:
         if row.step == self._last_step:
             # The first step of all stands twice: a chorus. Later, it is a resume.
             if self._n_steps == 1:
-                self._in_chorus = True
-            if self._in_chorus:
+                self._repeats_steps = True
+            if self._repeats_steps:
                 return
         else:
             self._n_steps += 1

@@ -43,7 +43,7 @@ class LossVerdict(str, Enum):
         return list(LossVerdict).index(self)
 
     def exit_code(self, *, strict: bool = False) -> int:
-        """The exit code of `ckptctl loss`; `strict` wants steps that were logged twice."""
+        """The exit code of `ckptctl loss`; with `strict`, `no-jump` is 31."""
         if self is LossVerdict.NO_JUMP:
             return 31 if strict else 0
         return _EXIT_CODES[self]
@@ -88,12 +88,12 @@ FORCES: Mapping[str, LossVerdict] = {
     "loss.interleaved": _OPEN,
     "loss.unread": _OPEN,
 }
-"""The verdict that each finding forces; those that are not here force none."""
+"""The verdict that each finding forces, most telling first; other findings force none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What was found about one resume, findings worst first."""
+class Assessment:
+    """The verdict of one resume and its evidence; findings are worst first."""
 
     verdict: LossVerdict
     message: str
@@ -104,8 +104,8 @@ class Judgement:
     throughput: Throughput
 
 
-def judge(resume: Resume) -> Judgement:
-    """Judge one resume."""
+def assess(resume: Resume) -> Assessment:
+    """Assess one resume."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
         findings = in_order(check_counters(resume))
@@ -116,7 +116,7 @@ def judge(resume: Resume) -> Judgement:
         level = measure_level(resume.before, resume.after)
         findings = in_order(_findings(resume, replay, level))
     verdict = _verdict(findings, replay)
-    return Judgement(
+    return Assessment(
         verdict,
         _message(verdict, findings, replay, level),
         resume,
@@ -133,7 +133,7 @@ def worst_of(verdicts: Iterable[LossVerdict]) -> LossVerdict:
 
 
 def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | None:
-    """The finding that says most about why the verdict is what it is; None for a good one."""
+    """The finding that best explains the verdict; None where no finding forces it."""
     order = list(FORCES)
     forcing = [finding for finding in findings if FORCES.get(finding.code) is verdict]
     return min(forcing, key=lambda finding: order.index(finding.code), default=None)
@@ -153,7 +153,7 @@ def _findings(resume: Resume, replay: Replay, level: Level) -> Iterator[Finding]
     yield from of_other_data(resume, replay)
     rises = list(of_level(resume, level))
     if replay.agrees:
-        # The resume is proven by then: what comes later has another cause.
+        # The steps that agree prove the resume, so a later rise has another cause.
         yield from (later(finding) for finding in rises)
     else:
         yield from rises
@@ -166,118 +166,128 @@ def _findings(resume: Resume, replay: Replay, level: Level) -> Iterator[Finding]
 def _message(
     verdict: LossVerdict, findings: tuple[Finding, ...], replay: Replay, level: Level
 ) -> str:
-    """The answer in one line."""
+    """The verdict and its reason in one line."""
     deciding = decisive(findings, verdict)
     if deciding is not None:
         return deciding.message
     n = len(replay.rows)
     if verdict is LossVerdict.CONTINUOUS:
         exact = replay.agreement is Agreement.IDENTICAL
-        how = "to the last digit printed" if exact else f"to {share(replay.most)}"
-        few = "" if n >= GOOD_ROWS else f"; {GOOD_ROWS} or more would show a lost optimizer surely"
+        how = "to the last printed digit" if exact else f"within {share(replay.most)}"
+        few = "" if n >= GOOD_ROWS else f"; detecting a lost optimizer takes {GOOD_ROWS} or more"
         return f"{n} steps were logged twice and agree {how}{few}"
     if replay.agrees:
-        return f"{n} steps were logged twice and agree to {share(5 * replay.hidden)}, no finer"
+        return (
+            f"{n} steps were logged twice and agree, but only within {share(5 * replay.rounding)}"
+        )
     jump = level.smallest_jump
-    seen = f"a jump below {share(jump)} would not be seen" if jump is not None else ""
-    again = (
-        "no step was logged twice" if n < 1 else f"only {n} of {MIN_ROWS} steps were logged twice"
+    unseen = f"; a jump below {share(jump)} would not be detected" if jump is not None else ""
+    twice = (
+        "no step was logged twice"
+        if n < 1
+        else f"only {n} of at least {MIN_ROWS} steps were logged twice"
     )
-    return f"the loss does not jump, but {again}: {seen}"
+    return f"the loss does not jump, but {twice}{unseen}"
 
 
 SMALLEST_JUMP = 0.05
-"""A level that would hide a larger jump than this says too little to be an answer."""
+"""The largest undetectable jump with which the level alone is an answer."""
 
-_SURELY = 1.6  # times the threshold
-_TWICE = 1.25
+# A rise is a jump where it exceeds the threshold by the first factor, or in two windows by
+# the second.
+_JUMP_EXCESS, _JUMP_EXCESS_TWICE = 1.6, 1.25
 _SPIKES = 2
-# Standard errors. Other orders of the same data gave 2.1 at most, nothing loaded 2.4 to 19.
-_STANDS_OUT, _STANDS_OUT_FAR = 4.0, 6.0
+# Standard errors. Another order of the same data gave at most 2.1, no loaded state 2.4 to 19.
+_Z_SHIFT, _Z_JUMP = 4.0, 6.0
 
 
 def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
-    """What the steps that were logged twice say; nothing where they agree."""
+    """Yield a finding for the steps that were logged twice, unless they agree."""
     for step in (row.step for row in replay.rows if row.averaged):
         yield Finding(
             "loss.averaged",
             _where(resume),
-            f"the row of step {step:,} is the mean of the first two steps of the process; "
-            "the step's own loss was worked out",
+            f"the row of step {step:,} is the mean of the first two steps of the process; the loss "
+            "of the step alone was computed from it",
         )
     if replay.agrees and not replay.fine_enough:
         yield Finding(
             "loss.coarse",
             _where(resume),
-            f"{len(replay.rows)} steps logged twice agree, but the log hides "
-            f"{share(replay.hidden)} of the loss: a lost optimizer state can hide there too",
-            expected=f"at most {share(FINE)} hidden: four decimals",
-            found=f"{share(replay.hidden)} hidden",
+            f"{len(replay.rows)} steps logged twice agree, but the log rounds the loss by "
+            f"{share(replay.rounding)}: a lost optimizer state would not be detected",
+            expected=f"rounded by at most {share(FINE)}: four decimals",
+            found=f"rounded by {share(replay.rounding)}",
         )
-    said = _SAID.get(replay.agreement)
-    if said is None:
+    if replay.agreement not in _MEANINGS:
         return
-    code, meaning = said
+    code, meaning = _MEANINGS[replay.agreement]
     if code == "loss.higher" and resume.interval > 1:
-        meaning = "the same batches at a higher loss: the weights are wrong, or their updates"
+        meaning = "the same batches at a higher loss, so the weights or their updates are wrong"
     n, d = len(replay.rows), [row.difference for row in replay.rows]
     middle = sorted(d)[len(d) // 2]
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):
         how = f"differ by {signed(middle)}"
     elif replay.agreement is Agreement.DRIFT:
-        how = f"begin equal ({signed(d[0])}) and differ by up to {share(replay.most)} then"
+        how = f"begin equal ({signed(d[0])}) and then differ by up to {share(replay.most)}"
     else:
         how = f"differ by up to {share(replay.most)}"
     yield Finding(
         code,
         _where(resume),
         f"{n} steps logged twice {how}: {meaning}",
-        expected="the same losses, but for 0.03 %",
-        found=f"{share(replay.median)} in the median, at most {share(replay.most)}",
+        expected="the same losses within 0.03 %",
+        found=f"median difference {share(replay.median)}, largest {share(replay.most)}",
     )
 
 
-_SAID = {
+_MEANINGS = {
     Agreement.DRIFT: (
         "loss.drift",
-        "weights and data are those of before, the update is not (optimizer, learning rate)",
+        "the same weights and data, but another update (optimizer, learning rate)",
     ),
-    Agreement.HIGHER: ("loss.higher", "the same batches at a higher loss: the weights are wrong"),
-    Agreement.LOWER: ("loss.lower", "the same batches at a lower loss: the weights are others"),
+    Agreement.HIGHER: (
+        "loss.higher",
+        "the same batches at a higher loss, so the weights are wrong",
+    ),
+    Agreement.LOWER: (
+        "loss.lower",
+        "the same batches at a lower loss, so these are other weights",
+    ),
     Agreement.DIFFERENT: (
         "loss.differs",
-        "the same batches, but not the same result: random numbers, or a small change of weights",
+        "the same batches, but other results (random numbers, or a small change of weights)",
     ),
     Agreement.OTHER_DATA: (
         "loss.other-data",
-        "as much as one batch from another; order or place in the data is not that of before",
+        "as much as different batches, so the order or position of the data has changed",
     ),
 }
 
 
 def of_other_data(resume: Resume, replay: Replay) -> Iterator[Finding]:
-    """Steps over other batches that nearly all stand higher than before."""
+    """Yield a finding where steps over other batches are nearly all higher than before."""
     if replay.agreement is not Agreement.OTHER_DATA or len(replay.rows) < GOOD_ROWS:
         return
-    if replay.sureness <= _STANDS_OUT or replay.middle <= LEAST_RISE:
+    if replay.z_score <= _Z_SHIFT or replay.middle <= LEAST_RISE:
         return
     yield Finding(
-        "loss.jump" if replay.sureness > _STANDS_OUT_FAR else "loss.raised",
+        "loss.jump" if replay.z_score > _Z_JUMP else "loss.raised",
         _where(resume),
-        f"over other batches, the {len(replay.rows)} steps logged twice stand "
-        f"{signed(replay.middle)} from those before, {replay.sureness:.0f} standard errors",
-        expected="as many above as below",
+        f"over other batches, the {len(replay.rows)} steps logged twice differ by "
+        f"{signed(replay.middle)} in the median, which is {replay.z_score:.0f} standard errors",
+        expected="as many steps above as below",
         found=signed(replay.middle),
     )
 
 
 def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
-    """A loss that stands higher after the resume."""
+    """Yield findings where the loss is higher after the resume."""
     if level.n_spikes >= _SPIKES:
         yield Finding(
             "loss.spike",
             _where(resume),
-            f"{level.n_spikes} of the first rows after the resume stand far above all rows before",
+            f"{level.n_spikes} of the first rows after the resume are far above all rows before it",
             found=f"{level.n_spikes} rows",
         )
     if not level.shifts:
@@ -285,20 +295,20 @@ def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
     worst = max(level.shifts, key=lambda shift: shift.excess)
     if worst.excess <= 1:
         return
-    n_over = sum(shift.excess > _TWICE for shift in level.shifts)
-    code = "loss.jump" if worst.excess > _SURELY or n_over >= 2 else "loss.raised"
+    n_over = sum(shift.excess > _JUMP_EXCESS_TWICE for shift in level.shifts)
+    code = "loss.jump" if worst.excess > _JUMP_EXCESS or n_over >= 2 else "loss.raised"
     yield Finding(
         code,
         _where(resume),
-        f"the loss of the first {worst.n_rows} rows stands {signed(worst.found)} from that "
-        f"before; by itself it rises by {share(worst.threshold)} at most",
+        f"the median loss of the first {worst.n_rows} rows is {signed(worst.found)} from the one "
+        f"before; without a resume it rises by at most {share(worst.threshold)}",
         expected=f"at most {signed(worst.threshold)}",
         found=signed(worst.found),
     )
 
 
 def later(finding: Finding) -> Finding:
-    """A rise that comes after steps that agree: the resume is proven by then."""
+    """The finding of a rise as `loss.later`: steps that agree came before it."""
     return Finding(
         "loss.later",
         finding.where,
@@ -309,7 +319,7 @@ def later(finding: Finding) -> Finding:
 
 
 def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
-    """Too few rows to compare levels, or too much noise to see a jump that matters."""
+    """Yield a finding for too few rows to compare levels, or too much noise to detect a jump."""
     smallest = level.smallest_jump
     if smallest is None:
         needs = [
@@ -324,7 +334,7 @@ def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
             "loss.too-little",
             _where(resume),
             f"{level.n_before} rows with a loss before the resume and {level.n_after} after it are "
-            f"too few to compare: {' and '.join(needs)} are needed",
+            f"too few to compare; {' and '.join(needs)} are needed",
             expected=f"{MIN_BEFORE} rows before, {WINDOWS[0]} after",
             found=f"{level.n_before} before, {level.n_after} after",
         )
@@ -332,22 +342,22 @@ def too_little(resume: Resume, level: Level) -> Iterator[Finding]:
         yield Finding(
             "loss.noisy",
             _where(resume),
-            f"the loss wobbles by {share(level.noise)} from row to row: only a jump above "
-            f"{share(smallest)} would be seen",
-            expected=f"a jump of {share(SMALLEST_JUMP)} can be seen",
-            found=share(smallest),
+            f"the loss varies by {share(level.noise)} from row to row, so only a jump above "
+            f"{share(smallest)} would be detected",
+            expected=f"a jump of {share(SMALLEST_JUMP)} can be detected",
+            found=f"a jump of {share(smallest)}",
         )
 
 
 def _where(resume: Resume) -> str:
-    return f"{resume.place.file}:{resume.place.line}"
+    return f"{resume.position.file}:{resume.position.line}"
 
 
 def share(value: float) -> str:
-    """A relative number in percent, short."""
+    """A fraction in percent, with two digits."""
     return f"{100 * value:.2g} %"
 
 
 def signed(value: float) -> str:
-    """A relative difference in percent, with its sign."""
+    """A relative difference in percent, with its sign and two digits."""
     return f"{100 * value:+.2g} %"

@@ -52,7 +52,7 @@ def test_damage_in_the_log_of_before_is_a_remark_and_the_rows_up_to_it_count(bef
     events(after, SAVED + 1, 120)
     assert judged(before, after) == (0, "continuous", ["loss.damaged"])
     shown = run_ckptctl("loss", before, after).stdout
-    assert "wrong CRC-32C; the rest is not read" in " ".join(shown.split())
+    assert "wrong CRC-32C; the rest was not read" in " ".join(shown.split())
 
 
 def test_damage_that_no_row_follows_is_never_a_plain_yes(before, after):

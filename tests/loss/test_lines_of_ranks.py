@@ -1,4 +1,4 @@
-"""Ranks, wrapped lines, bars and markers: each step is told once, and where legs begin."""
+"""Ranks, wrapped lines, bars and markers: each step is told once, and where segments begin."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_last_dictionary_of_a_run_that_died_has_the_step_of_the_bar_before_i
 def test_a_line_that_says_where_a_process_begins_is_a_marker(line, step, fresh):
     found = read(nanogpt(range(3)) + line + "\n" + nanogpt(range(2, 4)))
     (marker,) = [item for item in found if isinstance(item, Marker)]
-    assert (marker.step, marker.fresh, marker.place.line) == (step, fresh, 4)
+    assert (marker.step, marker.fresh, marker.position.line) == (step, fresh, 4)
     assert steps(found) == [0, 1, 2, 2, 3]
 
 

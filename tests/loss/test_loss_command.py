@@ -66,7 +66,7 @@ def test_the_document_is_as_its_schema_says(log):
     done = run_ckptctl("loss", log(times(1.012)), "--json")
     document = validated(done.stdout)
     assert document["verdict"] == "discontinuous"
-    assert len(document["judgements"][0]["replay"]["rows"]) == DIED - SAVED
+    assert len(document["assessments"][0]["replay"]["rows"]) == DIED - SAVED
     assert document["next_command"] == "ckptctl explain loss.higher"
 
 
@@ -94,7 +94,7 @@ def test_the_resume_report_gives_the_boundary_and_the_next_commands(tmp_path, lo
     path = log(times(1.012))
     done = run_ckptctl("loss", path, "--resume-report", tmp_path / "run", "--json")
     document = validated(done.stdout)
-    assert document["judgements"][0]["boundary"] == {
+    assert document["assessments"][0]["resume_point"] == {
         "step": SAVED,
         "source": "report",
         "tokens": None,
@@ -192,8 +192,8 @@ def test_rows_of_megatron_that_are_no_single_step_are_left_out(tmp_path):
     log.write_text("".join([*logged(1, DIED), loaded, *logged(SAVED + 1, 260)]))
     done = run_ckptctl("loss", log, "--strict")
     assert done.stdout.startswith("continuous: ")
-    assert "resumed after step 200 (by the log)" in done.stdout
-    assert "left out: 1 step whose rows are means" in done.stdout
+    assert "resumed after step 200 (from the log)" in done.stdout
+    assert "not compared: 1 step whose rows are means" in done.stdout
 
 
 # The step that was picked, what it counts, and how fast the job is
@@ -214,13 +214,13 @@ def test_a_numbered_resume_keeps_the_step_that_the_report_names(tmp_path):
     path = written(tmp_path / "train.jsonl", items)
     root = reported(tmp_path / "run", SAVED)
     done = run_ckptctl("loss", path, "--resume", "2", "--resume-report", root, "--json")
-    (judgement,) = validated(done.stdout)["judgements"]
-    assert (judgement["number"], judgement["boundary"]["step"]) == (2, SAVED)
-    assert judgement["boundary"]["tokens"] == SAVED * TOKENS
+    (assessment,) = validated(done.stdout)["assessments"]
+    assert (assessment["number"], assessment["resume_point"]["step"]) == (2, SAVED)
+    assert assessment["resume_point"]["tokens"] == SAVED * TOKENS
     # The report of the newest resume says nothing of the one before it.
     done = run_ckptctl("loss", path, "--resume", "1", "--resume-report", root, "--json")
-    (judgement,) = validated(done.stdout)["judgements"]
-    assert (judgement["number"], judgement["boundary"]) == (1, None)
+    (assessment,) = validated(done.stdout)["assessments"]
+    assert (assessment["number"], assessment["resume_point"]) == (1, None)
 
 
 @pytest.mark.parametrize("loaded", [150, 207], ids=["older", "newer"])
@@ -231,8 +231,8 @@ def test_a_job_that_loaded_another_step_than_was_named_is_discontinuous(tmp_path
     done = run_ckptctl("loss", old, new, "--resume-step", SAVED, "--json")
     document = validated(done.stdout)
     assert done.returncode == 30
-    assert document["judgements"][0]["findings"][0]["code"] == "loss.step"
-    assert document["judgements"][0]["where"]["file"] == str(new)
+    assert document["assessments"][0]["findings"][0]["code"] == "loss.step"
+    assert document["assessments"][0]["where"]["file"] == str(new)
 
 
 @pytest.mark.parametrize("what", ["tokens", "samples"])
@@ -248,7 +248,7 @@ def test_the_counts_of_the_checkpoint_are_held_against_the_new_log(tmp_path, wha
     assert wrong.returncode == 30 or "no-resume" in wrong.stdout
     lone = run_ckptctl("loss", new, *option)
     assert lone.returncode == 2
-    assert "name it with --resume-step" in lone.stderr
+    assert "need --resume-step" in lone.stderr
 
 
 def paced(path: Path, before: float, after: float, key: str = "tokens_per_second") -> Path:
@@ -279,7 +279,7 @@ def test_the_speed_after_the_resume_is_a_word_to_branch_on(tmp_path, key, after,
     assert (done.stdout, done.returncode) == (f"{word}\n", 0)
     assert done.stderr.startswith("continuous: ")
     document = validated(run_ckptctl("loss", path, "--json").stdout)
-    found = document["judgements"][0]
+    found = document["assessments"][0]
     assert found["throughput"]["pace"] == word
     codes = {finding["code"] for finding in found["findings"]}
     assert ("loss.throughput" in codes) == (word in ("slower", "faster"))
@@ -287,7 +287,7 @@ def test_the_speed_after_the_resume_is_a_word_to_branch_on(tmp_path, key, after,
 
 def test_the_work_that_is_done_again_is_counted(tmp_path, log):
     done = run_ckptctl("loss", log(), "--resume-step", SAVED)
-    assert "computed again: 12 steps, 49,152 tokens (from step 200 to step 212)" in done.stdout
+    assert "recomputed: 12 steps, 49,152 tokens (from step 200 to step 212)" in done.stdout
     document = validated(run_ckptctl("loss", log(), "--resume-step", SAVED, "--json").stdout)
     assert document["recomputed"] == {
         "from_step": SAVED,

@@ -15,7 +15,8 @@ from made_losses import DIED, SAVED, resumed, times
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_rows
-from ckptctl.loss.following import follow_loss, is_settled
+from ckptctl.loss.following import FollowOptions, follow_loss, is_settled
+from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.rows import Marker, Number, Row
 
 
@@ -36,7 +37,7 @@ def rows_until_settled(items) -> tuple[int, str]:
     mark = items[len(before)]
     for n in range(1, len(after) + 1):
         report = check_rows([*before, mark, *after[:n]])
-        if is_settled(report.judged):
+        if is_settled(report.worst):
             return n, report.verdict.value
     raise AssertionError("never settled")
 
@@ -90,19 +91,21 @@ def test_a_log_that_grows_is_followed_to_the_verdict(tmp_path):
 
     job = threading.Thread(target=train)
     job.start()
-    *_, last = follow_loss([str(log)], resume_step=SAVED, poll_s=0.01, wait_s=60)
+    *_, last = follow_loss(
+        [str(log)], NamedCheckpoint(SAVED), follow=FollowOptions(60, poll_s=0.01)
+    )
     job.join()
     assert last.verdict.value == "continuous"
-    assert 5 <= len(last.judged.replay.rows) <= DIED - SAVED
+    assert 5 <= len(last.worst.replay.rows) <= DIED - SAVED
 
 
 def test_a_log_that_is_rotated_while_it_is_followed_loses_nothing(tmp_path):
     before, after = parts(resumed())
     log = tmp_path / "train.jsonl"
     log.write_text("".join(map(line, before)))
-    reports = follow_loss([str(log)], resume_step=SAVED, poll_s=0.01, wait_s=60)
+    reports = follow_loss([str(log)], NamedCheckpoint(SAVED), follow=FollowOptions(60, poll_s=0.01))
     # What the job that died logged behind its checkpoint is no resume.
-    assert next(reports).judged is None
+    assert next(reports).worst is None
     os.rename(log, tmp_path / "train.jsonl.1")
     log.write_text("".join(map(line, after)))
     *_, last = reports
@@ -110,7 +113,7 @@ def test_a_log_that_is_rotated_while_it_is_followed_loses_nothing(tmp_path):
 
 
 def test_a_log_that_is_not_there_yet_is_waited_for_and_the_time_is_bounded(tmp_path):
-    *_, last = follow_loss([str(tmp_path / "none.log")], poll_s=0.01, wait_s=0.1)
+    *_, last = follow_loss([str(tmp_path / "none.log")], follow=FollowOptions(0.1, poll_s=0.01))
     assert last.verdict.value == "inconclusive"
     assert last.findings[0].code == "loss.none"
 
@@ -119,8 +122,10 @@ def test_so_many_steps_after_the_resume_it_decides_whatever_is_known(tmp_path):
     log = tmp_path / "train.jsonl"
     before, after = parts(resumed(died=SAVED, noise=0.004))
     log.write_text("".join(map(line, before)))
-    reports = follow_loss([str(log)], resume_step=SAVED, max_steps=7, poll_s=0.01, wait_s=60)
-    assert next(reports).judged is None
+    reports = follow_loss(
+        [str(log)], NamedCheckpoint(SAVED), follow=FollowOptions(60, 7, poll_s=0.01)
+    )
+    assert next(reports).worst is None
     # The reader holds a row back until the next one begins.
     log.write_text("".join(map(line, [*before, *after[:8]])))
     *_, last = reports

@@ -21,10 +21,10 @@ from made_losses import (
 )
 
 from ckptctl.findings import CODES
-from ckptctl.loss.checking import check_rows
+from ckptctl.loss.checking import CheckOptions, check_rows
 from ckptctl.loss.replay import Agreement
-from ckptctl.loss.resumes import Boundary
-from ckptctl.loss.rows import Marker, Number, Place, Row
+from ckptctl.loss.resumes import ResumePoint
+from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.verdict import FORCES, LossVerdict
 
 CLEAN = SAVED  # no step is logged twice
@@ -32,11 +32,11 @@ CLEAN = SAVED  # no step is logged twice
 
 def found(report):
     """The codes that force a verdict, and the verdict."""
-    findings = [*report.findings, *(f for each in report.judgements for f in each.findings)]
+    findings = [*report.findings, *(f for each in report.assessments for f in each.findings)]
     return report.verdict.value, sorted(f.code for f in findings if f.code in FORCES)
 
 
-def judge(change=lambda each: each, **how):
+def assess(change=lambda each: each, **how):
     return check_rows(resumed(change, **how))
 
 
@@ -48,40 +48,40 @@ def changed(**fields):
 
 
 def test_steps_logged_twice_that_agree_to_the_last_digit_are_continuous():
-    report = judge()
+    report = assess()
     assert found(report) == ("continuous", [])
-    (judgement,) = report.judgements
-    assert judgement.replay.agreement is Agreement.IDENTICAL
-    assert len(judgement.replay.rows) == DIED - SAVED
+    (assessment,) = report.assessments
+    assert assessment.replay.agreement is Agreement.IDENTICAL
+    assert len(assessment.replay.rows) == DIED - SAVED
     assert report.exit_code == 0
-    assert report.message == "12 steps were logged twice and agree to the last digit printed"
+    assert report.message == "12 steps were logged twice and agree to the last printed digit"
 
 
 def test_what_the_order_of_additions_does_is_continuous():
     wobbly = times(1)
-    report = judge(lambda each: times(1 + 1e-4 * math.sin(each.step))(wobbly(each)))
+    report = assess(lambda each: times(1 + 1e-4 * math.sin(each.step))(wobbly(each)))
     assert found(report) == ("continuous", [])
-    assert report.judgements[0].replay.agreement is Agreement.WITHIN_NUMERICS
+    assert report.assessments[0].replay.agreement is Agreement.WITHIN_NUMERICS
 
 
 def test_without_a_step_logged_twice_there_is_no_plain_yes():
-    report = judge(died=CLEAN, noise=0.004)
+    report = assess(died=CLEAN, noise=0.004)
     assert found(report) == ("no-jump", [])
     assert report.exit_code == 0
-    assert check_rows(resumed(died=CLEAN, noise=0.004), strict=True).exit_code == 31
+    assert check_rows(resumed(died=CLEAN, noise=0.004), CheckOptions(strict=True)).exit_code == 31
     assert "a jump below" in report.message
-    assert 0.005 < report.judgements[0].level.smallest_jump < 0.05
+    assert 0.005 < report.assessments[0].level.smallest_jump < 0.05
 
 
 def test_three_digits_prove_nothing_though_they_agree():
     report = check_rows(with_decimals(resumed(), 2))
     assert found(report) == ("no-jump", [])
-    assert [f.code for f in report.judgements[0].findings] == ["loss.coarse"]
+    assert [f.code for f in report.assessments[0].findings] == ["loss.coarse"]
 
 
 @pytest.mark.parametrize("first", [SAVED, SAVED + 1])
 def test_counting_from_zero_or_from_one_are_both_right(first):
-    assert found(judge(first=first)) == ("continuous", [])
+    assert found(assess(first=first)) == ("continuous", [])
 
 
 # Counters.
@@ -97,7 +97,7 @@ def test_logs_named_newest_first_are_told_from_a_job_that_began_anew():
     newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
     assert newest_first.message.endswith("or the logs were not named oldest first")
     anew = check_rows([*rows(1, 100), *rows(1, 60)])
-    assert anew.message.endswith("this is no resume")
+    assert anew.message.endswith("it did not resume")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -105,11 +105,11 @@ def test_a_loss_that_is_no_number_is_told(value):
     def broken(each):
         return replace(each, loss=Number(value, 0)) if each.step > 230 else each
 
-    assert found(judge(broken)) == ("discontinuous", ["loss.not-finite"])
+    assert found(assess(broken)) == ("discontinuous", ["loss.not-finite"])
 
 
 def test_a_counter_that_goes_back_behind_the_checkpoint_is_told():
-    report = check_rows(resumed(first=191), boundary=Boundary(SAVED, "report"))
+    report = check_rows(resumed(first=191), CheckOptions(ResumePoint(SAVED, "report")))
     assert "loss.step" in found(report)[1]
 
 
@@ -120,29 +120,29 @@ def test_a_gap_after_the_checkpoint_is_a_suspicion_where_no_tokens_are_logged():
 
 
 def test_rows_that_are_missing_in_the_log_are_no_gap_where_tokens_go_on():
-    assert found(judge(first=206)) == ("continuous", [])
+    assert found(assess(first=206)) == ("continuous", [])
 
 
 @pytest.mark.parametrize("died", [DIED, CLEAN])
 def test_tokens_that_begin_anew_are_told(died):
     lost = changed(tokens=lambda each: Number((each.step - SAVED) * TOKENS, 1))
-    assert found(judge(lost, died=died, noise=0.004)) == ("discontinuous", ["loss.tokens"])
+    assert found(assess(lost, died=died, noise=0.004)) == ("discontinuous", ["loss.tokens"])
 
 
 def test_tokens_are_held_against_the_checkpoint_where_the_log_of_before_has_none():
     untold = changed(tokens=lambda _: None)
     before = [untold(each) for each in rows(1, DIED)]
-    saved = Boundary(SAVED, "report", tokens=SAVED * TOKENS)
-    assert found(check_rows([*before, *rows(SAVED + 1, 260)], boundary=saved))[1] == []
-    wrong = Boundary(SAVED, "report", tokens=3 * SAVED * TOKENS)
-    report = check_rows([*before, *rows(SAVED + 1, 260)], boundary=wrong)
+    saved = ResumePoint(SAVED, "report", tokens=SAVED * TOKENS)
+    assert found(check_rows([*before, *rows(SAVED + 1, 260)], CheckOptions(saved)))[1] == []
+    wrong = ResumePoint(SAVED, "report", tokens=3 * SAVED * TOKENS)
+    report = check_rows([*before, *rows(SAVED + 1, 260)], CheckOptions(wrong))
     assert found(report) == ("discontinuous", ["loss.tokens"])
 
 
 def test_half_the_batch_is_told_by_the_tokens_of_a_step():
     half = changed(tokens=lambda each: Number(SAVED * TOKENS + (each.step - SAVED) * TOKENS / 2, 1))
-    assert found(judge(half, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.batch"])
-    assert found(judge(half)) == ("discontinuous", ["loss.tokens"])
+    assert found(assess(half, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.batch"])
+    assert found(assess(half)) == ("discontinuous", ["loss.tokens"])
 
 
 def test_batches_that_vary_by_themselves_are_no_other_batch():
@@ -158,12 +158,12 @@ def test_batches_that_vary_by_themselves_are_no_other_batch():
 @pytest.mark.parametrize("died", [DIED, CLEAN])
 def test_a_learning_rate_that_warms_up_again_is_told(died):
     warm = changed(lr=lambda each: Number(1e-6 * (each.step - SAVED), 1e-12))
-    assert found(judge(warm, died=died, noise=0.004)) == ("discontinuous", ["loss.lr"])
+    assert found(assess(warm, died=died, noise=0.004)) == ("discontinuous", ["loss.lr"])
 
 
 def test_a_learning_rate_that_drops_without_a_replay_may_be_a_stage():
     lower = changed(lr=lambda each: Number(each.lr.value / 10, 1e-12))
-    assert found(judge(lower, died=CLEAN, noise=0.004)) == ("suspect", ["loss.lr-lower"])
+    assert found(assess(lower, died=CLEAN, noise=0.004)) == ("suspect", ["loss.lr-lower"])
 
 
 def test_a_coarsely_printed_learning_rate_is_no_fault():
@@ -225,24 +225,24 @@ def test_an_equal_first_step_and_a_drift_is_an_update_that_differs():
     def drift(each):
         return times(1 + 3e-3 * math.sin(each.step), since=SAVED + 2)(each)
 
-    report = judge(drift)
+    report = assess(drift)
     assert found(report) == ("suspect", ["loss.drift"])
     assert report.exit_code == 32
 
 
 def test_the_same_batches_at_a_higher_loss_are_wrong_weights():
-    assert found(judge(times(1.012))) == ("discontinuous", ["loss.higher"])
+    assert found(assess(times(1.012))) == ("discontinuous", ["loss.higher"])
 
 
 def test_the_same_batches_at_a_lower_loss_are_other_weights():
-    assert found(judge(times(0.99))) == ("suspect", ["loss.lower"])
+    assert found(assess(times(0.99))) == ("suspect", ["loss.lower"])
 
 
 def test_other_dropout_differs_without_a_direction():
     def wobble(each):
         return times(1 + 3e-3 * math.cos(2.4 * each.step))(each)
 
-    assert found(judge(wobble)) == ("suspect", ["loss.differs"])
+    assert found(assess(wobble)) == ("suspect", ["loss.differs"])
 
 
 def test_other_batches_cannot_be_compared():
@@ -260,9 +260,9 @@ def test_other_batches_that_all_stand_higher_are_no_mere_other_order():
 
 
 def test_two_rows_that_agree_are_no_proof():
-    report = judge(died=SAVED + 2, noise=0.004)
+    report = assess(died=SAVED + 2, noise=0.004)
     assert found(report) == ("no-jump", [])
-    assert "only 2 of 3 steps" in report.message
+    assert "only 2 of at least 3 steps" in report.message
 
 
 def test_the_mean_that_a_first_row_leaves_in_the_second_is_undone():
@@ -274,9 +274,9 @@ def test_the_mean_that_a_first_row_leaves_in_the_second_is_undone():
     def averaged(each):
         return replace(each, loss=mean) if each.step == SAVED + 2 else each
 
-    report = judge(averaged)
+    report = assess(averaged)
     assert found(report) == ("continuous", [])
-    assert [f.code for f in report.judgements[0].findings] == ["loss.averaged"]
+    assert [f.code for f in report.assessments[0].findings] == ["loss.averaged"]
 
 
 def test_means_over_different_numbers_of_steps_are_not_compared():
@@ -290,14 +290,14 @@ def test_means_over_different_numbers_of_steps_are_not_compared():
     items[at] = replace(items[at], interval=1, loss=printed(9.9))
     report = check_rows(items)
     assert found(report) == ("continuous", [])
-    assert report.judgements[0].replay.not_compared == (SAVED + 1,)
+    assert report.assessments[0].replay.not_compared == (SAVED + 1,)
 
 
 # The level.
 
 
 def test_a_loss_that_jumps_up_is_told_without_any_replay():
-    report = judge(times(1.2), died=CLEAN, noise=0.004)
+    report = assess(times(1.2), died=CLEAN, noise=0.004)
     assert found(report) == ("discontinuous", ["loss.jump"])
 
 
@@ -305,34 +305,36 @@ def test_one_spike_is_no_fault():
     def spike(each):
         return times(1.8)(each) if each.step == SAVED + 3 else each
 
-    assert found(judge(spike, died=CLEAN, noise=0.004)) == ("no-jump", [])
+    assert found(assess(spike, died=CLEAN, noise=0.004)) == ("no-jump", [])
 
 
 def test_two_spikes_are_one():
     def spike(each):
         return times(1.8)(each) if each.step in (SAVED + 3, SAVED + 4) else each
 
-    assert found(judge(spike, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.spike"])
+    assert found(assess(spike, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.spike"])
 
 
 def test_a_rise_after_steps_that_agree_is_not_held_against_the_resume():
-    report = judge(times(1.5, since=SAVED + 6), died=SAVED + 5)
+    report = assess(times(1.5, since=SAVED + 6), died=SAVED + 5)
     assert found(report) == ("continuous", [])
-    assert {f.code for f in report.judgements[0].findings} == {"loss.later"}
+    assert {f.code for f in report.assessments[0].findings} == {"loss.later"}
 
 
 def test_a_gradient_norm_ten_times_as_large_is_a_suspicion():
     large = changed(grad_norm=lambda each: Number(10.4 * each.grad_norm.value, 1e-4))
-    assert found(judge(large, died=CLEAN, noise=0.004)) == ("suspect", ["loss.grad-norm"])
+    assert found(assess(large, died=CLEAN, noise=0.004)) == ("suspect", ["loss.grad-norm"])
 
 
 def test_a_loss_that_wobbles_too_much_shows_nothing():
-    report = judge(died=CLEAN, noise=0.08)
+    report = assess(died=CLEAN, noise=0.08)
     assert found(report) == ("inconclusive", ["loss.noisy"])
 
 
 def test_too_few_rows_say_nothing_and_how_many_are_needed():
-    report = check_rows([*rows(1, 10), Marker(Place("a", 1), "loaded", step=10), *rows(11, 13)])
+    report = check_rows(
+        [*rows(1, 10), Marker(LogPosition("a", 1), "loaded", step=10), *rows(11, 13)]
+    )
     assert found(report) == ("inconclusive", ["loss.too-little"])
     assert "10 more rows before the resume and 2 more rows after it" in report.message
 
@@ -370,7 +372,7 @@ def test_two_runs_in_one_log_are_not_judged():
     pairs = zip(rows(1, 40), rows(1001, 1040), strict=True)
     report = check_rows([each for pair in pairs for each in pair])
     assert found(report) == ("inconclusive", ["loss.interleaved"])
-    assert report.judgements == ()
+    assert report.assessments == ()
     assert report.next_commands == ("ckptctl explain loss.interleaved",)
 
 
@@ -378,9 +380,9 @@ def test_two_runs_in_one_log_are_not_judged():
 
 
 def twice():
-    mark = Marker(Place("train.log", 1), "loaded", step=100)
+    mark = Marker(LogPosition("train.log", 1), "loaded", step=100)
     bad = [times(1.3)(each) for each in rows(101, 140)]
-    return [*rows(1, 112), mark, *bad, Marker(Place("train.log", 2), "loaded", step=100),
+    return [*rows(1, 112), mark, *bad, Marker(LogPosition("train.log", 2), "loaded", step=100),
             *rows(101, 150)]  # fmt: skip
 
 
@@ -388,17 +390,17 @@ def test_of_several_resumes_the_last_is_judged_and_the_number_is_said():
     report = check_rows(twice())
     assert report.verdict is LossVerdict.CONTINUOUS
     assert "loss.several" in {f.code for f in report.findings}
-    assert report.judgements[0].resume.number == 2
+    assert report.assessments[0].resume.number == 2
 
 
 def test_every_resume_can_be_judged_and_the_worst_counts():
-    report = check_rows(twice(), every=True)
-    assert [each.verdict.value for each in report.judgements] == ["discontinuous", "continuous"]
+    report = check_rows(twice(), CheckOptions(which="all"))
+    assert [each.verdict.value for each in report.assessments] == ["discontinuous", "continuous"]
     assert report.verdict is LossVerdict.DISCONTINUOUS
 
 
 def test_a_resume_can_be_chosen_by_its_number():
-    assert check_rows(twice(), resume=1).verdict is LossVerdict.DISCONTINUOUS
+    assert check_rows(twice(), CheckOptions(which=1)).verdict is LossVerdict.DISCONTINUOUS
 
 
 def test_steps_trained_again_too_often_are_told():
@@ -412,14 +414,14 @@ def test_a_slower_job_is_a_remark():
     items = [*map(timed, rows(1, DIED)), *(timed(each, 1.5) for each in rows(SAVED + 1, 260))]
     report = check_rows(items)
     assert found(report) == ("continuous", [])
-    assert [f.code for f in report.judgements[0].findings] == ["loss.throughput"]
+    assert [f.code for f in report.assessments[0].findings] == ["loss.throughput"]
 
 
 # What the answer says of itself.
 
 
 def test_what_is_excluded_and_what_is_missing_is_said():
-    report = judge()
+    report = assess()
     excluded = {fault.name for fault in report.faults if fault.excluded}
     assert "optimizer state lost" in excluded
     assert [each.what for each in report.missing] == ["which samples were consumed"]
@@ -449,7 +451,7 @@ finite = st.floats(allow_nan=True, allow_infinity=True, width=32)
             st.builds(
                 lambda step, loss, lr, tokens, at: Row(
                     step,
-                    Place("a", 1),
+                    LogPosition("a", 1),
                     loss=None if loss is None else Number(loss, 1e-4),
                     lr=None if lr is None else Number(lr, 0),
                     tokens=None if tokens is None else Number(tokens, 1),
@@ -462,7 +464,7 @@ finite = st.floats(allow_nan=True, allow_infinity=True, width=32)
                 st.none() | st.floats(0, 1e9),
             ),
             st.builds(
-                lambda step, fresh: Marker(Place("a", 1), "m", step=step, fresh=fresh),
+                lambda step, fresh: Marker(LogPosition("a", 1), "m", step=step, fresh=fresh),
                 st.none() | st.integers(-5, 60),
                 st.booleans(),
             ),
@@ -472,6 +474,6 @@ finite = st.floats(allow_nan=True, allow_infinity=True, width=32)
     st.booleans(),
 )
 def test_whatever_the_log_holds_there_is_an_answer(items, every):
-    report = check_rows(items, every=every)
+    report = check_rows(items, CheckOptions(which="all" if every else "last"))
     assert report.exit_code in (0, 30, 31, 32)
     assert report.message

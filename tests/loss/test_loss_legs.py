@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from made_losses import row, rows
 
 from ckptctl.loss import segments as segments_module
-from ckptctl.loss.resumes import Boundary, resume_at, resumes
-from ckptctl.loss.rows import Marker, Place
-from ckptctl.loss.segments import Border, Splitter, log_interval, split
+from ckptctl.loss.resumes import ResumePoint, resume_at, resumes
+from ckptctl.loss.rows import LogPosition, Marker
+from ckptctl.loss.segments import Boundary, Splitter, log_interval, split
 
 
 def spans(items):
-    return [(leg.first_step, leg.last_step, leg.border.value) for leg in split(items).legs]
+    return [
+        (segment.first_step, segment.last_step, segment.boundary.value)
+        for segment in split(items).segments
+    ]
 
 
 def marker(step=None, *, fresh=False):
-    return Marker(Place("train.log", 1), "loaded", step=step, fresh=fresh)
+    return Marker(LogPosition("train.log", 1), "loaded", step=step, fresh=fresh)
 
 
 def test_a_step_that_goes_back_begins_a_leg():
@@ -35,8 +38,8 @@ def test_a_file_begins_a_leg():
 
 
 def test_of_several_lines_that_announce_one_start_the_one_that_names_a_step_counts():
-    (_, leg) = split([*rows(1, 9), marker(8), marker(), *rows(9, 12)]).legs
-    assert leg.marker == marker(8)
+    (_, segment) = split([*rows(1, 9), marker(8), marker(), *rows(9, 12)]).segments
+    assert segment.marker == marker(8)
 
 
 def test_one_step_logged_twice_is_a_resume():
@@ -45,31 +48,31 @@ def test_one_step_logged_twice_is_a_resume():
 
 def test_rows_of_several_ranks_in_one_log_are_one_leg():
     items = [copy for each in rows(1, 20) for copy in (each, each, each)]
-    (leg,) = split(items).legs
-    assert [each.step for each in leg.rows] == list(range(1, 21))
+    (segment,) = split(items).segments
+    assert [each.step for each in segment.rows] == list(range(1, 21))
 
 
 def test_rows_of_one_step_that_say_different_things_become_one():
     whole = row(1, 3.0)
     parts = [replace(whole, lr=None), replace(whole, loss=None)]
-    (leg,) = split(parts).legs
-    assert leg.rows == (whole,)
+    (segment,) = split(parts).segments
+    assert segment.rows == (whole,)
 
 
 def test_what_is_kept_of_a_leg_is_bounded_and_keeps_both_ends(monkeypatch):
     monkeypatch.setattr(segments_module, "KEEP_FIRST", 10)
     monkeypatch.setattr(segments_module, "KEEP_LAST", 20)
-    (leg,) = split(rows(1, 1000)).legs
-    assert [each.step for each in leg.rows] == [*range(1, 11), *range(981, 1001)]
-    assert leg.n_rows == 1000
+    (segment,) = split(rows(1, 1000)).segments
+    assert [each.step for each in segment.rows] == [*range(1, 11), *range(981, 1001)]
+    assert segment.n_rows == 1000
 
 
 def test_the_neighbours_of_a_step_that_was_asked_for_are_kept(monkeypatch):
     monkeypatch.setattr(segments_module, "KEEP_FIRST", 10)
     monkeypatch.setattr(segments_module, "KEEP_LAST", 20)
     monkeypatch.setattr(segments_module, "_AROUND", 5)
-    (leg,) = split(rows(1, 1000), around=500).legs
-    assert [each.step for each in leg.rows] == [
+    (segment,) = split(rows(1, 1000), around=500).segments
+    assert [each.step for each in segment.rows] == [
         *range(1, 11),
         *range(495, 506),
         *range(981, 1001),
@@ -79,20 +82,20 @@ def test_the_neighbours_of_a_step_that_was_asked_for_are_kept(monkeypatch):
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=80))
 def test_within_a_leg_steps_rise_and_no_row_with_a_new_step_is_lost(steps):
     parts = split(row(step, 3.0, line=i) for i, step in enumerate(steps))
-    for leg in parts.legs:
-        own = [each.step for each in leg.rows]
+    for segment in parts.segments:
+        own = [each.step for each in segment.rows]
         assert own == sorted(set(own))
-    if parts.n_legs == len(parts.legs):
-        assert {each.step for leg in parts.legs for each in leg.rows} == set(steps)
+    if parts.n_segments == len(parts.segments):
+        assert {each.step for segment in parts.segments for each in segment.rows} == set(steps)
 
 
 def test_a_log_can_be_judged_while_it_is_being_read():
     splitter = Splitter()
     for each in [*rows(1, 9), *rows(6, 7)]:
         splitter.feed(each)
-    assert [leg.n_rows for leg in splitter.split().legs] == [9, 2]
+    assert [segment.n_rows for segment in splitter.split().segments] == [9, 2]
     splitter.feed(row(8, 3.0))
-    assert [leg.n_rows for leg in splitter.split().legs] == [9, 3]
+    assert [segment.n_rows for segment in splitter.split().segments] == [9, 3]
 
 
 def test_two_runs_in_one_log_are_recognised():
@@ -104,9 +107,9 @@ def test_two_runs_in_one_log_are_recognised():
 
 def test_a_clock_that_goes_back_is_told_with_its_line():
     late = [replace(each, at=each.at - 3600) for each in rows(5, 9)]
-    (leg,) = split([*rows(1, 4), *late]).legs
-    assert leg.clock_jump.back_s == 3599
-    assert leg.clock_jump.place.line == 5
+    (segment,) = split([*rows(1, 4), *late]).segments
+    assert segment.clock_jump.back_s == 3599
+    assert segment.clock_jump.position.line == 5
 
 
 def test_the_interval_is_that_of_most_rows():
@@ -151,37 +154,37 @@ def test_a_second_resume_from_one_checkpoint_is_no_job_that_began_anew():
 
 def test_a_marker_gives_the_boundary():
     (resume,) = resumes(split([*rows(1, 9), marker(5), *rows(6, 12)]))
-    assert resume.boundary == Boundary(5, "log")
+    assert resume.resume_point == ResumePoint(5, "log")
 
 
 def test_a_log_without_a_trace_of_the_resume_is_parted_where_it_is_asked():
-    resume = resume_at(split(rows(1, 100)), Boundary(60, "asked"))
-    assert resume.border is Border.ASKED
+    resume = resume_at(split(rows(1, 100)), ResumePoint(60, "asked"))
+    assert resume.boundary is Boundary.ASKED
     assert resume.before[-1].step == 60
     assert resume.first_step == 61
 
 
 def test_the_leg_just_behind_the_boundary_is_preferred():
     parts = split([*rows(1, 60), *rows(41, 80), *rows(71, 90)])
-    assert resume_at(parts, Boundary(40, "asked")).number == 1
-    assert resume_at(parts, Boundary(70, "report")).number == 2
+    assert resume_at(parts, ResumePoint(40, "asked")).number == 1
+    assert resume_at(parts, ResumePoint(70, "report")).number == 2
 
 
 def test_a_report_that_fits_no_leg_means_the_last_one():
-    resume = resume_at(split([*rows(1, 60), *rows(41, 80)]), Boundary(50, "report"))
+    resume = resume_at(split([*rows(1, 60), *rows(41, 80)]), ResumePoint(50, "report"))
     assert resume.first_step == 41
 
 
 def test_nothing_logged_after_a_boundary_is_no_resume():
-    assert resume_at(split(rows(1, 60)), Boundary(60, "report")) is None
+    assert resume_at(split(rows(1, 60)), ResumePoint(60, "report")) is None
 
 
 def test_a_report_parts_a_log_only_where_the_clock_says_that_the_resume_lies_there():
     parts = split(rows(1, 100))
-    assert resume_at(parts, Boundary(60, "report")) is None
-    assert resume_at(parts, Boundary(60, "report", at_s=1_000.0)) is None
-    assert resume_at(parts, Boundary(60, "report", at_s=1_060.5)).first_step == 61
+    assert resume_at(parts, ResumePoint(60, "report")) is None
+    assert resume_at(parts, ResumePoint(60, "report", at_s=1_000.0)) is None
+    assert resume_at(parts, ResumePoint(60, "report", at_s=1_060.5)).first_step == 61
 
 
 def test_what_must_not_be_parted_is_not():
-    assert resume_at(split(rows(1, 100)), Boundary(60, "asked"), part=False) is None
+    assert resume_at(split(rows(1, 100)), ResumePoint(60, "asked"), may_divide=False) is None

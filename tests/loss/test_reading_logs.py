@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, PathNotFound, UsageError
-from ckptctl.loss.reading import LogReader, read_logs
+from ckptctl.loss.reading import LogFormat, LogReader, read_logs
 from ckptctl.loss.rows import Marker, Number, Row
+from ckptctl.loss.sources import StorageAccess
 
 MEGATRON = (
     " [2025-05-09 {clock}] iteration {step:8}/     100 | consumed samples: {samples:12} |"
@@ -40,7 +41,7 @@ def nanogpt(steps: range) -> str:
 
 
 def read(text: str | bytes, **options: object) -> list[Row | Marker]:
-    reader = LogReader("train.log", **options)
+    reader = LogReader("train.log", LogFormat(**options))
     data = text.encode() if isinstance(text, str) else text
     return [*reader.feed(data), *reader.end()]
 
@@ -72,8 +73,8 @@ def test_a_packed_log_is_read_as_the_log(tmp_path, packer):
     # Rotation packs one part after another into the same file.
     half = data.index(b"\n", len(data) // 2) + 1
     packed.write_bytes(PACKERS[packer](data[:half]) + PACKERS[packer](data[half:]))
-    plain = [(row.step, row.loss, row.place.line) for row in read_logs([str(path)])]
-    assert [(row.step, row.loss, row.place.line) for row in read_logs([str(packed)])] == plain
+    plain = [(row.step, row.loss, row.position.line) for row in read_logs([str(path)])]
+    assert [(row.step, row.loss, row.position.line) for row in read_logs([str(packed)])] == plain
 
 
 @pytest.mark.parametrize("packer", PACKERS)
@@ -92,14 +93,14 @@ def test_a_damaged_packed_log_is_unreadable_behind_the_damage(tmp_path, packer):
         packed[at] ^= 0xFF
     path = tmp_path / "packed"
     path.write_bytes(packed)
-    with pytest.raises(LogUnreadable, match="its compressed bytes are damaged"):
+    with pytest.raises(LogUnreadable, match="the compressed data is damaged"):
         list(read_logs([str(path)]))
 
 
 def test_standard_input_is_read():
     program = (
         "from ckptctl.loss.reading import read_logs\n"
-        "print([(row.place.file, row.step) for row in read_logs(['-'])])"
+        "print([(row.position.file, row.step) for row in read_logs(['-'])])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], input=nanogpt(range(3)), capture_output=True, text=True
@@ -125,10 +126,11 @@ def test_a_log_on_an_object_store_is_read(s3_moto):
     data = megatron(range(1, 60)).encode()
     with open_store(f"{url}/logs", storage_options=options) as store:
         store.put("train.log.gz", gzip.compress(data))
+    storage = StorageAccess(options)
     for path in (f"{url}/logs/train.log.gz", f"{url}/logs"):
-        assert steps(list(read_logs([path], storage_options=options))) == [*range(1, 60)]
+        assert steps(list(read_logs([path], storage=storage))) == [*range(1, 60)]
     with pytest.raises(PathNotFound):
-        list(read_logs([f"{url}/logs/none.log"], storage_options=options))
+        list(read_logs([f"{url}/logs/none.log"], storage=storage))
 
 
 def test_a_log_that_is_not_there_is_not_found(tmp_path):
@@ -144,7 +146,7 @@ def test_logs_are_read_in_the_order_of_their_clocks(tmp_path):
         (tmp_path / name).write_text(megatron(range(first, first + 20), minute=minute))
     found = list(read_logs([str(tmp_path / "a"), str(tmp_path / "b")]))
     assert steps(found) == list(range(1, 41))
-    assert [Path(row.place.file).name for row in found] == ["b"] * 20 + ["a"] * 20
+    assert [Path(row.position.file).name for row in found] == ["b"] * 20 + ["a"] * 20
 
 
 def test_logs_without_a_clock_are_read_as_named(tmp_path):
@@ -166,7 +168,7 @@ def test_logs_that_differ_in_a_number_are_read_by_that_number(tmp_path):
 
 def test_a_folder_in_which_nothing_is_a_log_is_told(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(PathNotFound, match="nothing in it is known as a log by its name"):
+    with pytest.raises(PathNotFound, match="no file in this folder has the name of a log"):
         list(read_logs([str(tmp_path)]))
 
 
@@ -182,8 +184,11 @@ def test_a_folder_in_which_nothing_is_a_log_is_told(tmp_path):
         (b"\0" * 99_999, "no step with a loss"),
         (b"x" * 3_000_000, "no step with a loss"),
         (b"Epoch 1 done\nall good\n", "no step with a loss"),
-        (b"{'loss': 0.91, 'epoch': 0.66}\n" * 3, "3 losses and no step to any of them"),
-        (b"step:125/1750 train_time:17543ms step_avg:140.34ms\n", "steps as modded-nanogpt prints"),
+        (b"{'loss': 0.91, 'epoch': 0.66}\n" * 3, "3 losses without a step"),
+        (
+            b"step:125/1750 train_time:17543ms step_avg:140.34ms\n",
+            "the rows in modded-nanogpt format have no loss",
+        ),
         (b'{"step": 3, "eval_loss": 2.5}\n' * 9, "no step with a loss"),
     ],
     ids=["empty", "blank", "binary", "zeros", "endless", "words", "no step", "no loss", "eval"],
@@ -194,7 +199,7 @@ def test_what_holds_no_loss_is_told_with_what_was_found(tmp_path, data, words):
     with pytest.raises(LogWithoutLoss, match=words) as caught:
         list(read_logs([str(path)]))
     assert caught.value.exit_code == 31
-    if words.startswith(("no step", "steps as")):
+    if words.startswith(("no step", "the rows in")):
         assert caught.value.next_command.startswith(f"ckptctl loss {path} --pattern ")
     else:
         assert caught.value.next_command is None
@@ -231,7 +236,7 @@ def test_a_pattern_of_the_callers_own_is_read():
 )
 def test_a_pattern_that_cannot_be_used_is_refused(pattern, words):
     with pytest.raises(UsageError, match=words):
-        LogReader("x", pattern=pattern)
+        LogFormat(pattern=pattern)
 
 
 def test_a_key_map_says_what_a_record_means():
@@ -244,12 +249,12 @@ def test_a_key_map_says_what_a_record_means():
 
 def test_a_key_map_to_a_field_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match="--key los=a: a row has no los; it has step, loss,"):
-        LogReader("x", keys={"los": "a"})
+        LogFormat(keys={"los": "a"})
 
 
 def test_a_format_and_a_pattern_exclude_each_other():
-    with pytest.raises(UsageError, match="exclude each other"):
-        LogReader("x", format="csv", pattern=r"(?P<step>\d)")
+    with pytest.raises(UsageError, match="cannot be combined"):
+        LogFormat("csv", pattern=r"(?P<step>\d)")
 
 
 def test_no_log_at_all_is_refused():

@@ -47,8 +47,8 @@ def read(pieces: list[bytes]) -> list[Row | Marker]:
     return [*found, *reader.end()]
 
 
-def cut(data: bytes, borders: list[int]) -> list[bytes]:
-    edges = [0, *sorted({border % (len(data) + 1) for border in borders}), len(data)]
+def cut(data: bytes, boundaries: list[int]) -> list[bytes]:
+    edges = [0, *sorted({boundary % (len(data) + 1) for boundary in boundaries}), len(data)]
     return [data[a:b] for a, b in pairwise(edges)]
 
 
@@ -57,11 +57,11 @@ PRINTED = st.sampled_from(sorted({sample["format"] for sample in SAMPLES}))
 
 
 @settings(max_examples=150, deadline=None)
-@given(form=ANY, borders=st.lists(st.integers(0, 5000), max_size=30))
-def test_where_the_stream_is_cut_changes_no_row(form, borders):
+@given(form=ANY, boundaries=st.lists(st.integers(0, 5000), max_size=30))
+def test_where_the_stream_is_cut_changes_no_row(form, boundaries):
     whole = read([LOGS[form]])
     assert any(isinstance(item, Row) for item in whole)
-    assert read(cut(LOGS[form], borders)) == whole
+    assert read(cut(LOGS[form], boundaries)) == whole
 
 
 @pytest.mark.parametrize("form", LOGS)

@@ -271,7 +271,7 @@ def test_damage_in_the_middle_is_raised_after_the_rows_or_told(tmp_path):
     path = Path(tmp_path, "events.out.tfevents.1.host.2.0")
     path.write_bytes(data)
     found: list[Row | Marker] = []
-    with pytest.raises(LogUnreadable, match=r"wrong CRC-32C; the rest is not read"):
+    with pytest.raises(LogUnreadable, match=r"wrong CRC-32C; the rest was not read"):
         found.extend(read_logs([str(path)]))
     told: list[str] = []
     assert list(read_logs([str(path)], on_damage=told.append))

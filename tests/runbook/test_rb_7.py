@@ -232,7 +232,7 @@ def test_the_transcript_holds_the_evidence_and_not_a_word_alone(root, tmp_path):
     text = (tmp_path / "t" / "transcript.md").read_text()
     assert "record.crc" in text
     assert "unknown" in text
-    assert "lines of 1 log read" in text
+    assert "lines from 1 log" in text
     assert "computed again: 112 steps (from step 400 to step 512)" in text
 
 

@@ -38,7 +38,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(
-            f"{count(answer.n_lines, 'line')} of {count(answer.n_files, 'log')} read"
+            f"read {count(answer.n_lines, 'line')} from {count(answer.n_files, 'log')}"
             if answer.n_files
             else "no log was read"
         ),

@@ -16,7 +16,7 @@ from ckptctl.loss.plots import Curve, Point, curve_of
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number
-from ckptctl.loss.verdict import Judgement, LossVerdict, share, signed
+from ckptctl.loss.verdict import Assessment, LossVerdict, share, signed
 
 _STYLES: dict[LossVerdict, Style] = {
     LossVerdict.DISCONTINUOUS: "bad",
@@ -25,7 +25,11 @@ _STYLES: dict[LossVerdict, Style] = {
     LossVerdict.NO_JUMP: "good",
     LossVerdict.CONTINUOUS: "good",
 }
-_SOURCES = {"report": "by the resume report", "log": "by the log", "asked": "as you say"}
+_SOURCES = {
+    "report": "from the resume report",
+    "log": "from the log",
+    "asked": "from --resume-step",
+}
 _MAX_ROWS = 10
 _TITLES = ("step", "before", "after", "difference", "lr", "gradient norm", "tokens")
 
@@ -37,29 +41,30 @@ _MARKS = {
     "after": Mark("●", "x", "strong", "after"),
     "both": Mark("◉", "@", "good", "both"),
     "beyond": Mark("▲", "^", "bad", "beyond"),
-    "boundary": Mark("│", "|", "", "resume"),
+    "resume_point": Mark("│", "|", "", "resume"),
     "limit": Mark("╌", "-", "", "a median above is a jump"),
 }
-_ORDER = ("limit", "boundary", "before", "overwritten", "after", "both", "beyond")
+_ORDER = ("limit", "resume_point", "before", "overwritten", "after", "both", "beyond")
 _AXES = {True: ("┤", "└", "─"), False: ("|", "+", "-")}
 
 Grid = list[list[str | None]]
 
 
 def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
-    """The verdict, the resume, the steps logged twice, the picture, what it excludes."""
+    """The verdict, the resume, the steps logged twice, the picture, the faults."""
+    arrow = "→" if unicode else "->"
     lines = [
         line(Span(report.verdict.value, _STYLES[report.verdict]), f": {report.message}", hang=2),
         EMPTY,
     ]
-    for judgement in report.judgements:
-        lines += _resume_lines(judgement, several=len(report.judgements) > 1)
-    lines += section(_recomputed_lines(report))
-    judged = report.judged
-    if judged is not None:
-        lines += section(_replay_lines(judged, several=len(report.judgements) > 1))
-        lines += section(_level_lines(judged))
-        curve = curve_of(judged)
+    for assessment in report.assessments:
+        lines += _resume_lines(assessment, several=len(report.assessments) > 1)
+    lines += section(_recomputed_lines(report, arrow))
+    worst = report.worst
+    if worst is not None:
+        lines += section(_replay_lines(worst, arrow, several=len(report.assessments) > 1))
+        lines += section(_level_lines(worst))
+        curve = curve_of(worst)
         if curve is not None:
             lines += section(picture_of_loss(curve, width, unicode=unicode))
     lines += section(finding_lines(_every_finding(report)))
@@ -70,57 +75,57 @@ def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
     return lines
 
 
-def _recomputed_lines(report: LossReport) -> Iterator[Line]:
-    """The work that is done again, and the speed of the resumed job."""
+def _recomputed_lines(report: LossReport, arrow: str) -> Iterator[Line]:
+    """The work that is repeated, and the speed of the resumed job."""
     if report.recomputed is not None:
-        yield line(f"  computed again: {report.recomputed.message}", hang=4)
-    judged = report.judged
-    if judged is not None and judged.throughput.pace is not Pace.UNKNOWN:
-        pace = judged.throughput
+        yield line(f"  recomputed: {report.recomputed.message}", hang=4)
+    worst = report.worst
+    if worst is not None and worst.throughput.pace is not Pace.UNKNOWN:
+        pace = worst.throughput
         style: Style = "warn" if pace.pace is Pace.SLOWER else ""
-        words = f" ({pace.name}: {pace.after:,.4g}, and {pace.before:,.4g} before)"
-        yield line("  speed after the resume: ", Span(pace.pace.value, style), words, hang=4)
+        change = f" ({pace.name} {pace.before:,.4g} {arrow} {pace.after:,.4g})"
+        yield line("  speed after the resume: ", Span(pace.pace.value, style), change, hang=4)
 
 
 def _every_finding(report: LossReport) -> tuple[Finding, ...]:
-    """All findings; where the first row after the resume stands was said above already."""
-    judged = report.judged
-    if judged is None:
+    """All findings, without the position of the first row: it is printed above already."""
+    worst = report.worst
+    if worst is None:
         return report.findings
-    place = f"{judged.resume.place.file}:{judged.resume.place.line}"
-    own = (replace(each, where="") if each.where == place else each for each in judged.findings)
+    position = f"{worst.resume.position.file}:{worst.resume.position.line}"
+    own = (replace(each, where="") if each.where == position else each for each in worst.findings)
     return (*own, *report.findings)
 
 
-def _resume_lines(judgement: Judgement, *, several: bool) -> Iterator[Line]:
-    resume = judgement.resume
+def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
+    resume = assessment.resume
     if several:
-        word = Span(judgement.verdict.value, _STYLES[judgement.verdict])
-        yield line(f"resume {resume.number}: ", word, f": {judgement.message}", hang=2)
-    yield line(f"  {_boundary(resume)}", hang=4)
-    yield line(f"  the first row after it: {resume.place.file}:{resume.place.line}", solid=True)
+        word = Span(assessment.verdict.value, _STYLES[assessment.verdict])
+        yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
+    yield line(f"  {_resume_point_text(resume)}", hang=4)
+    yield line(f"  first row after it: {resume.position.file}:{resume.position.line}", solid=True)
     if resume.marker is not None and resume.marker.text:
-        yield line(f"  the log says: {resume.marker.text.strip()}", hang=4)
+        yield line(f"  line in the log: {resume.marker.text.strip()}", hang=4)
     yield EMPTY
 
 
-def _boundary(resume: Resume) -> str:
+def _resume_point_text(resume: Resume) -> str:
     first = f"step {resume.first_step:,} is the first after the resume"
-    if resume.boundary is None:
-        return f"{first}; the step of the checkpoint is not known"
-    source = _SOURCES[resume.boundary.source]
-    return f"resumed after step {resume.boundary.step:,} ({source}); {first}"
+    if resume.resume_point is None:
+        return f"{first}; the step of the checkpoint is unknown"
+    source = _SOURCES[resume.resume_point.source]
+    return f"resumed after step {resume.resume_point.step:,} ({source}); {first}"
 
 
-def _replay_lines(judgement: Judgement, *, several: bool) -> Iterator[Line]:
+def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Iterator[Line]:
     """The table of the steps that were logged twice."""
-    rows = judgement.replay.rows
+    rows = assessment.replay.rows
     if not rows:
         return
-    whose = f"resume {judgement.resume.number}: " if several else ""
+    whose = f"resume {assessment.resume.number}: " if several else ""
     yield line(f"{whose}{count(len(rows), 'step')} logged twice")
     cells: list[tuple[str, ...]] = [_TITLES]
-    cells += [_cells(row) for row in rows[:_MAX_ROWS]]
+    cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
     widths = {i: max(len(row[i]) for row in cells) for i in shown}
     for number, row in enumerate(cells):
@@ -128,35 +133,35 @@ def _replay_lines(judgement: Judgement, *, several: bool) -> Iterator[Line]:
         spans = [padded(f"  {row[i]}", widths[i] + 2, style, right=True) for i in shown]
         yield line(*spans, solid=True)
     if len(rows) > _MAX_ROWS:
-        yield line(f"  and {len(rows) - _MAX_ROWS} more; --json has all of them", hang=2)
-    left_out = judgement.replay.not_compared
+        yield line(f"  and {len(rows) - _MAX_ROWS} more (all of them with --json)", hang=2)
+    left_out = assessment.replay.not_compared
     if left_out:
         steps = listed([str(step) for step in left_out[:5]])
         yield line(
-            f"  left out: {count(len(left_out), 'step')} whose rows are means over different "
+            f"  not compared: {count(len(left_out), 'step')} whose rows are means over different "
             f"numbers of steps ({steps})",
             hang=4,
         )
 
 
-def _cells(row: Replayed) -> tuple[str, ...]:
+def _cells(row: Replayed, arrow: str) -> tuple[str, ...]:
     before, after = row.before, row.after
     return (
         str(row.step),
         _printed(before.loss),
         _printed(after.loss) + ("*" if row.averaged else ""),
         f"{100 * row.difference:+.4f} %",
-        _both(before.lr, after.lr),
-        _both(before.grad_norm, after.grad_norm),
-        _both(before.tokens, after.tokens),
+        _both(before.lr, after.lr, arrow),
+        _both(before.grad_norm, after.grad_norm, arrow),
+        _both(before.tokens, after.tokens, arrow),
     )
 
 
-def _both(a: Number | None, b: Number | None) -> str:
+def _both(a: Number | None, b: Number | None, arrow: str) -> str:
     if a is None or b is None:
         return "-"
     same = abs(a.value - b.value) <= max(a.quantum, b.quantum)
-    return _short(b) if same else f"{_short(a)} > {_short(b)}"
+    return _short(b) if same else f"{_short(a)} {arrow} {_short(b)}"
 
 
 def _short(number: Number) -> str:
@@ -165,7 +170,7 @@ def _short(number: Number) -> str:
 
 
 def _printed(number: Number | None) -> str:
-    """A loss with as many decimals as the log has."""
+    """A loss with as many decimals as the log prints."""
     if number is None:
         return "-"
     if 0 < number.quantum < 1:
@@ -173,28 +178,27 @@ def _printed(number: Number | None) -> str:
     return f"{number.value:.7g}"
 
 
-def _level_lines(judgement: Judgement) -> Iterator[Line]:
-    level, replay = judgement.level, judgement.replay
+def _level_lines(assessment: Assessment) -> Iterator[Line]:
+    level, replay = assessment.level, assessment.replay
     if replay.rows:
         yield line(
-            f"  they differ by {share(replay.median)} in the median and {share(replay.most)} at "
-            f"most; printing hides {share(replay.hidden)}, and one batch differs from the next by "
-            f"{share(replay.noise)}",
+            f"  median difference {share(replay.median)}, largest {share(replay.most)}; printing "
+            f"rounds by {share(replay.rounding)}, and batches differ by {share(replay.noise)}",
             hang=4,
         )
     if not level.shifts:
         return
-    said = ", ".join(
-        f"{shift.n_rows} rows {signed(shift.found)} (limit {signed(shift.threshold)})"
+    shifts = ", ".join(
+        f"{signed(shift.found)} over {shift.n_rows} rows (limit {signed(shift.threshold)})"
         for shift in level.shifts
     )
-    yield line(f"  the level against the 20 rows before: {said}", hang=4)
+    yield line(f"  median loss compared with the 20 rows before: {shifts}", hang=4)
     if level.smallest_jump is not None:
-        yield line(f"  a jump below {share(level.smallest_jump)} would not be seen by it", hang=4)
+        yield line(f"  a jump below {share(level.smallest_jump)} would not be detected", hang=4)
 
 
 def _fault_lines(report: LossReport) -> Iterator[Line]:
-    for excluded, title in ((True, "excluded"), (False, "not excluded")):
+    for excluded, title in ((True, "excluded faults"), (False, "faults not excluded")):
         chosen = [fault for fault in report.faults if fault.excluded is excluded]
         if chosen:
             yield line(title)
@@ -210,20 +214,19 @@ def _missing_lines(report: LossReport) -> Iterator[Line]:
 
 
 _CANARY = (
-    "After a clean stop no step was logged twice, and the curve alone cannot see a lost optimizer,",
-    "lost random numbers, or data that is repeated or skipped. A canary can:",
+    "After a clean stop no step was logged twice, and the curve alone does not show a lost",
+    "optimizer, lost random numbers, or data that is repeated or skipped. A canary does:",
     "",
-    "1. Resume from the step before the newest one, in a job of its own, with its own folder for",
-    "   logs and without saving. It needs 5 to 10 steps that the run's log holds already.",
+    "1. Resume from the step before the newest one, in a separate job with its own log folder",
+    "   and without saving. It needs 5 to 10 steps that the log of the run holds already.",
     '   With ckptctl.train: Checkpointer.resume("auto", replay=5), up to Start.last.',
     "2. Log every step, with four decimals or more.",
-    "3. Compare: the run's log first, the canary's last.",
+    "3. Compare: the log of the run first, the log of the canary last.",
     "",
     "     ckptctl loss --canary train.log canary.log",
     "",
-    "It says continuous only where these steps agree. What the job would then go on from, the",
-    "newest step, is saved and read by the same code: ckptctl verify STEP --level content shows",
-    "that it is whole.",
+    "The verdict is continuous only where these steps agree. The job then resumes from the newest",
+    "step, which the same code saves and reads; check it with ckptctl verify STEP --level content.",
 )
 
 
@@ -233,14 +236,17 @@ def canary_lines() -> list[Line]:
 
 
 def picture_of_loss(curve: Curve, width: int, *, unicode: bool) -> list[Line]:
-    """The loss before and after a resume, with the steps that were logged twice."""
+    """A grid of characters: the loss before and after a resume, and the steps logged twice.
+
+    One column is one or more steps. With `unicode` false, only ASCII is used.
+    """
     columns = max(20, width - _LABEL - 4)
     grid: Grid = [[None] * columns for _ in range(_HEIGHT)]
     scale = _Scale(curve, columns)
-    boundary = scale.column(curve.first_step) - 1
-    if curve.before and boundary >= 0:
+    resume_point = scale.column(curve.first_step) - 1
+    if curve.before and resume_point >= 0:
         for cells in grid:
-            cells[boundary] = "boundary"
+            cells[resume_point] = "resume_point"
     if curve.limit is not None:
         _draw_limit(grid[scale.row(curve.limit)])
     for kind, points in (("before", curve.before), ("overwritten", curve.overwritten)):

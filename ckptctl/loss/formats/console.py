@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, clock_in, parse_step
-from ckptctl.loss.rows import Place, Row
+from ckptctl.loss.rows import LogPosition, Row
 
 _MAX_WRAPS = 8
 
@@ -262,7 +262,7 @@ class LineReader:
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
         self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
-        self._held: tuple[str, Place] | None = None
+        self._held: tuple[str, LogPosition] | None = None
         self._joined = ""
         self._n_wraps = 0
         self._rounds = Rounds()
@@ -273,7 +273,7 @@ class LineReader:
         """Whether the next line may belong to a row that is not whole yet."""
         return self._held is not None
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that are whole with this line."""
         head = None
         if self.format.hint in text:
@@ -285,9 +285,9 @@ class LineReader:
         if self._held is not None:
             yield from self.end()
         if self.format.tail is None or self.format.tail.search(text, head.start()):
-            yield from self._row(text, place, head)
+            yield from self._row(text, position, head)
             return
-        self._held, self._joined, self._n_wraps = (text, place), text, 0
+        self._held, self._joined, self._n_wraps = (text, position), text, 0
 
     def end(self) -> Iterator[Row]:
         """The row that waited for the end of its line: it has none."""
@@ -305,12 +305,14 @@ class LineReader:
         self._joined += " " + text.lstrip() if text[:1].isspace() else text
         self._n_wraps += 1
         if self.format.tail.search(self._joined):
-            place, self._held = self._held[1], None
-            yield from self._row(self._joined, place)
+            position, self._held = self._held[1], None
+            yield from self._row(self._joined, position)
         elif self._n_wraps >= _MAX_WRAPS:
             yield from self.end()
 
-    def _row(self, text: str, place: Place, head: re.Match[str] | None = None) -> Iterator[Row]:
+    def _row(
+        self, text: str, position: LogPosition, head: re.Match[str] | None = None
+    ) -> Iterator[Row]:
         head = head or self.format.head.search(text)
         if head is None:
             return
@@ -321,7 +323,7 @@ class LineReader:
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
         if self.format.pairs is not None:
             pairs += self.format.pairs.findall(text, head.start())
-        row = self._maker.row(pairs, place, step=step, at=clock_in(text))
+        row = self._maker.row(pairs, position, step=step, at=clock_in(text))
         if row is None:
             return
         if not self.format.redrawn:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.rows import Number, Place, Row
+from ckptctl.loss.rows import LogPosition, Number, Row
 
 NUMBERS = ("loss", "lr", "grad_norm", "tokens", "samples", "throughput", "step_time_s", "mfu")
 """The fields of a row that are numbers as printed."""
@@ -148,7 +148,7 @@ class RowMaker:
     def row(
         self,
         pairs: Iterable[tuple[str, str]],
-        place: Place,
+        position: LogPosition,
         *,
         step: int | None = None,
         at: float | None = None,
@@ -176,7 +176,7 @@ class RowMaker:
         digest = best.get("samples_digest")
         return Row(
             step=step,
-            place=place,
+            position=position,
             at=clock if clock is not None else at,
             interval=parse_step(interval[1]) if interval else None,
             samples_digest=digest[1] if digest else None,

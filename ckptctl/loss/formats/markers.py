@@ -2,7 +2,7 @@
 
 A line that names a step names it in its trainer's own way: as the last step that the
 checkpoint holds, or as the first that will run. Whether the job really went on from
-there is the judgement's question.
+there is the assessment's question.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptctl.loss.rows import Marker, Place
+from ckptctl.loss.rows import LogPosition, Marker
 
 MAX_TEXT = 300
 """So much of a marker's line is kept, in characters."""
@@ -84,7 +84,7 @@ HINTS: Sequence[bytes] = (
 """One of these is in every marker's line: most lines need no closer look."""
 
 
-def read_marker(text: str, place: Place) -> Marker | None:
+def read_marker(text: str, position: LogPosition) -> Marker | None:
     """The marker that a line is; None where it is none."""
     for phrase in _PHRASES:
         match = phrase.pattern.search(text)
@@ -96,5 +96,5 @@ def read_marker(text: str, place: Place) -> Marker | None:
             # Counting from 0 or from 1, the first step is the first.
             step = max(0, step - 1)
         fresh = phrase.fresh or step == 0
-        return Marker(place, text.strip()[:MAX_TEXT], None if fresh else step, fresh)
+        return Marker(position, text.strip()[:MAX_TEXT], None if fresh else step, fresh)
     return None

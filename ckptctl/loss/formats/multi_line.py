@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptctl.loss.formats.fields import RowMaker, clock_in, parse_step
-from ckptctl.loss.rows import Place, Row
+from ckptctl.loss.rows import LogPosition, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BlockReader:
         self.format = form
         self._maker = RowMaker(keys)
         self._step: int | None = None
-        self._place: Place | None = None
+        self._position: LogPosition | None = None
         self._at: float | None = None
         self._pairs: list[tuple[str, str]] = []
 
@@ -58,7 +58,7 @@ class BlockReader:
         """Whether the next line may belong to a block that is not over yet."""
         return self._step is not None
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The row of the block that this line ends."""
         if self._step is not None:
             metric = self.format.metric.match(text)
@@ -68,16 +68,20 @@ class BlockReader:
         head = self.format.head.search(text) if self.format.hint in text else None
         yield from self.end()
         if head is not None:
-            self._step, self._place = parse_step(head["step"]), place
+            self._step, self._position = parse_step(head["step"]), position
             self._at = clock_in(text)
 
     def end(self) -> Iterator[Row]:
         """The row of the block that was open."""
-        step, pairs, place = self._step, self._pairs, self._place
+        step, pairs, position = self._step, self._pairs, self._position
         self._step, self._pairs = None, []
-        if step is None or place is None or not any(self._maker.knows(name) for name, _ in pairs):
+        if (
+            step is None
+            or position is None
+            or not any(self._maker.knows(name) for name, _ in pairs)
+        ):
             return
-        row = self._maker.row(pairs, place, step=step, at=self._at)
+        row = self._maker.row(pairs, position, step=step, at=self._at)
         if row is not None:
             yield row
 
@@ -100,7 +104,7 @@ class HfConsoleReader:
         self._bar: tuple[int, int] | None = None
         self._latest: tuple[int, int] | None = None
         self._total: int | None = None
-        self._held: tuple[str, Place] | None = None
+        self._held: tuple[str, LogPosition] | None = None
         self._taken: tuple[int, int] | None = None
         self.n_without_step = 0
 
@@ -109,7 +113,7 @@ class HfConsoleReader:
         """Whether a dictionary waits for its bar."""
         return self._held is not None
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The row of the dictionary that this bar follows."""
         bar = _BAR.match(text) if self.bar_hint in text else None
         if bar is not None:
@@ -119,7 +123,7 @@ class HfConsoleReader:
         found = _DICTIONARY.search(text)
         if found is not None:
             yield from self.end()
-            self._held = (found[0], place)
+            self._held = (found[0], position)
 
     def end(self) -> Iterator[Row]:
         """The row of the dictionary that no bar followed: the bar before it is the nearest.
@@ -129,12 +133,12 @@ class HfConsoleReader:
         held, self._held = self._held, None
         if held is None:
             return
-        text, place = held
+        text, position = held
         pairs = _PAIR.findall(text)
         named = any(self._maker.field(name) == "step" for name, _ in pairs)
         step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
         self._taken = self._bar
-        row = self._maker.row(pairs, place, step=step)
+        row = self._maker.row(pairs, position, step=step)
         if row is None:
             self.n_without_step += 1
         else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, plain_name
-from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "test"})
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
@@ -124,7 +124,7 @@ class JsonLinesReader:
 
     open = False
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that are whole with this line."""
         at = text.find("{")
         # metaseq writes the object behind the name of its logger.
@@ -136,13 +136,13 @@ class JsonLinesReader:
         history = record.get("log_history")
         for each in history if isinstance(history, list) else [record]:
             if isinstance(each, dict):
-                yield from self.add(each, place)
+                yield from self.add(each, position)
 
-    def add(self, record: Mapping[str, Any], place: Place) -> Iterator[Row]:
+    def add(self, record: Mapping[str, Any], position: LogPosition) -> Iterator[Row]:
         """The rows that are whole with this record."""
         if not is_training(record):
             return
-        row = self._maker.row([*flat_pairs(record), *_one_metric(record)], place)
+        row = self._maker.row([*flat_pairs(record), *_one_metric(record)], position)
         if row is not None:
             yield from self._merger.add(row)
 
@@ -170,13 +170,13 @@ class TableReader:
         """Whether a header was seen."""
         return bool(self._names)
 
-    def read(self, text: str, place: Place) -> Iterator[Row]:
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that are whole with this line."""
         if self._header(text) or not self._names:
             return
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        row = self._maker.row(pairs, place)
+        row = self._maker.row(pairs, position)
         if row is not None:
             yield from self._merger.add(row)
 
@@ -264,8 +264,8 @@ class TrainerState:
             if record is None:
                 return
             if isinstance(record, dict):
-                place = Place(self._name, self._n_records)
-                yield from self._reader.add(record, place)
+                position = LogPosition(self._name, self._n_records)
+                yield from self._reader.add(record, position)
 
     def end(self) -> Iterator[Row | Marker]:
         """The last row."""

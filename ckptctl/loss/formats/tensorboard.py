@@ -25,7 +25,7 @@ from ckptctl.loss.formats.protobuf import (
     text,
 )
 from ckptctl.loss.formats.records import StepMerger
-from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
@@ -154,14 +154,14 @@ class EventFile:
                 pairs = [*_scalars(packed(value))]
             elif number == 7:
                 session = (1, _START) in fields(packed(value))
-        place = Place(self._name, self._n_records)
+        position = LogPosition(self._name, self._n_records)
         if session:
             yield from self._merger.end()
             # Steps from here on are written anew: the last that holds is the one before.
             held = step - 1 if step > 0 else None
-            yield Marker(place, f"SessionLog START at step {step}", held, fresh=held is None)
+            yield Marker(position, f"SessionLog START at step {step}", held, fresh=held is None)
         if pairs:
-            row = self._maker.row(pairs, place, step=step, at=at)
+            row = self._maker.row(pairs, position, step=step, at=at)
             if row is not None:
                 yield from self._merger.add(row)
 

@@ -24,7 +24,7 @@ from ckptctl.loss.formats.protobuf import (
     zigzag,
 )
 from ckptctl.loss.formats.records import StepMerger, decode_record, flat_pairs
-from ckptctl.loss.rows import Marker, Place, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 MAGIC = b":W&B"
 
@@ -122,7 +122,7 @@ class WandbFile:
                     pairs += _item(packed(part))
                 elif inner == _STEP:
                     step = next((signed(v) for n, v in fields(packed(part)) if n == 1), 0)
-            row = self._maker.row(pairs, Place(self._name, self._n_records), step=step)
+            row = self._maker.row(pairs, LogPosition(self._name, self._n_records), step=step)
             if row is not None:
                 yield from self._merger.add(row)
 
