@@ -100,21 +100,26 @@ def judge_empty(
                 tier.listing,
                 pattern,
                 open_other=open_other,
-                is_root=history.sentinel,
+                is_root=history.used,
             )
         except UsageError as error:
             if not interrupted:
                 raise
             return Beginning(Answer.NONE_USABLE, error.message)
-        if history.held is not None or (history.sentinel and history.doubt is not None):
+        if history.held is not None or (history.used and history.doubt is not None):
             return Beginning(Answer.NONE_USABLE, _lost(tier.store.url, history, interrupted))
     counter = restart_counter()
-    if counter is not None and not any(history.sentinel for history in histories):
+    unused = [
+        tier.store.url
+        for tier, history in zip(tiers, histories, strict=True)
+        if not (tier.optional or history.used)
+    ]
+    if counter is not None and unused:
         raise StorageUnavailable(
-            f"{urls}: there is no usable step, but {counter} is {os.environ[counter]}: this is "
-            "a restarted job whose earlier attempt left nothing here; its storage is probably "
-            "not mounted",
-            next_command=f"ckptctl scan {shlex.quote(tiers[0].store.url)}",
+            f"{', '.join(unused)}: there is no usable step, but {counter} is "
+            f"{os.environ[counter]}: this is a restarted job whose earlier attempt left nothing "
+            "here; its storage is probably not mounted",
+            next_command=f"ckptctl scan {shlex.quote(unused[0])}",
         )
     if pointers:
         first = pointers[0]

@@ -20,13 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
-from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
-from ckptctl.judge.history import put_sentinel
+from ckptctl.judge.history import FENCE_FOLDER, put_sentinel
 from ckptctl.storage.contract import Kind, Store, TooLarge
 from ckptctl.storage.opening import absolute_url
-
-FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
 _MAX_BYTES = 64 << 10

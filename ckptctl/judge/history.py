@@ -10,12 +10,12 @@ record that cannot be read in full proves nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptctl import __version__
-from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound
+from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.layouts import OWN_FOLDER
 from ckptctl.formats.own_files import (
@@ -29,9 +29,11 @@ from ckptctl.formats.own_files import (
 from ckptctl.judge.roots import list_root
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.opening import base_name
 
 ROOT_FILE = f"{OWN_FOLDER}/root.json"
 ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
+FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
 _SCHEMA = "ckptctl.root/1"
 _FIELDS = ("schema", "tool", "created_at")
@@ -40,6 +42,8 @@ _MAX_SENTINEL = 64 << 10
 _MAX_LEDGER = 16 << 20
 _MAX_LINE = 1 << 20
 _MAX_LEDGERS = 1_000
+
+_NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
 
 _OF_ATTEMPT = re.compile(
     r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})"
@@ -51,19 +55,33 @@ _OF_ATTEMPT = re.compile(
 class History:
     """What the record of one root says; each line is a clause for a message.
 
-    `sentinel` states that ckptctl has used the root before. `held` is the evidence that
+    `used` states that ckptctl has used the root before. `held` is the evidence that
     the root held a usable step, None without one. `doubt` is why the record cannot prove
     that it never did, None where it can.
     """
 
-    sentinel: bool = False
+    used: bool = False
     held: str | None = None
     doubt: str | None = "ckptctl keeps no record there"
 
     @property
     def never_held(self) -> bool:
         """The record proves that no step of the root was ever usable."""
-        return self.sentinel and self.held is None and self.doubt is None
+        return self.used and self.held is None and self.doubt is None
+
+
+def begin_run(stores: Iterable[Store], step: int | None) -> None:
+    """Write the sentinel of each mandatory root of a run, or record the step that is usable.
+
+    A root that cannot be written to is still one that can be resumed from: only without a
+    step is a `StorageError` raised.
+    """
+    for store in stores:
+        if step is None:
+            put_sentinel(store)
+        else:
+            with suppress(StorageError):
+                record_usable(store, step)
 
 
 def put_sentinel(store: Store) -> None:
@@ -115,10 +133,13 @@ def _sentinel(store: Store) -> Fields | None:
 def read_history(store: Store) -> History:
     """What the root's own record says. Raises `StorageError` where it does not answer.
 
-    Cost: one read, one listing, and one read for each attempt, at most `_MAX_LEDGERS`.
+    Cost: one read, one listing, and one read for each attempt, at most `_MAX_LEDGERS`; two
+    or three listings more where there is no sentinel.
     """
     try:
         fields = _sentinel(store)
+        if fields is None:
+            _check_absent(store, ROOT_FILE, "file")
     except OwnFileUnreadable as error:
         return History(True, doubt=f"{ROOT_FILE} cannot be read: {error.message}")
     step = None if fields is None else fields.get("usable_step")
@@ -126,10 +147,37 @@ def read_history(store: Store) -> History:
         return History(True, held=f"{ROOT_FILE} records that step {step} was usable")
     held, doubt = _read_ledgers(store)
     if fields is None:
-        return History(False, held, doubt or f"there is no {ROOT_FILE}")
+        # The sentinel is written before anything else: it was there, and is gone.
+        used = held is not None or doubt is not None or _is_used(store)
+        return History(used, held, doubt or f"there is no {ROOT_FILE}")
     if doubt is None and not fields.get("began_empty"):
         doubt = f"by {ROOT_FILE} it was not empty when ckptctl first used it"
     return History(True, held, doubt)
+
+
+def _check_absent(store: Store, path: str, kind: str) -> None:
+    """Raise `OwnFileUnreadable` where something lies there that is not what belongs there.
+
+    A store says of a folder in the place of a file that no such file is there.
+    """
+    folder, _, name = path.rpartition("/")
+    try:
+        entries = store.list_dir(folder)
+    except PathNotFound:
+        if folder:
+            _check_absent(store, folder, "dir")
+        return
+    if any(base_name(one.path) == name and one.kind != kind for one in entries):
+        raise OwnFileUnreadable(f"{path} is no {_NAMES_OF_KINDS[kind]}")
+
+
+def _is_used(store: Store) -> bool:
+    """Whether an attempt has taken the root over, or kept a ledger in it."""
+    for folder in (FENCE_FOLDER, ATTEMPTS_FOLDER):
+        with suppress(PathNotFound):
+            if store.list_dir(folder):
+                return True
+    return False
 
 
 def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
@@ -137,6 +185,10 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)
     except PathNotFound:
+        try:
+            _check_absent(store, ATTEMPTS_FOLDER, "dir")
+        except OwnFileUnreadable as error:
+            return None, f"its ledgers cannot be read: {error.message}"
         return None, None
     files = [entry.path for entry in entries]
     attempts = {

@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import StorageError, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
@@ -31,7 +31,7 @@ from ckptctl.judge.choosing import (
     suspect_storage,
 )
 from ckptctl.judge.empty_roots import Beginning, OpenStore, judge_empty
-from ckptctl.judge.history import put_sentinel, record_usable
+from ckptctl.judge.history import begin_run
 from ckptctl.judge.looking import Looked, look
 from ckptctl.judge.reporting import Conditions
 from ckptctl.judge.results import Answer, Pick
@@ -44,7 +44,7 @@ from ckptctl.judge.roots import (
 )
 from ckptctl.judge.tiers import Roots, Tier, open_tiers, roots_in, unavailable
 from ckptctl.model import Level
-from ckptctl.storage.opening import base_name, join_url, open_store
+from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from ckptctl.judge.bytes_look import Asked
@@ -234,16 +234,10 @@ def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
     """Make the roots of a new run with their sentinels, or record the step that is taken."""
     stores = [tier.store for tier in tiers if not tier.optional]
     if found.answer is Answer.FRESH:
-        for store in stores:
-            put_sentinel(store)
+        begin_run(stores, None)
         return replace(found, exit_code=0, next_command=None)
     if found.chosen is not None:
-        name = base_name(found.chosen.url)
-        # A root that cannot be written to is still one that can be resumed from.
-        with suppress(StorageError):
-            for store in stores:
-                if join_url(store.url, name) == found.chosen.url:
-                    record_usable(store, found.step)
+        begin_run(stores, found.step)
     return found
 
 

@@ -34,15 +34,20 @@ class Roots:
     @property
     def words(self) -> str:
         """The roots as the words of a command line that takes several."""
-        words = [url for url in self.urls if url not in self.optional]
+        words = [*self.mandatory]
         for url in self.urls:
             words += ["--optional-root", url] if url in self.optional else []
         return shlex.join(words)
 
     @property
+    def mandatory(self) -> tuple[str, ...]:
+        """The roots that must be there; they bear the record of the run."""
+        return tuple(url for url in self.urls if url not in self.optional)
+
+    @property
     def first(self) -> str:
-        """The root that is written to: the first mandatory one."""
-        return next(url for url in self.urls if url not in self.optional)
+        """The first mandatory root."""
+        return self.mandatory[0]
 
 
 def roots_in(given: str | Sequence[str], optional: Collection[str] = ()) -> Roots:

@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -24,7 +24,7 @@ from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.layouts import compile_pattern
 from ckptctl.formats.own_files import time_now
-from ckptctl.judge.history import put_sentinel, record_usable
+from ckptctl.judge.history import begin_run
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Pick
 from ckptctl.judge.tiers import Roots, roots_in
@@ -111,12 +111,13 @@ class _Seen(NamedTuple):
 
 
 class _Root:
-    """The root of the run, as the supervisor sees it between the lives of the job."""
+    """The roots of the run, as the supervisor sees them between the lives of the job."""
 
     def __init__(
-        self, url: str, look: Callable[..., Pick], opened: Callable[[str], Store], *, wait_s: float
+        self, named: Roots, look: Callable[..., Pick], opened: Callable[[str], Store], wait_s: float
     ) -> None:
-        self.url = url
+        self.url = named.first
+        self._mandatory = named.mandatory
         self._look = look
         self._opened = opened
         self._wait_s = wait_s
@@ -149,15 +150,11 @@ class _Root:
         return seen
 
     def use(self, seen: _Seen) -> None:
-        """Write the sentinel, or record the step that is usable, before a life begins."""
+        """Write the sentinels, or record the step that is usable, before a life begins."""
         self._used = True
-        with self._opened(self.url) as store:
-            if seen.step is None:
-                put_sentinel(store)
-                return
-            # A root that cannot be written to is still one that can be resumed from.
-            with suppress(StorageError):
-                record_usable(store, seen.step)
+        with ExitStack() as stack:
+            stores = [stack.enter_context(self._opened(url)) for url in self._mandatory]
+            begin_run(stores, seen.step)
 
 
 def keep_running(
@@ -217,7 +214,7 @@ def keep_running(
     for url in named.urls:
         opened(url).close()
     look = partial(pick, *named.urls, optional_roots=named.optional, pattern=pattern, **storage)
-    place = _Root(named.first, look, opened, wait_s=wait_s)
+    place = _Root(named, look, opened, wait_s)
 
     lives: list[Life] = []
     warnings: list[str] = []

@@ -18,6 +18,7 @@ import ckptctl
 from ckptctl import Answer, StorageUnavailable, UsageError
 from ckptctl.judge import empty_roots, tiers
 from ckptctl.judge.empty_roots import RESTART_COUNTERS
+from ckptctl.judge.fencing import take_token
 from ckptctl.judge.history import put_sentinel, read_history, record_usable
 from ckptctl.storage.contract import Kind
 from ckptctl.storage.opening import open_store
@@ -335,6 +336,73 @@ def test_a_sentinel_that_cannot_be_read_proves_nothing(root: Path, content: str)
     (root / ".ckptctl" / "root.json").write_text(content)
     found = ckptctl.pick(str(root), allow_fresh=True)
     assert (found.exit_code, "cannot be read" in found.message) == (11, True)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+@pytest.mark.parametrize("path", ["root.json", "attempts", ""])
+def test_what_lies_in_the_place_of_a_record_proves_nothing(
+    root: Path, path: str, what: str
+) -> None:
+    used(root)
+    place = root / ".ckptctl" / path
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(place)
+    elif path == "root.json":
+        place.mkdir()
+    else:
+        place.write_text("x")
+    found = ckptctl.pick(str(root), allow_fresh=True, create=True)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert "cannot be read" in found.message
+
+
+@pytest.mark.parametrize("left", ["attempts", "fence"])
+def test_a_record_that_has_lost_its_sentinel_proves_nothing(root: Path, left: str) -> None:
+    used(root)
+    ledger(root, STARTED, FRESH)
+    with open_store(str(root)) as store:
+        take_token(store, lambda _: ATTEMPT)
+    assert ckptctl.pick(str(root)).answer is Answer.FRESH
+    (root / ".ckptctl" / "root.json").unlink()
+    shutil.rmtree(root / ".ckptctl" / ("fence" if left == "attempts" else "attempts"))
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert "there is no .ckptctl/root.json" in found.message
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["no step", "interrupted save"])
+@pytest.mark.parametrize("optional", [False, True], ids=["mandatory", "optional"])
+def test_a_restarted_job_finds_its_sentinel_in_every_mandatory_root(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool, optional: bool
+) -> None:
+    """The other root is the empty folder over which nothing is mounted now."""
+    used(root)
+    if save:
+        interrupted(root)
+    (tmp_path / "other").mkdir()
+    roots = [str(tmp_path / "other")] if optional else [str(root), str(tmp_path / "other")]
+    tiers = {"optional_roots": [str(root)] if optional else []}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(StorageUnavailable, match=f"^{tmp_path / 'other'}: there is no usable"):
+        ckptctl.pick(*roots, **tiers, allow_fresh=True)
+    used(tmp_path / "other")
+    assert ckptctl.pick(*roots, **tiers, allow_fresh=True).exit_code == 0
+
+
+def test_a_step_of_an_optional_root_is_recorded_in_the_mandatory_ones(
+    root: Path, tmp_path: Path, step: Path
+) -> None:
+    local = tmp_path / "local"
+    shutil.copytree(step, local / "step-20")
+    about = {"optional_roots": [str(local)], "allow_fresh": True, "create": True}
+    assert ckptctl.pick(str(root), **about).step == 20
+    shutil.rmtree(local)
+    found = ckptctl.pick(str(root), **about)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert not local.exists()
 
 
 def test_the_record_keeps_the_first_usable_step_and_heals_a_damaged_sentinel(root: Path) -> None:

@@ -420,3 +420,21 @@ def test_progress_counts_in_any_of_several_roots(job, source: Path, tmp_path: Pa
     assert done.returncode == 0
     assert [life["step"] for life in document["lives"]] == [100, 200, 300, 300]
     assert [life["progress"] for life in document["lives"]] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_every_mandatory_root_bears_the_record(job, tmp_path: Path, create: bool):
+    roots = [str(tmp_path / name) for name in ("ckpt", "other")]
+    (tmp_path / "ckpt").rmdir()
+    if not create:
+        for root in roots:
+            os.mkdir(root)
+    optional = str(tmp_path / "optional")
+    pick = shlex.join([*COMMAND, "pick", "--allow-fresh", *roots, "--optional-root", optional])
+    command = script(tmp_path, f'{pick}; echo $? >> picked; [ "$n" = 2 ]')
+    found = ckptctl.keep_running(
+        command, roots, optional_roots=[optional], backoff_s=0, create=create
+    )
+    assert found.exit_code == 0
+    assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
+    assert not os.path.exists(optional)
