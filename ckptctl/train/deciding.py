@@ -276,6 +276,16 @@ def prove_seen(decision: Decision, group: Group, looking: Looking) -> None:
     group.from_all(lambda: _see(path, decision.digests, looking, waited_s))
 
 
+def changed(decision: Decision, looking: Looking) -> str | None:
+    """What has become of the step that was decided on; None where it lies there as it did.
+
+    Cost: one read of its metadata.
+    """
+    if decision.path is None:
+        return None
+    return _differs(decision.path, decision.digests, looking)
+
+
 def _see(
     path: str, digests: tuple[tuple[str, str], ...], looking: Looking, settle_s: float
 ) -> None:

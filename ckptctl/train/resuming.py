@@ -23,6 +23,7 @@ from ckptctl.errors import (
     NothingToResume,
     PathNotFound,
     StorageError,
+    StorageUnavailable,
     UsageError,
 )
 from ckptctl.judge.fencing import check_token, take_token
@@ -37,6 +38,7 @@ from ckptctl.train.deciding import (
     Decision,
     Looking,
     Rejected,
+    changed,
     check_root,
     decide,
     prove_content,
@@ -219,8 +221,9 @@ def _check_before(job: Job, resume_from: str | int | None) -> None:
 def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Restored) -> bool:
     """Begin the record of this attempt; whether the step must be decided anew.
 
-    It must where the attempt before has saved on until the root was taken over, where
-    somebody has marked a step, and where a step is rejected now.
+    It must where the step that was loaded is gone, where the attempt before has saved on
+    until the root was taken over, where somebody has marked a step, and where a step is
+    rejected now.
     """
     cluster = cluster_context().placed(job.group.rank, job.group.size)
     attempt.cluster = cluster.document()
@@ -236,6 +239,8 @@ def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Re
             attempt.ledger.add("failed", step=one.step, reason=one.reason, phase="loading")
     # Read again: the attempt before may have failed or ended since.
     if reject_proven(job.store, attempt.token, read_attempts(job.store)):
+        return True
+    if changed(done.decision, job.looking) is not None:
         return True
     now = newer_steps(job.store, done.decision.step, done.decision.path)
     return [one.state for one in now] != [one.state for one in done.newer]
@@ -310,6 +315,14 @@ def _reported(job: Job, attempt: Attempt, done: Restored, earlier: str | None) -
         *(done.inventory, done.rejected),
     )
     check_token(job.store, attempt.token)
+    # Ruled out for a step that is gone, the newer ones would leave none to resume from.
+    wrong = changed(decision, job.looking)
+    if wrong is not None:
+        raise StorageUnavailable(
+            f"{decision.path} was removed or saved anew while it was loaded: {wrong}; no step "
+            "was marked",
+            next_command=f"ckptctl pick {shlex.quote(job.root)}",
+        )
     superseded = supersede(job.store, attempt.token, done.newer, decision.step)
     report = _document(job, decision, saved, inventory, rejected) | {
         "attempt": name,

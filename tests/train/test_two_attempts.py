@@ -127,6 +127,26 @@ def test_steps_that_another_attempt_saves_during_a_load_are_resumed_from(root, m
         job.die()
 
 
+@pytest.mark.parametrize("function", ["take_token", "check_token"])
+def test_a_step_that_is_removed_while_it_is_loaded_has_no_newer_one_marked(
+    root, monkeypatch, function
+):
+    root.run(6)
+    later = root.job()
+
+    def prune() -> None:
+        """For retention step 6 is good, and step 3 is old."""
+        found = ckptctl.prune(root.url, 1, apply=True, **root.options)
+        assert {fate.number for fate in found.fates if fate.goes} == {3}
+
+    # The resume calls `check_token` itself once, right before the marks.
+    before(monkeypatch, resuming, function, prune)
+    with pytest.raises(CkptctlError):
+        later.resume(3)
+    later.die()
+    assert root.step() == 6
+
+
 def test_a_guard_of_an_attempt_that_was_overtaken_rejects_nothing(root):
     older = root.job()
     older.resume()
