@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 
 MAX_LINE = 1 << 20
-"""A longer line, in bytes, is no line of a log and is left out."""
+"""The longest line that is kept, in bytes."""
 
-# Ends a line that a carriage return ended; NUL bytes of the log itself are gone by then.
+# Marks a line that ended at a carriage return. NUL bytes of the log are removed before.
 _BAR = b"\0"
 
 _CODES = re.compile(
@@ -31,7 +31,7 @@ _RAW_PREFIX = re.compile(_PREFIX_PATTERN.encode())
 
 
 class LineSplitter:
-    """Cuts a stream into lines and counts them; `n_lines` is the number of newlines so far."""
+    """Splits a stream into lines and counts them; `n_lines` is the number of newlines so far."""
 
     __slots__ = ("_dropping", "_prefix", "_rest", "n_lines")
 
@@ -42,7 +42,7 @@ class LineSplitter:
         self.n_lines = 0
 
     def take(self, data: bytes) -> bytes:
-        """The lines that are complete now, cleaned; to be given to `lines` or `skip`, once."""
+        """The lines that are complete now, cleaned; pass them to `lines` or `skip`, once."""
         cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not cut:
             self._keep(self._rest + data)
@@ -52,12 +52,12 @@ class LineSplitter:
         return whole
 
     def end(self) -> bytes:
-        """The last line, where no newline ends it."""
+        """The last line, if no newline ended it."""
         rest, self._rest = self._rest, b""
         return self._clean(rest)
 
     def skip(self, whole: bytes) -> None:
-        """Count lines that nobody looks at."""
+        """Count lines without scanning them."""
         n_lines = whole.count(b"\n")
         self.n_lines += n_lines
         if n_lines:
@@ -67,7 +67,7 @@ class LineSplitter:
             self._prefix = _prefix_of(begun)
 
     def lines(self, whole: bytes) -> LineScanner:
-        """The lines with their numbers, counted from 1."""
+        """A scanner of the lines; they are numbered from 1."""
         number, prefix = self.n_lines, self._prefix
         self.skip(whole)
         return LineScanner(whole, number, prefix)
@@ -79,7 +79,7 @@ class LineSplitter:
 
     def _clean(self, whole: bytes) -> bytes:
         if self._dropping:
-            # What remains of a line whose beginning was too long to keep.
+            # Drop the rest of a line that was too long to keep.
             ends = [at for at in (whole.find(b"\n"), whole.find(b"\r")) if at >= 0]
             if not ends:
                 return b""
@@ -91,13 +91,13 @@ class LineSplitter:
 
 
 class LineScanner:
-    """Walks through lines, from one that holds certain words to the next.
+    """Scans lines for those that contain one of several literals.
 
-    Empty lines are left out, and those that are too long.
+    Empty lines are skipped, and those longer than `MAX_LINE`.
     """
 
     def __init__(self, whole: bytes, number: int, prefix: bytes | None) -> None:
-        # A launcher writes its prefix once a line, before the first of the bars on it.
+        # A launcher writes its prefix once per line, before the first progress bar.
         if b"\r" in whole:
             whole = _bars_apart(whole, prefix)
         elif prefix and not whole.startswith(b"\n"):
@@ -107,11 +107,11 @@ class LineScanner:
         self._number = number
         self._found: dict[bytes, int] = {}
 
-    def next(self, words: Sequence[bytes]) -> tuple[int, bytes] | None:
-        """The next line that holds one of the words, with its number; any, where there are none."""
+    def next(self, literals: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """The next line with one of the literals, and its number; any line without literals."""
         whole = self._whole
         while self._at < len(whole):
-            start = self._nearest(words) if words else self._at
+            start = self._nearest(literals) if literals else self._at
             if start is None:
                 return None
             if start > self._at:
@@ -132,20 +132,20 @@ class LineScanner:
                 return number, line
         return None
 
-    def _nearest(self, words: Sequence[bytes]) -> int | None:
+    def _nearest(self, literals: Sequence[bytes]) -> int | None:
         nearest = None
-        for word in words:
-            at = self._found.get(word, -1)
+        for literal in literals:
+            at = self._found.get(literal, -1)
             if at < self._at:
-                at = self._whole.find(word, self._at)
-                at = self._found[word] = len(self._whole) if at < 0 else at
+                at = self._whole.find(literal, self._at)
+                at = self._found[literal] = len(self._whole) if at < 0 else at
             if at < len(self._whole) and (nearest is None or at < nearest):
                 nearest = at
         return nearest
 
 
 def _bars_apart(whole: bytes, prefix: bytes | None) -> bytes:
-    """The same with every bar on a line of its own, marked as none that counts."""
+    """Put every progress bar on a line of its own, marked so that it is not counted."""
     lines = []
     for line in whole.split(b"\n"):
         parts = line.split(b"\r")
@@ -167,7 +167,7 @@ def _prefix_of(line: bytes) -> bytes:
 
 
 def split_prefix(text: str) -> tuple[int | None, str]:
-    """The rank that the launcher wrote before a line, and the line without it."""
+    """The rank in the prefix of a launcher, and the line without the prefix."""
     match = _PREFIX.match(text)
     if match is None:
         return None, text

@@ -31,8 +31,8 @@ Point = tuple[int, float]
 class Curve:
     """Points as (step, loss), in the order of steps.
 
-    `first_step` is the first after the resume. `base` is the level before, `limit` the
-    loss that a rise has to pass; None where there are too few rows.
+    `first_step` is the first after the resume. `base` is the level before it, `limit` the
+    loss above which a rise is a jump; None where there are too few rows.
     """
 
     before: tuple[Point, ...]
@@ -55,9 +55,10 @@ class Curve:
 
     @property
     def losses(self) -> tuple[float, float]:
-        """The lowest and the highest loss that are drawn, a little apart even where all are equal.
+        """The lowest and the highest loss that are drawn; they differ even if all losses are equal.
 
-        A few losses far away from all others would press these into a line: they lie beyond.
+        A few losses far from all others are outside the range, so that the others do not
+        become a flat line.
         """
         losses = sorted(loss for _, loss in self.points)
         few = len(losses) // 40
@@ -72,7 +73,7 @@ class Curve:
 
 
 def curve_of(assessment: Assessment) -> Curve | None:
-    """The picture of a resume; None where no row holds a loss that is a number."""
+    """The points of a resume; None where no row has a finite loss."""
     resume, level = assessment.resume, assessment.level
     curve = Curve(
         before=_points(resume.before)[-N_BEFORE:],
@@ -113,7 +114,7 @@ _KINDS = (
     ("before, trained again", _AGAIN, 6.0, True),
     ("after", _AFTER, 3.0, False),
 )
-_TEXT_CELL = 7.0  # a letter of 13 pixels is about so wide
+_TEXT_CELL = 7.0  # width of a letter of 13 pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Stroke:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A disc, or a ring where it is `hollow`; `title` is shown under the pointer."""
+    """A disc, or a ring where `hollow`; `title` is its tooltip."""
 
     x: float
     y: float
@@ -142,8 +143,8 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A piece of text on its base line; `anchor` is `start`, `middle` or `end`."""
+class Text:
+    """A text at its base line; `anchor` is `start`, `middle` or `end`."""
 
     x: float
     y: float
@@ -154,27 +155,27 @@ class Words:
     bold: bool = False
 
 
-Shape = Stroke | Dot | Words
+Shape = Stroke | Dot | Text
 
 
 def draw(curve: Curve, verdict: LossVerdict, message: str) -> tuple[Shape, ...]:
-    """The shapes of a picture, in the order in which they are painted."""
+    """The shapes of a plot, in the order in which they are painted."""
     return tuple(_shapes(curve, verdict, message))
 
 
 def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[Shape]:
     scale = _Scale(curve)
-    yield Words(_LEFT, 26, verdict.value, _VERDICTS[verdict], size=18, bold=True)
-    yield Words(_LEFT, 46, _fitted(message, WIDTH - _LEFT - _RIGHT))
+    yield Text(_LEFT, 26, verdict.value, _VERDICTS[verdict], size=18, bold=True)
+    yield Text(_LEFT, 46, _fitted(message, WIDTH - _LEFT - _RIGHT))
     yield from _axes(curve, scale)
     if curve.limit is not None:
         y = scale.y(curve.limit)
         yield Stroke(_LEFT, y, WIDTH - _RIGHT, y, _LIMIT, dashed=True)
-        yield Words(_LEFT + 6, y - 5, "a median above is a jump", _LIMIT)
+        yield Text(_LEFT + 6, y - 5, "a median above is a jump", _LIMIT)
     if curve.before:
         x = scale.x(curve.first_step - 0.5)
         yield Stroke(x, _TOP, x, HEIGHT - _BOTTOM, INK, dashed=True)
-        yield Words(x + 6, _TOP + 12, "resume")
+        yield Text(x + 6, _TOP + 12, "resume")
     every = (curve.before, curve.overwritten, curve.after)
     for points, (_, color, radius, hollow) in zip(every, _KINDS, strict=True):
         yield from _dots(points, scale, color, radius, hollow=hollow)
@@ -204,17 +205,17 @@ def _axes(curve: Curve, scale: _Scale) -> Iterator[Shape]:
     for loss in _ticks(low, high, 6):
         y = scale.y(loss)
         yield Stroke(_LEFT, y, WIDTH - _RIGHT, y, FAINT)
-        yield Words(_LEFT - 8, y + 4, f"{loss:.6g}", anchor="end")
+        yield Text(_LEFT - 8, y + 4, f"{loss:.6g}", anchor="end")
     first, last = curve.steps
     base = HEIGHT - _BOTTOM
     for step in _ticks(first, last, 8):
         if step == int(step):
             x = scale.x(step)
             yield Stroke(x, base, x, base + 5, INK)
-            yield Words(x, base + 20, f"{step:,.0f}", anchor="middle")
+            yield Text(x, base + 20, f"{step:,.0f}", anchor="middle")
     yield Stroke(_LEFT, base, WIDTH - _RIGHT, base, INK)
-    yield Words(WIDTH - _RIGHT, base + 38, "step", anchor="end")
-    yield Words(_LEFT - 8, _TOP - 6, "loss", anchor="end")
+    yield Text(WIDTH - _RIGHT, base + 38, "step", anchor="end")
+    yield Text(_LEFT - 8, _TOP - 6, "loss", anchor="end")
 
 
 def _ticks(low: float, high: float, n: int) -> list[float]:
@@ -230,7 +231,7 @@ def _dots(
     points: Sequence[Point], scale: _Scale, color: str, radius: float, *, hollow: bool
 ) -> Iterator[Dot]:
     for step, loss in points:
-        beyond = "" if scale.holds(loss) else ", beyond what is drawn"
+        beyond = "" if scale.holds(loss) else ", outside the plot"
         title = f"step {step:,}: {loss:.6g}{beyond}"
         yield Dot(scale.x(step), scale.y(loss), radius, color, hollow, title)
 
@@ -240,7 +241,7 @@ def _legend(every: Sequence[Sequence[Point]]) -> Iterator[Shape]:
     for points, (name, color, radius, hollow) in zip(every, _KINDS, strict=True):
         if points:
             yield Dot(x, y - 4, radius, color, hollow, name)
-            yield Words(x + 14, y, name)
+            yield Text(x + 14, y, name)
             x += 14 + _TEXT_CELL * len(name) + 30
 
 
@@ -255,18 +256,18 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".html", ".png")
 
 _FONT = "system-ui, 'DejaVu Sans', Arial, sans-serif"
-_SHARP = 2  # PNG has so many pixels for one of the drawing
+_SHARP = 2  # pixels of a PNG for one of the drawing
 _DASH = 6
 
 
 def check_plot(path: str) -> None:
-    """Raise `UsageError` unless a picture can be written under such a name.
+    """Raise `UsageError` unless the name ends as one of `FORMATS`.
 
-    Raises `MissingExtra` where it takes a package that is not installed.
+    Raises `MissingExtra` where the format needs a package that is not installed.
     """
     if os.path.splitext(path)[1].lower() not in FORMATS:
         raise UsageError(
-            f"{path}: a picture is a file that ends in {', '.join(FORMATS)}",
+            f"{path}: the name of a plot ends in {', '.join(FORMATS)}",
             instead="--plot loss.svg",
         )
     if path.lower().endswith(".png"):
@@ -274,13 +275,13 @@ def check_plot(path: str) -> None:
             import PIL  # noqa: F401
         except ImportError as error:
             raise MissingExtra(
-                f"{path}: PNG takes Pillow, which is not installed; .svg and .html take nothing",
+                f"{path}: PNG needs Pillow, which is not installed; .svg and .html need no package",
                 next_command="pip install 'ckptctl[plot]'",
             ) from error
 
 
 def write_plot(report: LossReport, path: str) -> bool:
-    """Draw what was judged into a file, whole or not at all; False where there is nothing to draw.
+    """Plot the worst resume into a file, atomically; False where there is no loss to draw.
 
     Raises `UsageError` where the file cannot be written.
     """
@@ -302,7 +303,7 @@ def write_plot(report: LossReport, path: str) -> bool:
             file.write(data)
         os.replace(aside, path)
     except OSError as error:
-        raise UsageError(f"the picture cannot be written to {path}: {error.strerror}") from error
+        raise UsageError(f"{path}: the plot cannot be written: {error.strerror}") from error
     return True
 
 

@@ -20,9 +20,12 @@ from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.line_splitter import LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row
 
-_WEAK_ROWS = 8
-# Of so many ranks, or what looks like them, the lines are kept apart.
+# Rows of fallback formats that wait for a better format.
+_UNDECIDED_ROWS = 8
+# Ranks and formats whose readers are kept; the prefix of a line may only look like a rank.
 _MAX_READERS = 4096
+_SILENT_STEPS = 3
+_MAX_HELD = 64
 
 Keys = Mapping[str, str] | None
 
@@ -32,32 +35,32 @@ class RankReader(Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the next line may belong to what this one began."""
+        """Whether the next line may belong to a row that is not complete."""
         ...
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that are whole with this line."""
+        """The rows that this line completes."""
         ...
 
     def end(self) -> Iterator[Row]:
-        """The rows that waited for more."""
+        """The rows that waited for more lines."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """A format of text: how one rank's reader is made, and how sure its rows are.
+    """A text format: how the reader of one rank is made, and how reliable its rows are.
 
-    `hints` are words of which each of its lines has one. `needs_loss` says that a row
-    without a loss does not yet tell that the log has this format; `weak` that any other
-    is preferred. `averages` and `first_alone`: see `Averages`.
+    Each line of the format contains one of the `hints`. With `needs_loss`, a row without a
+    loss does not identify the format; with `fallback`, any other format is preferred.
+    `averages` and `first_alone`: see `Averages`.
     """
 
     name: str
     hints: tuple[str, ...]
     reader: Callable[[Keys], RankReader]
     needs_loss: bool = False
-    weak: bool = False
+    fallback: bool = False
     averages: bool = False
     first_alone: bool = False
 
@@ -77,7 +80,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
             form.name,
             (form.hint,),
             partial(LineReader, form),
-            weak=form.weak,
+            fallback=form.fallback,
             averages=form.averages,
             first_alone=form.name == "megatron",
         )
@@ -87,11 +90,11 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
 
 
 class Averages:
-    """Says of how many steps each loss is the mean, for a format that prints means.
+    """Determines of how many steps each loss is the mean, for a format that prints means.
 
-    Megatron prints the first step of every process alone and keeps it in the mean of
-    the next row, so that one is the mean of a step more (Megatron-LM 0.15,
-    `training.py`, `should_reset`).
+    With `first_alone`, the first row of a process is one step alone, and the mean of the
+    second row includes that step again, as in Megatron (Megatron-LM 0.15, `training.py`,
+    `should_reset`).
     """
 
     def __init__(self, *, first_alone: bool) -> None:
@@ -100,11 +103,11 @@ class Averages:
         self._n_rows = 0
 
     def restart(self) -> None:
-        """A process begins."""
+        """Start again: another process begins."""
         self._last, self._n_rows = None, 0
 
-    def told(self, row: Row) -> Row:
-        """The row with its interval."""
+    def with_interval(self, row: Row) -> Row:
+        """The row with the number of steps that its loss is the mean of."""
         if self._last is not None and row.step <= self._last:
             self.restart()
         self._n_rows += 1
@@ -116,7 +119,7 @@ class Averages:
 
 
 def _with_interval(row: Row, interval: int) -> Row:
-    # By hand: dataclasses.replace takes as long as the rest of a line together.
+    # dataclasses.replace takes as long as all other work on a line.
     return Row(
         step=row.step,
         position=row.position,
@@ -135,9 +138,9 @@ def _with_interval(row: Row, interval: int) -> Row:
 
 
 class TextLog:
-    """One log of text, fed in pieces of any length; `name` is what its rows say."""
+    """One text log, fed in pieces of any length; `name` is the file of its positions."""
 
-    # Lines that make no sense are passed over: a log of text cannot be damaged.
+    # Lines that cannot be parsed are skipped, so a text log cannot be damaged.
     damage: str | None = None
 
     def __init__(
@@ -151,21 +154,21 @@ class TextLog:
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
         self._readers: dict[tuple[str, int | None], RankReader] = {}
-        # Rows that may be none, and markers between them, in the order they were read.
-        self._weak: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
+        # Rows of fallback formats, and the markers between them, in the order they were read.
+        self._undecided: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
         self._hints: tuple[bytes, ...] = ()
-        self._opened: set[tuple[str, int | None]] = set()
+        self._incomplete: set[tuple[str, int | None]] = set()
         if len(self._candidates) == 1:
             self._choose(self._candidates[0])
 
     @property
     def format(self) -> str | None:
-        """The name of the format; None as long as nothing was found."""
+        """The name of the format; None until a row is found."""
         return None if self._chosen is None else self._chosen.name
 
     @property
     def n_without_step(self) -> int:
-        """Losses that were seen and left out because nothing says of which step they are."""
+        """Losses that were left out because the log does not show their step."""
         return sum(
             reader.n_without_step
             for reader in self._readers.values()
@@ -173,42 +176,42 @@ class TextLog:
         )
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """What is whole with these bytes; to be taken before the next ones are fed."""
+        """The rows and markers that these bytes complete; exhaust before the next call."""
         return self._whole(self._splitter.take(data))
 
     def end(self) -> Iterator[Row | Marker]:
-        """What waited for more."""
+        """The rows and markers that waited for more bytes."""
         yield from self._whole(self._splitter.end())
         yield from self._ended()
         if self._chosen is None:
-            yield from self._settle_weak()
+            yield from self._settle_fallback()
         for row in self._ranks.end():
-            yield self._told(row)
+            yield self._averaged(row)
 
     def _whole(self, whole: bytes) -> Iterator[Row | Marker]:
         if not whole:
             return
-        words = [word for word in markers.HINTS if word in whole]
-        walk = self._splitter.lines(whole)
-        chosen, hints = self._chosen, self._words_in(whole)
+        marks = [mark for mark in markers.HINTS if mark in whole]
+        scanner = self._splitter.lines(whole)
+        chosen, hints = self._chosen, self._hints_in(whole)
         while True:
             if self._chosen is not chosen:
                 # The format was found in the middle of these lines.
-                chosen, hints = self._chosen, self._words_in(whole)
-            every = chosen is None or bool(self._opened) or b"" in hints
-            if not (every or hints or words):
+                chosen, hints = self._chosen, self._hints_in(whole)
+            every = chosen is None or bool(self._incomplete) or b"" in hints
+            if not (every or hints or marks):
                 return
-            found = walk.next(() if every else (*hints, *words))
+            found = scanner.next(() if every else (*hints, *marks))
             if found is None:
                 return
             number, line = found
             text = line.decode("utf-8", "replace")
-            if words and any(word in line for word in words):
+            if marks and any(mark in line for mark in marks):
                 yield from self._marker_or_rows(text, number)
             else:
                 yield from self._rows(text, number)
 
-    def _words_in(self, whole: bytes) -> list[bytes]:
+    def _hints_in(self, whole: bytes) -> list[bytes]:
         return [hint for hint in self._hints if hint in whole]
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
@@ -218,29 +221,29 @@ class TextLog:
             yield from self._rows(text, number)
             return
         yield from self._ended()
-        if self._weak:
-            self._weak.append((None, rank, marker))
+        if self._undecided:
+            self._undecided.append((None, rank, marker))
         else:
             yield from self._marked(rank, marker)
 
     def _marked(self, rank: int | None, marker: Marker) -> Iterator[Marker]:
-        told = self._ranks.marker(rank, marker)
-        if told is not None:
+        first = self._ranks.marker(rank, marker)
+        if first is not None:
             if self._averages is not None:
                 self._averages.restart()
-            yield told
+            yield first
 
     def _ended(self) -> Iterator[Row | Marker]:
         for (name, rank), reader in list(self._readers.items()):
             form = self._chosen or next(each for each in self._candidates if each.name == name)
             for row in reader.end():
                 yield from self._found(form, rank, row)
-        self._opened.clear()
+        self._incomplete.clear()
 
     def _rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, text = split_prefix(text)
         position = LogPosition(self._name, number)
-        if self._opened and rank is None:
+        if self._incomplete and rank is None:
             rank = self._rank_of_open()
         for form in self._candidates:
             key = (form.name, rank)
@@ -255,37 +258,37 @@ class TextLog:
             for row in reader.read(text, position):
                 yield from self._found(form, rank, row)
             if reader.open:
-                self._opened.add(key)
+                self._incomplete.add(key)
             else:
-                self._opened.discard(key)
+                self._incomplete.discard(key)
             if self._chosen is form:
                 break
 
     def _rank_of_open(self) -> int | None:
-        # What a terminal wrapped has lost its prefix.
-        ranks = {rank for _, rank in self._opened}
+        # The continuation of a line that a terminal wrapped has no prefix.
+        ranks = {rank for _, rank in self._incomplete}
         return ranks.pop() if len(ranks) == 1 else None
 
     def _found(self, form: TextFormat, rank: int | None, row: Row) -> Iterator[Row | Marker]:
         if self._chosen is None:
-            if form.weak:
-                self._weak.append((form, rank, row))
-                if len(self._weak) >= _WEAK_ROWS:
-                    yield from self._settle_weak()
+            if form.fallback:
+                self._undecided.append((form, rank, row))
+                if len(self._undecided) >= _UNDECIDED_ROWS:
+                    yield from self._settle_fallback()
                 return
             if form.needs_loss and row.loss is None:
                 return
-            waited = self._weak
+            waited = self._undecided
             self._choose(form)
             for _, marked_by, item in waited:
                 if isinstance(item, Marker):
                     yield from self._marked(marked_by, item)
         if self._chosen is form:
             for taken in self._ranks.row(rank, row):
-                yield self._told(taken)
+                yield self._averaged(taken)
 
-    def _settle_weak(self) -> Iterator[Row | Marker]:
-        waited, self._weak = self._weak, []
+    def _settle_fallback(self) -> Iterator[Row | Marker]:
+        waited, self._undecided = self._undecided, []
         with_loss = [
             form for form, _, item in waited if form and isinstance(item, Row) and item.loss
         ]
@@ -300,15 +303,15 @@ class TextLog:
     def _choose(self, form: TextFormat) -> None:
         self._chosen = form
         self._candidates = (form,)
-        self._weak = []
+        self._undecided = []
         self._hints = tuple(hint.encode() for hint in form.hints)
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
-        self._opened = {key for key in self._opened if key[0] == form.name}
+        self._incomplete = {key for key in self._incomplete if key[0] == form.name}
         if form.averages:
             self._averages = Averages(first_alone=form.first_alone)
 
-    def _told(self, row: Row) -> Row:
-        return row if self._averages is None else self._averages.told(row)
+    def _averaged(self, row: Row) -> Row:
+        return row if self._averages is None else self._averages.with_interval(row)
 
 
 def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
@@ -319,16 +322,20 @@ def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]
         return TEXT_FORMATS
     named = tuple(each for each in TEXT_FORMATS if each.name == form)
     if not named:
-        raise UsageError(f"--format {form}: there is no such format")
+        raise UsageError(f"--format {form}: unknown format")
     return named
 
 
-_SILENT_STEPS = 3
-_MAX_HELD = 64
-
-
 class RankDeduplicator:
-    """Chooses rows and markers of one log; ranks are None where lines have no prefix."""
+    """Keeps the rows of one rank where several ranks write to one log.
+
+    The first rank that prints a row is kept; the others repeat it. Where another rank
+    prints three steps while the kept one prints none, the kept rank is silent, and the
+    other one is kept from then on, with all the rows it printed meanwhile. After a marker
+    any rank can be kept. The launcher's prefix identifies ranks; it is None where lines
+    have no prefix. In such a log, if its first step occurs several times, only the first
+    row of each step is kept.
+    """
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -341,7 +348,7 @@ class RankDeduplicator:
         self._marked_by: set[int | None] = set()
 
     def row(self, rank: int | None, row: Row) -> Iterator[Row]:
-        """The rows to take, now that `rank` has printed this one."""
+        """The rows to keep, now that `rank` has printed this one."""
         if not self._has_rank:
             self._rank, self._has_rank = rank, True
         if rank == self._rank:
@@ -359,7 +366,7 @@ class RankDeduplicator:
             yield from self._taken(each)
 
     def marker(self, rank: int | None, marker: Marker) -> Marker | None:
-        """The marker, unless another rank already printed the same one."""
+        """The marker; None where another rank already printed the same one."""
         same = (
             self._marker is not None
             and (self._marker.step, self._marker.fresh) == (marker.step, marker.fresh)
@@ -374,7 +381,7 @@ class RankDeduplicator:
         return marker
 
     def end(self) -> Iterator[Row]:
-        """What a rank printed after the last word of the speaker, and nobody repeated."""
+        """The rows that another rank printed after the last row of the kept one."""
         for rows in self._held.values():
             newer = [row for row in rows if self._last_step is None or row.step > self._last_step]
             if newer:
@@ -384,7 +391,8 @@ class RankDeduplicator:
 
     def _taken(self, row: Row) -> Iterator[Row]:
         if row.step == self._last_step:
-            # The first step of all stands twice: a chorus. Later, it is a resume.
+            # Ranks without prefixes repeat the first step already; a later step that occurs
+            # twice is a resume.
             if self._n_steps == 1:
                 self._repeats_steps = True
             if self._repeats_steps:

@@ -229,9 +229,9 @@ def test_a_pattern_of_the_callers_own_is_read():
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("(", "is no regular expression"),
-        (r"(?P<loss>\d)", "has no group named step"),
-        (r"(?P<step>\d)(?P<lost>\d)", "names 'lost'"),
+        ("(", "not a regular expression"),
+        (r"(?P<loss>\d)", "no group named step"),
+        (r"(?P<step>\d)(?P<lost>\d)", "unknown group 'lost'"),
     ],
 )
 def test_a_pattern_that_cannot_be_used_is_refused(pattern, words):
@@ -248,7 +248,9 @@ def test_a_key_map_says_what_a_record_means():
 
 
 def test_a_key_map_to_a_field_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match="--key los=a: a row has no los; it has step, loss,"):
+    with pytest.raises(
+        UsageError, match="--key los=a: unknown field los; the fields are step, loss,"
+    ):
         LogFormat(keys={"los": "a"})
 
 

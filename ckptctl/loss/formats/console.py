@@ -24,61 +24,34 @@ _EQUALS = r"([A-Za-z][\w/]*)=" + _VALUE
 
 @dataclass(frozen=True, slots=True)
 class LineFormat:
-    """How one program prints a step.
+    """How one program prints a step; `head`, `pairs` and `tail` are regular expressions.
 
-    `hint` is in every such line. `head` finds its beginning and the step, in the group
-    `step` or as `it` of `per` a round of `epoch`; other groups are fields of the row.
-    `pairs` finds names with values, from `head` on. A line in which `tail` is found is
-    whole. `averages` says that the loss is the mean since the row before, `trimmed` that
-    trailing zeros are left out. `weak` is a format that others are preferred to. `rounds`
-    says that the steps may be counted anew in each `epoch`, or after `per` of them;
-    `redrawn` that a step may be printed several times, the last of which counts.
+    Every line contains `hint`. `head` matches the beginning of the line with the step, in
+    the group `step`, or as `it` of `per` iterations of the epoch `epoch`; other groups are
+    fields of the row. `pairs` matches names and values after it. `tail` matches in complete
+    lines only.
+
+    `averages`: the loss is the mean since the row before. `trimmed`: trailing zeros are
+    left out. `fallback`: other formats are preferred. `rounds`: steps may start again in
+    each `epoch`, or after `per` of them. `redrawn`: a step may be printed several times,
+    and the last one counts.
     """
 
     name: str
     hint: str
-    head: re.Pattern[str]
-    pairs: re.Pattern[str] | None = None
-    tail: re.Pattern[str] | None = None
+    head: str
+    pairs: str | None = None
+    tail: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False
     trimmed: bool = False
-    weak: bool = False
+    fallback: bool = False
     rounds: bool = False
     redrawn: bool = False
 
 
-def _format(
-    name: str,
-    hint: str,
-    head: str,
-    pairs: str | None = None,
-    *,
-    tail: str | None = None,
-    keys: Mapping[str, str] | None = None,
-    averages: bool = False,
-    trimmed: bool = False,
-    weak: bool = False,
-    rounds: bool = False,
-    redrawn: bool = False,
-) -> LineFormat:
-    return LineFormat(
-        name,
-        hint,
-        re.compile(head),
-        re.compile(pairs) if pairs else None,
-        re.compile(tail) if tail else None,
-        keys or {},
-        averages,
-        trimmed,
-        weak,
-        rounds,
-        redrawn,
-    )
-
-
 LINE_FORMATS = (
-    _format(
+    LineFormat(
         "megatron",
         "iteration",
         r"\biteration\s+(?P<step>\d+)\s*/\s*\d+\s*\|",
@@ -86,7 +59,7 @@ LINE_FORMATS = (
         tail=r"number of (?:nan|skipped) iterations:\s*\d+\s*\|",
         averages=True,
     ),
-    _format(
+    LineFormat(
         "nanotron",
         "iteration:",
         r"\biteration:\s*(?P<step>\d+)\s*/\s*\d+\s*\|",
@@ -94,21 +67,21 @@ LINE_FORMATS = (
         tail=r"grad_norm:\s*\S+",
         trimmed=True,
     ),
-    _format(
+    LineFormat(
         "torchtitan",
         "step:",
         r"(?<!validate )\bstep:\s*(?P<step>\d+)\s+(?=loss:)",
         _COLONS,
         tail=r"mfu:\s*\S+",
     ),
-    _format(
+    LineFormat(
         "nanogpt",
         "iter ",
         r"\biter\s+(?P<step>\d+):\s+(?=loss)",
         r"([a-z]+) ([^\s,]+)",
         tail=r"time \S+ms",
     ),
-    _format(
+    LineFormat(
         "modded-nanogpt",
         "train_time:",
         r"\bstep:(?P<step>\d+)/\d+\s+(?=\w+:)",
@@ -116,29 +89,29 @@ LINE_FORMATS = (
         tail=r"train_time:\S+",
         keys={"step_time_s": "step_avg"},
     ),
-    _format(
+    LineFormat(
         "kempnerforge",
         "[step ",
         r"\[step (?P<step>\d+)\]\s+(?=loss=)",
         _EQUALS,
         tail=r"step_time=\S+",
     ),
-    _format(
+    LineFormat(
         "maxtext",
         "completed step:",
         r"\bcompleted step: (?P<step>\d+),",
         _COLONS,
         tail=r"\bloss: \S+",
     ),
-    _format(
+    LineFormat(
         "levanter",
         "Progress on:train",
-        # `12.3kit` names a hundred steps; such a row could not be compared with any.
+        # `12.3kit` stands for a hundred steps; such a row cannot be compared.
         r"\bProgress on:train\s+(?P<step>\d+)(?:\.0)?it/",
         r"(loss)=([^\s,]+)",
         tail=r"postfix:",
     ),
-    _format(
+    LineFormat(
         "torchtune",
         "Step ",
         r"\bStep (?P<step>\d+) \|\s*(?=\w+:)",
@@ -146,7 +119,7 @@ LINE_FORMATS = (
         tail=r"peak_memory\w*:|tokens_per_second\w*:.*\b(?:lr|loss):",
         trimmed=True,
     ),
-    _format(
+    LineFormat(
         "fairseq",
         "num_updates=",
         r"\bepoch \d+:\s*\d+ / \d+ .*?\bnum_updates=(?P<step>\d+)",
@@ -155,14 +128,14 @@ LINE_FORMATS = (
         averages=True,
         trimmed=True,
     ),
-    _format(
+    LineFormat(
         "detectron2",
         "total_loss:",
         r"\biter:\s*(?P<step>\d+)\s+(?=total_loss:)",
         _COLONS,
         tail=r"\blr:\s*\S+",
     ),
-    _format(
+    LineFormat(
         "mmengine",
         "Epoch",
         r"\bEpoch(?:\(train\))?\s*\[(?P<epoch>\d+)\]\[\s*(?P<it>\d+)/(?P<per>\d+)\]",
@@ -170,7 +143,7 @@ LINE_FORMATS = (
         tail=r"\bloss:\s*\S+",
         averages=True,
     ),
-    _format(
+    LineFormat(
         "mmengine-iter",
         "Iter",
         r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]",
@@ -178,52 +151,52 @@ LINE_FORMATS = (
         tail=r"\bloss:\s*\S+",
         averages=True,
     ),
-    _format(
+    LineFormat(
         "pith-train",
         "step ",
         r"\bstep (?P<step>\d+)/\d+ \|",
         r"([a-z][a-z-]*) ([^\s|]+)",
         tail=r"tokens-per-second \S+",
     ),
-    _format(
+    LineFormat(
         "deepspeed-pipe",
         "steps: ",
         r"\bsteps: (?P<step>\d+) (?=loss:)",
         r"([a-z][a-z/]*(?: time \(s\))?):\s*(\S+)",
         tail=r"samples/sec:\s*\S+",
     ),
-    _format(
+    LineFormat(
         "rwkv",
         "-",
         r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
     ),
-    _format(
+    LineFormat(
         "mlflow-metric",
         " ",
         r"^(?P<at>\d{13}) (?P<loss>\S+) (?P<step>\d+)$",
     ),
-    _format(
+    LineFormat(
         "deepspeed",
         "skipped=",
         r"\bstep=(?P<step>\d+), skipped=\d+, ",
         r"(lr)=\[([^\],]+)",
-        weak=True,
+        fallback=True,
     ),
-    _format(
+    LineFormat(
         "progress-bar",
         "oss=",
-        # tqdm with a postfix, as Lightning's: printed again and again, the last counts.
+        # tqdm with a postfix, as in Lightning: a step is printed repeatedly, the last counts.
         r"\| *(?P<step>\d+)/(?P<per>\d+) \[[\d:]+<(?=[^\]]*?(?:\b|_)loss)",
         r"([A-Za-z][\w/]*)=([^\s,\]]+)",
         trimmed=True,
-        weak=True,
+        fallback=True,
         rounds=True,
         redrawn=True,
     ),
-    _format(
+    LineFormat(
         "plain",
         "oss",
-        # Somebody's own training loop: a step, and a loss behind it.
+        # A custom training loop: a step, and after it a loss.
         r"(?i)^(?:(?=.*\btrain\w*[ _/]loss)|"
         r"(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_)))"
         r"(?:.*?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d+))?"
@@ -232,28 +205,28 @@ LINE_FORMATS = (
         r"(?i)((?:(?:train\w*|val\w*|eval\w*|test) )?[a-z][\w/]*(?: norm| rate)?)[ :=]{1,3}"
         r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
         rounds=True,
-        weak=True,
+        fallback=True,
     ),
 )
 
 
 def pattern_format(pattern: str) -> LineFormat:
-    """A format of the caller's own: a regular expression whose groups are named as fields.
+    """The format of a `--pattern`: a regular expression whose groups are named as fields.
 
-    Raises `UsageError` where it is none, or names no step.
+    Raises `UsageError` where it is not valid, or has no group `step`.
     """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"--pattern {pattern!r} is no regular expression: {error}") from error
+        raise UsageError(f"--pattern {pattern!r}: not a regular expression: {error}") from error
     unknown = sorted(set(compiled.groupindex) - set(FIELDS))
     if unknown or "step" not in compiled.groupindex:
-        wrong = f"names {unknown[0]!r}" if unknown else "has no group named step"
+        wrong = f"unknown group {unknown[0]!r}" if unknown else "no group named step"
         raise UsageError(
-            f"--pattern {pattern!r} {wrong}; its groups are named as the fields of a row: "
+            f"--pattern {pattern!r}: {wrong}; the groups have the names of fields: "
             + ", ".join(FIELDS)
         )
-    return LineFormat("pattern", "", compiled)
+    return LineFormat("pattern", "", pattern)
 
 
 class LineReader:
@@ -261,6 +234,9 @@ class LineReader:
 
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
+        self._head = re.compile(form.head)
+        self._pairs = re.compile(form.pairs) if form.pairs else None
+        self._tail = re.compile(form.tail) if form.tail else None
         self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
         self._held: tuple[str, LogPosition] | None = None
         self._joined = ""
@@ -270,27 +246,27 @@ class LineReader:
 
     @property
     def open(self) -> bool:
-        """Whether the next line may belong to a row that is not whole yet."""
+        """Whether the next line may belong to a row that is not complete."""
         return self._held is not None
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that are whole with this line."""
+        """The rows that this line completes."""
         head = None
         if self.format.hint in text:
-            head = self.format.head.search(text)
+            head = self._head.search(text)
         if head is None:
             if self._held is not None:
                 yield from self._wrapped(text)
             return
         if self._held is not None:
             yield from self.end()
-        if self.format.tail is None or self.format.tail.search(text, head.start()):
+        if self._tail is None or self._tail.search(text, head.start()):
             yield from self._row(text, position, head)
             return
         self._held, self._joined, self._n_wraps = (text, position), text, 0
 
     def end(self) -> Iterator[Row]:
-        """The row that waited for the end of its line: it has none."""
+        """The row that waited for the end of its line."""
         held, self._held = self._held, None
         if held is not None:
             yield from self._row(*held)
@@ -299,12 +275,12 @@ class LineReader:
             yield drawn
 
     def _wrapped(self, text: str) -> Iterator[Row]:
-        if self._held is None or self.format.tail is None:
+        if self._held is None or self._tail is None:
             return
-        # A terminal breaks anywhere; a formatter breaks at a space and indents what follows.
+        # A terminal breaks a line anywhere; a formatter breaks at a space and indents the rest.
         self._joined += " " + text.lstrip() if text[:1].isspace() else text
         self._n_wraps += 1
-        if self.format.tail.search(self._joined):
+        if self._tail.search(self._joined):
             position, self._held = self._held[1], None
             yield from self._row(self._joined, position)
         elif self._n_wraps >= _MAX_WRAPS:
@@ -313,7 +289,7 @@ class LineReader:
     def _row(
         self, text: str, position: LogPosition, head: re.Match[str] | None = None
     ) -> Iterator[Row]:
-        head = head or self.format.head.search(text)
+        head = head or self._head.search(text)
         if head is None:
             return
         groups = head.groupdict()
@@ -321,8 +297,8 @@ class LineReader:
         if step is None:
             return
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
-        if self.format.pairs is not None:
-            pairs += self.format.pairs.findall(text, head.start())
+        if self._pairs is not None:
+            pairs += self._pairs.findall(text, head.start())
         row = self._maker.row(pairs, position, step=step, at=clock_in(text))
         if row is None:
             return
@@ -346,7 +322,11 @@ class LineReader:
 
 
 class Rounds:
-    """Counts on where a log begins anew; every step is handed in, in the log's order."""
+    """Numbers the steps of the run where a log starts them again in each round.
+
+    A round is an epoch, or a progress bar from its beginning to its end. Every step must be
+    passed in, in the order of the log. The round in which a log begins is unknown.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int | None, int] = {}
@@ -355,11 +335,11 @@ class Rounds:
         self._per: int | None = None
 
     def step(self, step: int, per: int | None, epoch: int | None) -> int:
-        """The step of the run; `per` is how many a round has, where the log says so.
+        """The step of the run; `per` is the number of steps in a round, where it is known.
 
-        Steps that go on over the end of an epoch are those of the run. Without `epoch` a
-        round is over when its last step was there; a process that ended and came back
-        begins in the round that it left.
+        Steps that continue over the end of an epoch are already those of the run. Without
+        `epoch`, a round ends with its last step; a process that restarted continues the
+        round in which it ended.
         """
         if self._begins(step, per, epoch):
             self._before[epoch] = self._before[self._epoch] + (self._per or self._last)

@@ -22,9 +22,9 @@ NUMBERS = ("loss", "lr", "grad_norm", "tokens", "samples", "throughput", "step_t
 """The fields of a row that are numbers as printed."""
 
 FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest")
-"""What a pattern's named group, or a key map, can stand for."""
+"""The names of the fields, for the groups of a pattern and for a key map."""
 
-# Where a record has several, the one that stands first counts.
+# Where a record has several names of a field, the first one in this table counts.
 _NAMES = {
     "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
         globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
@@ -57,26 +57,26 @@ _NAMES = {
     "at": "at timestamp _timestamp walltime createdat ts datetime",
     "samples_digest": "samplesdigest",
 }
-_WORTH = {
+_FIELD_AND_RANK = {
     name: (field, rank)
     for field, names in _NAMES.items()
     for rank, name in enumerate(names.split())
 }
 
-# The last record of a Hugging Face trainer sums the run up; its loss is no step's.
+# The last record of a Hugging Face trainer summarises the run; its loss is not of a step.
 _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
-_SUMMED_UP = "summed up"
+_SUMMARY_FIELD = "summary"
 
-# So many names of one log are remembered.
+# The most names of one log that are cached.
 _MAX_NAMES = 10_000
 
-# No program prints a learning rate with fewer, unless it leaves out zeros.
+# Programs print a learning rate with at least so many digits, unless they leave out zeros.
 _LR_DIGITS = 3
 
-# A clock in seconds of this century is no step time.
+# A larger value is a time since the epoch, not a step time.
 _EPOCH_S = 1e8
 
-# A name that is not in the table may be one with the name of its folder before it.
+# A name that is not in the table may be a known one with a folder before it.
 _FOLDERS = re.compile(r"^(?:(?:metrics?|data|scalars?|stats|logs?|values?|train(?:ing|er)?)[/.])+")
 _VALUE_OF = re.compile(r"[/.]values?$")
 
@@ -84,31 +84,31 @@ _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 
 
 def plain_name(name: str) -> str:
-    """The name without case, spaces and punctuation; a leading `_` stays."""
+    """The name without case, spaces and punctuation; a leading `_` is kept."""
     return _PUNCTUATION.sub("", name.lower())
 
 
 def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
-    """The key map, from a field to its name in the log; raises `UsageError` for no such field."""
+    """The key map, from a field to its name in the log; raises `UsageError` for unknown fields."""
     for field, name in keys.items():
         if field not in FIELDS:
             raise UsageError(
-                f"--key {field}={name}: a row has no {field}; it has {', '.join(FIELDS)}"
+                f"--key {field}={name}: unknown field {field}; the fields are {', '.join(FIELDS)}"
             )
     return keys
 
 
 def _within(name: str) -> str:
-    """The plain name of a metric without the folders that loggers put around it."""
+    """The plain name of a metric without the folders that loggers add."""
     return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
 
 
 class RowMaker:
-    """Makes rows of the names and texts that one log has.
+    """Makes rows from the names and texts in one log.
 
-    `keys` says by which names of its own the log calls a field, and wins over the
-    table. `trimmed` says that the log leaves out trailing zeros: a learning rate of
-    `0.0001` is then one that somebody set, and not one that is known to a single digit.
+    `keys` maps a field to the name that the log has for it, and outweighs the table.
+    `trimmed` means that the log leaves out trailing zeros: a learning rate of `0.0001` is
+    then a configured value, not a value rounded to one digit.
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
@@ -119,31 +119,33 @@ class RowMaker:
 
     @property
     def own(self) -> bool:
-        """Whether the log has names of its own."""
+        """Whether the caller mapped any names."""
         return bool(self._own)
 
     def knows(self, name: str) -> bool:
-        """Whether a metric of this name fills a field of a row."""
+        """Whether a metric with this name is a field of a row."""
         return self.field(name) is not None
 
     def field(self, name: str) -> str | None:
-        """The field that a metric of this name fills."""
-        worth = self._worth(name)
-        return None if worth is None else worth[0]
+        """The field of a metric with this name; None where it is not one."""
+        found = self._field_and_rank(name)
+        return None if found is None else found[0]
 
-    def _worth(self, name: str) -> tuple[str, int] | None:
-        """The field, and how good a name for it this one is: the least is taken."""
+    def _field_and_rank(self, name: str) -> tuple[str, int] | None:
+        """The field and the rank of this name for it; the lowest rank is taken."""
         try:
             return self._known[name]
         except KeyError:
             pass
         plain = plain_name(name)
-        worth = self._own.get(plain) or _WORTH.get(plain) or _WORTH.get(_within(name))
+        found = (
+            self._own.get(plain) or _FIELD_AND_RANK.get(plain) or _FIELD_AND_RANK.get(_within(name))
+        )
         if plain in _SUMMARY:
-            worth = (_SUMMED_UP, 0)
+            found = (_SUMMARY_FIELD, 0)
         if len(self._known) < _MAX_NAMES:
-            self._known[name] = worth
-        return worth
+            self._known[name] = found
+        return found
 
     def row(
         self,
@@ -153,16 +155,16 @@ class RowMaker:
         step: int | None = None,
         at: float | None = None,
     ) -> Row | None:
-        """The row that a record's names and texts come to; None where it names no step."""
+        """The row with the values of a record; None where it has no step."""
         best: dict[str, tuple[int, str, str]] = {}
         for name, text in pairs:
-            worth = self._worth(name)
-            if worth is None:
+            found = self._field_and_rank(name)
+            if found is None:
                 continue
-            field, rank = worth
+            field, rank = found
             if field not in best or rank < best[field][0]:
                 best[field] = (rank, text, name)
-        if _SUMMED_UP in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
+        if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
         if step is None:
             if "step" not in best:
@@ -202,7 +204,7 @@ class RowMaker:
 
 
 def parse_step(text: str) -> int | None:
-    """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None where it is none."""
+    """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None for anything else."""
     try:
         return int(text)
     except ValueError:
@@ -217,7 +219,7 @@ def _scaled(number: Number | None, factor: float) -> Number | None:
 
 
 def _fraction(mfu: Number | None, text: str) -> Number | None:
-    # nanoGPT prints -100 % as long as it does not know; above 1 it can only be per cent.
+    # nanoGPT prints -100 % while it is unknown. A value above 1 is in percent.
     if mfu is not None and mfu.value > 1 and "%" not in text:
         mfu = _scaled(mfu, 0.01)
     return mfu if mfu is not None and 0 <= mfu.value <= 1 else None
@@ -230,12 +232,12 @@ _CLOCK = re.compile(
     r"(?P<zone>Z|[-+]\d\d:?\d\d(?!\d))?"
 )
 
-# Of these the clocks of logs are: seconds and milliseconds from 1990 to 2100.
+# Times from 1989 to 2103; a larger number is in milliseconds.
 _SECONDS = (6e8, 4.2e9)
 
 
 def clock_in(text: str) -> float | None:
-    """The first date with a time in a line; None where it has none."""
+    """The first date with a time in a line, in seconds since the epoch; None without one."""
     match = _CLOCK.search(text)
     if match is None:
         return None
@@ -252,7 +254,7 @@ def clock_in(text: str) -> float | None:
 
 
 def parse_clock(text: str) -> float | None:
-    """A clock that a record keeps in a field of its own: a number, or a date with a time."""
+    """The time in a field of a record: a number, or a date with a time."""
     try:
         value = float(text)
     except ValueError:
@@ -281,34 +283,34 @@ _NUMBER = re.compile(
     r"(?P<digits>[-+]?(?:\d[\d,_]*\.?\d*|\.\d+))(?:[eE](?P<power>[-+]?\d{1,4}))?"
     r"\s?(?P<suffix>[KkMGTPB])?(?P<unit>%|ms|s|sec)?"
 )
-# As Python, C, Java, JSON libraries and the old Windows runtime print them.
+# As printed by Python, C, Java, JSON libraries and the old Windows runtime.
 _NAN = re.compile(r"[-+]?(?:nan(?:\([^)]*\))?|1\.#(?:QNAN|SNAN|IND)0*|1\.\$)", re.IGNORECASE)
 _INFINITY = re.compile(r"(?P<sign>[-+]?)(?:inf(?:inity)?|1\.#INF0*|∞)", re.IGNORECASE)
 
 _SUFFIXES = {"K": 3, "k": 3, "M": 6, "G": 9, "B": 9, "T": 12, "P": 15}
 _UNITS = {"%": -2, "ms": -3}
 
-# More digits than this are a whole float, printed so that it reads back.
+# More digits than this are a whole float.
 _WHOLE_DIGITS = 15
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that `text` is, in whole units: `1.2K` is 1200, `50%` 0.5, `30ms` 0.03.
+    """The number in `text`, in base units: `1.2K` is 1200, `50%` 0.5, `30ms` 0.03.
 
-    None where it is none. NaN and infinity have quantum 0.
+    None where `text` is not a number. NaN and infinity have quantum 0.
     """
     try:
-        # Nine of ten texts are as Python prints numbers.
+        # The fast path: Python can parse nine of ten texts.
         value = float(text)
     except ValueError:
-        return _in_other_words(text.strip().strip("'\""))
+        return _parse_notation(text.strip().strip("'\""))
     if value - value != 0:
         return Number(value, 0.0)
     mantissa, _, power = text.replace("E", "e").partition("e")
     return Number(value, _unit(mantissa.replace("_", "").strip(), int(power or 0)))
 
 
-def _in_other_words(text: str) -> Number | None:
+def _parse_notation(text: str) -> Number | None:
     match = _NUMBER.fullmatch(text)
     if match is None:
         return _not_finite(text)
@@ -319,7 +321,7 @@ def _in_other_words(text: str) -> Number | None:
 
 
 def _unit(digits: str, power: int) -> float:
-    """What one unit of the last digit is worth; 0 where so many digits are a whole float."""
+    """The value of one unit of the last digit; 0 for a whole float."""
     if len(digits) > _WHOLE_DIGITS and _significant(digits) > _WHOLE_DIGITS:
         return 0.0
     dot = digits.find(".")
@@ -328,8 +330,8 @@ def _unit(digits: str, power: int) -> float:
 
 @lru_cache(maxsize=1024)
 def power_of_ten(power: int) -> float:
-    """The float that is nearest to this power of ten, finite whatever the power."""
-    # A zero may be written with any exponent: `0e400` has a unit that no float holds.
+    """The float nearest to this power of ten; always finite."""
+    # A zero may be written with any exponent: the unit of `0e400` exceeds the largest float.
     return float(f"1e{min(power, sys.float_info.max_10_exp)}")
 
 
@@ -347,11 +349,11 @@ def _significant(digits: str) -> int:
 
 
 class Precision:
-    """How finely one column of a log is printed, where trailing zeros may be left out.
+    """The precision of one column of a log that may leave out trailing zeros.
 
-    `2.5` among numbers of four decimals is no coarser than they are. The finest seen
-    so far counts, in decimals and in significant digits, and the coarser of the two
-    is believed: `round(x, 4)` fixes the one, `%.4g` the other.
+    `2.5` among numbers with four decimals was printed as precisely as they were. The most
+    decimals and the most significant digits so far are kept, and the coarser of the two
+    is the precision: `round(x, 4)` fixes the former, `%.4g` the latter.
     """
 
     __slots__ = ("_decimals", "_digits", "_whole")
@@ -362,7 +364,7 @@ class Precision:
         self._whole = False
 
     def refine(self, number: Number) -> Number:
-        """The number with the unit that its column has; whole floats stay whole."""
+        """The number with the precision of its column; whole floats keep quantum 0."""
         if self._whole or number.quantum == 0:
             self._whole = self._whole or math.isfinite(number.value)
             return Number(number.value, 0.0)
@@ -384,7 +386,7 @@ def _decimals_of(quantum: float) -> int:
 
 
 def at_least_digits(number: Number, digits: int) -> Number:
-    """The number with a unit that leaves it so many significant digits, where it had one."""
+    """The number with at least so many significant digits, where it has only one."""
     if not number.value or not number.quantum:
         return number
     magnitude = math.floor(math.log10(abs(number.value)))

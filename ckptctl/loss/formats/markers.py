@@ -1,8 +1,7 @@
-"""Which lines say that a process began, and from what?
+"""Recognise the lines that mark the start of a process.
 
-A line that names a step names it in its trainer's own way: as the last step that the
-checkpoint holds, or as the first that will run. Whether the job really went on from
-there is the assessment's question.
+A trainer names the step either as the last one that the checkpoint holds, or as the first
+one that will run; the marker holds the former.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from ckptctl.loss.rows import LogPosition, Marker
 
 MAX_TEXT = 300
-"""So much of a marker's line is kept, in characters."""
+"""Characters of a marker's line that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Phrase:
-    """A phrase; `first_step` says that its number is the first step to run, not the last held."""
+    """A phrase; with `first_step`, its number is the first step to run, not the last one held."""
 
     pattern: re.Pattern[str]
     fresh: bool = False
@@ -30,7 +29,7 @@ def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _
     return _Phrase(re.compile(pattern, re.IGNORECASE), fresh, first_step)
 
 
-# The first that is found counts.
+# The first phrase that matches counts.
 _PHRASES = (
     # Megatron-LM, Megatron Bridge
     _phrase(r"successfully loaded checkpoint from .*? at iteration\s+(?P<step>\d+)"),
@@ -57,11 +56,11 @@ _PHRASES = (
     _phrase(r"Starting training: step=(?P<step>\d+)"),
     # nanoGPT
     _phrase(r"Initializing a new model from scratch", fresh=True),
-    # RWKV: written by every process, none of which says that it resumed
+    # RWKV: every process writes it, also one that resumes
     _phrase(r"^\s*NEW RUN\b", fresh=True),
-    # whoever says it in plain words
+    # Custom training loops
     _phrase(r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d+)"),
-    # nanoGPT again, which names no step
+    # nanoGPT, without a step
     _phrase(r"Resuming training from \S+"),
 )
 
@@ -81,11 +80,11 @@ HINTS: Sequence[bytes] = (
     b"from scratch",
     b"NEW RUN",
 )
-"""One of these is in every marker's line: most lines need no closer look."""
+"""Every marker's line contains one of these literals; other lines are not matched."""
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
-    """The marker that a line is; None where it is none."""
+    """The marker in a line; None where there is none."""
     for phrase in _PHRASES:
         match = phrase.pattern.search(text)
         if match is None:
@@ -93,7 +92,7 @@ def read_marker(text: str, position: LogPosition) -> Marker | None:
         named = match.groupdict().get("step")
         step = None if named is None else int(named)
         if step is not None and phrase.first_step:
-            # Counting from 0 or from 1, the first step is the first.
+            # Trainers count steps from 0 or from 1; both mean a fresh start.
             step = max(0, step - 1)
         fresh = phrase.fresh or step == 0
         return Marker(position, text.strip()[:MAX_TEXT], None if fresh else step, fresh)

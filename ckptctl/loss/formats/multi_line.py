@@ -16,13 +16,13 @@ from ckptctl.loss.rows import LogPosition, Row
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """`head` finds the heading and its step, `metric` a name and a value."""
+    """How one program prints a block: `head` matches the heading, `metric` a name and a value."""
 
     name: str
     hint: str
     head: re.Pattern[str]
     metric: re.Pattern[str]
-    weak: bool = False
+    fallback: bool = False
     averages: bool = False
 
 
@@ -43,7 +43,7 @@ BLOCK_FORMATS = (
 
 
 class BlockReader:
-    """Reads the lines of one rank in one format of several lines a step."""
+    """Reads the lines of one rank in a format with one block per step."""
 
     def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
@@ -55,7 +55,7 @@ class BlockReader:
 
     @property
     def open(self) -> bool:
-        """Whether the next line may belong to a block that is not over yet."""
+        """Whether the next line may belong to the current block."""
         return self._step is not None
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
@@ -72,7 +72,7 @@ class BlockReader:
             self._at = clock_in(text)
 
     def end(self) -> Iterator[Row]:
-        """The row of the block that was open."""
+        """The row of the current block."""
         step, pairs, position = self._step, self._pairs, self._position
         self._step, self._pairs = None, []
         if (
@@ -88,12 +88,16 @@ class BlockReader:
 
 _DICTIONARY = re.compile(r"\{[^{}]*'loss': [^{}]*\}")
 _PAIR = re.compile(r"'([\w/]+)': '?([^,'}]+)'?")
-# The bar of a download or of a tokenizer has words before it.
+# Bars of downloads and of tokenizers have a text before them.
 _BAR = re.compile(r"^\s*\d{1,3}%\|.*?\|\s*(?P<step>\d+)/(?P<total>\d+) \[")
 
 
 class HfConsoleReader:
-    """Reads one rank's dictionaries and bars. `n_without_step` counts rows that were lost."""
+    """Reads the dictionaries and progress bars of one rank.
+
+    The bar is drawn again directly after a dictionary, with the step of the dictionary.
+    Without bars the rows have no step; `n_without_step` counts these, which are left out.
+    """
 
     name = "hf-console"
     hint = "'loss': "
@@ -110,11 +114,11 @@ class HfConsoleReader:
 
     @property
     def open(self) -> bool:
-        """Whether a dictionary waits for its bar."""
+        """Whether a dictionary waits for its progress bar."""
         return self._held is not None
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The row of the dictionary that this bar follows."""
+        """The row of the dictionary before this progress bar."""
         bar = _BAR.match(text) if self.bar_hint in text else None
         if bar is not None:
             yield from self._drawn((int(bar["step"]), int(bar["total"])))
@@ -126,9 +130,10 @@ class HfConsoleReader:
             self._held = (found[0], position)
 
     def end(self) -> Iterator[Row]:
-        """The row of the dictionary that no bar followed: the bar before it is the nearest.
+        """The row of a dictionary that no bar followed; its step is that of the bar before.
 
-        Not where that bar is an earlier dictionary's: the job died before it drew the next.
+        Where that bar belongs to an earlier dictionary, the row has no step: the job died
+        before it drew the next bar.
         """
         held, self._held = self._held, None
         if held is None:
@@ -145,15 +150,15 @@ class HfConsoleReader:
             yield row
 
     def _drawn(self, bar: tuple[int, int]) -> Iterator[Row]:
-        # An evaluation has a bar of its own, with another total, and no dictionary of a
-        # loss between two of its drawings.
+        # An evaluation draws its own bar, with another total and without a dictionary between
+        # two drawings.
         if self._held is None:
             if self._total in (None, bar[1]):
                 self._bar = bar
             self._latest = bar
             return
         if self._bar is not None and bar[1] == self._bar[1] and bar[0] < self._bar[0]:
-            # Another process begins: the one before died between its loss and the next bar.
+            # Another process begins; the one before died between its loss and the next bar.
             self._held, self._taken = None, None
             self._bar, self._latest = bar, bar
             self.n_without_step += 1

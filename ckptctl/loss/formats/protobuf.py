@@ -1,8 +1,7 @@
-"""Which fields are in a protobuf message?
+"""Decode the wire format of protobuf messages.
 
-The wire format alone, for the few fields that a log's records have; a library would
-bring a compiler's output for each of them. What a field means is its reader's
-knowledge.
+The records of a log need few fields, so no compiled schema is used; the meaning of a field
+is known to its reader.
 
 Source: https://protobuf.dev/programming-guides/encoding/
 """
@@ -23,10 +22,10 @@ class NotAMessage(ValueError):
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Each field's number with its value: an integer, or bytes that are still packed.
+    """Yield the number and the value of each field: an integer, or bytes.
 
-    Doubles, floats and nested messages are bytes: `double`, `single` and `fields` take
-    them apart. Raises `NotAMessage`.
+    Doubles, floats and nested messages are bytes; `double`, `single` and `fields` decode
+    them. Raises `NotAMessage`.
     """
     at, end = 0, len(message)
     while at < end:
@@ -41,9 +40,9 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
         elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
             length = 8 if kind == _EIGHT_BYTES else 4
         else:
-            raise NotAMessage(f"a field of kind {kind}")
+            raise NotAMessage(f"unknown wire type {kind}")
         if at + length > end or not number:
-            raise NotAMessage(f"field {number} ends behind the message")
+            raise NotAMessage(f"field {number} ends after the message")
         yield number, message[at : at + length]
         at += length
 
@@ -59,7 +58,7 @@ def single(value: Value) -> float:
 
 
 def signed(value: Value) -> int:
-    """A field that is an int64: negative ones are written as two's complement."""
+    """A field that is an int64; negative values are encoded in two's complement."""
     if not isinstance(value, int):
         raise NotAMessage("bytes where an integer is expected")
     return value - (1 << 64) if value >= 1 << 63 else value
@@ -86,7 +85,7 @@ def text(value: Value) -> str:
 
 def _float(value: Value, form: str, size: int) -> float:
     if not isinstance(value, bytes) or len(value) != size:
-        raise NotAMessage(f"no float of {size} bytes")
+        raise NotAMessage(f"not a float of {size} bytes")
     (number,) = struct.unpack(form, value)
     return float(number)
 
@@ -95,9 +94,9 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = 0
     for n in range(_MAX_VARINT_BYTES):
         if at + n >= len(message):
-            raise NotAMessage("an integer ends behind the message")
+            raise NotAMessage("an integer ends after the message")
         byte = message[at + n]
         value |= (byte & 0x7F) << (7 * n)
         if byte < 0x80:
             return value & ((1 << 64) - 1), at + n + 1
-    raise NotAMessage("an integer of more than 10 bytes")
+    raise NotAMessage("an integer has more than 10 bytes")

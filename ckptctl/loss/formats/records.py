@@ -22,25 +22,25 @@ _NOT_TRAINING = frozenset({"val", "valid", "validation", "eval", "evaluation", "
 _SPLIT_KEYS = frozenset({"mode", "split", "phase", "stage"})
 _MAX_DEPTH = 3
 _DELIMITERS = (",", "\t", ";", "|", None)
-"""Between the cells of a table; None is any white space."""
+"""The delimiters of a table; None is any white space."""
 
 _NAMES_OF_ONE = ("name", "key", "tag", "metric")
-"""Where a record that holds one metric, as `value`, says which."""
+"""The keys with the name of the metric, in a record that holds one metric as `value`."""
 
 
 class StepMerger:
-    """Puts neighbouring records of one step together, as long as they do not contradict."""
+    """Merges neighbouring records of one step that do not contradict each other."""
 
     def __init__(self) -> None:
         self._held: Row | None = None
 
     def add(self, row: Row) -> Iterator[Row]:
-        """Take the next record; yields the row that it does not belong to."""
-        if not _says_anything(row):
+        """Add a record; yield the row before it, if it belongs to another one."""
+        if not _has_values(row):
             return
         held = self._held
         if held is not None and held.step == row.step:
-            both = _united(held, row)
+            both = _merged(held, row)
             if both is not None:
                 self._held = both
                 return
@@ -55,13 +55,13 @@ class StepMerger:
             yield held
 
 
-def _says_anything(row: Row) -> bool:
+def _has_values(row: Row) -> bool:
     return any(
         getattr(row, name) is not None for name in FIELDS if name not in ("step", "at", "interval")
     )
 
 
-def _united(first: Row, second: Row) -> Row | None:
+def _merged(first: Row, second: Row) -> Row | None:
     added: dict[str, Any] = {}
     for name in FIELDS:
         if name in ("step", "at"):
@@ -76,7 +76,7 @@ def _united(first: Row, second: Row) -> Row | None:
 
 
 def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Names and texts of a record, the names of nested ones joined with `/`."""
+    """The names and texts of a record; nested names are joined with `/`."""
     for name, value in record.items():
         if isinstance(value, str):
             yield name, value
@@ -92,7 +92,7 @@ def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def decode_record(text: str) -> dict[str, Any] | None:
-    """A JSON object whose numbers are still texts; None where `text` is none."""
+    """A JSON object whose numbers are kept as text; None where `text` is not one."""
     try:
         value = decode_json(text, max_bytes=_MAX_RECORD, numbers="text")
     except NotJson:
@@ -104,16 +104,16 @@ _MAX_RECORD = 16 << 20
 
 
 def is_training(record: Mapping[str, Any]) -> bool:
-    """Whether a record speaks of training: not of validation, and of a step of the whole run."""
+    """Whether a record is of training and not of validation, with a step of the whole run."""
     for name in _SPLIT_KEYS & record.keys():
         if str(record[name]).lower() in _NOT_TRAINING:
             return False
-    # mmcv counts `iter` anew in every epoch.
+    # mmcv restarts `iter` in every epoch.
     return not ("mode" in record and "iter" in record and "step" not in record)
 
 
 class JsonLinesReader:
-    """Reads lines that are, or end in, one JSON object."""
+    """Reads lines that are or end with one JSON object."""
 
     name = "jsonl"
     hint = "{"
@@ -125,9 +125,9 @@ class JsonLinesReader:
     open = False
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that are whole with this line."""
+        """The rows that this line completes."""
         at = text.find("{")
-        # metaseq writes the object behind the name of its logger.
+        # metaseq writes the name of its logger before the object.
         if at < 0 or (text[:at].strip() and "train_inner" not in text[:at]):
             return
         record = decode_record(text[at:].strip())
@@ -139,7 +139,7 @@ class JsonLinesReader:
                 yield from self.add(each, position)
 
     def add(self, record: Mapping[str, Any], position: LogPosition) -> Iterator[Row]:
-        """The rows that are whole with this record."""
+        """The rows that this record completes."""
         if not is_training(record):
             return
         row = self._maker.row([*flat_pairs(record), *_one_metric(record)], position)
@@ -152,7 +152,7 @@ class JsonLinesReader:
 
 
 class TableReader:
-    """Reads lines of a table: Lightning's `metrics.csv`, and others with a header."""
+    """Reads the lines of a table with a header, such as Lightning's `metrics.csv`."""
 
     name = "csv"
     hint = ""
@@ -171,7 +171,7 @@ class TableReader:
         return bool(self._names)
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
-        """The rows that are whole with this line."""
+        """The rows that this line completes."""
         if self._header(text) or not self._names:
             return
         cells = _cells(text, self._delimiter)
@@ -191,7 +191,7 @@ class TableReader:
         for delimiter in _DELIMITERS:
             cells = _cells(text, delimiter)
             fields = [self._maker.field(name) for name in cells]
-            # Words of a sentence are no header: of cells between blanks all must be known.
+            # A sentence is not a header: between blanks, every cell must be a known name.
             named = all(fields) if delimiter is None else all(map(plain_name, cells[1:]))
             if {"step", "loss"} <= {*fields} and named:
                 self._names, self._delimiter = tuple(cells), delimiter
@@ -217,17 +217,22 @@ def _cells(text: str, delimiter: str | None) -> list[str]:
 _LIST = re.compile(r'"log_history"\s*:\s*\[')
 _MAX_STATE_RECORD = 1 << 20
 
-# One value over several lines: a list of objects, or an object that begins with a newline.
+# One value over several lines: a list of objects, or an object that starts with a newline.
 _DOCUMENT = re.compile(rb"\s*(?:\{\s*\n|\[\s*\{)")
 
 
 def is_document(name: str, head: bytes) -> bool:
-    """Whether a file of this name that begins with `head` is such a document."""
+    """Whether a file is `trainer_state.json`, or a JSON document over several lines."""
     return name.endswith("trainer_state.json") or _DOCUMENT.match(head) is not None
 
 
 class TrainerState:
-    """One document, fed in pieces of any length; `damage` says where it makes no sense."""
+    """One `trainer_state.json` or list of records, fed in pieces; `damage` is why reading stopped.
+
+    The records are in the list `log_history`. A resumed trainer continues the history of
+    its checkpoint, so the steps that it repeats occur once: compare with the file of the
+    older checkpoint, or with the console log.
+    """
 
     format = "trainer-state"
     n_without_step = 0
@@ -243,7 +248,7 @@ class TrainerState:
         self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """What is whole with these bytes."""
+        """The rows and markers that these bytes complete."""
         self._rest += self._utf8.decode(data)
         if not self._began:
             self._rest = self._rest.lstrip("\ufeff \t\r\n")
@@ -255,7 +260,7 @@ class TrainerState:
         if not self._in_list:
             start = _LIST.search(self._rest)
             if start is None:
-                # The list's name may be cut in two, and spaces may stand behind it.
+                # The key may be split between two pieces, with spaces after it.
                 self._rest = self._rest[-100:]
                 return
             self._rest, self._in_list = self._rest[start.end() :], True
@@ -280,7 +285,7 @@ class TrainerState:
             record, end = decode_first_json(rest, numbers="text")
         except NotJson as error:
             if not error.malformed or len(rest) > _MAX_STATE_RECORD:
-                self.damage = f"what follows record {self._n_records:,} is no JSON: {error}"
+                self.damage = f"the data after record {self._n_records:,} is not JSON: {error}"
             return None
         self._rest = rest[end:]
         self._n_records += 1

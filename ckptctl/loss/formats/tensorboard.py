@@ -1,10 +1,10 @@
-"""Which rows are in one TensorBoard event file?
+"""Read one TensorBoard event file.
 
-Each file is read by itself: TensorBoard's own merged view drops what an earlier
-process logged behind the step at which a later one resumed, which are the very rows
-that show whether the resume was right.
+Each file is read by itself. TensorBoard's own merged view drops the rows that an earlier
+process logged after the step at which a later one resumed; these are the rows that show
+whether the resume was correct.
 
-A file is a run of records, each with its length, a CRC-32C of the length, an event
+A file is a sequence of records, each with its length, a CRC-32C of the length, an event
 and a CRC-32C of the event. Source: TensorFlow 2.16 `tsl/lib/io/record_writer.cc`,
 `core/util/event.proto`, `core/framework/summary.proto`.
 """
@@ -32,7 +32,7 @@ _CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 _POLYNOMIAL = 0x82F63B78
 
-# An image or a graph is larger, and no scalar: its bytes are not kept.
+# Images and graphs are larger than this, scalars are not; larger events are skipped.
 _MAX_EVENT = 1 << 16
 
 _FLOAT, _DOUBLE = 1, 2  # DataType of a tensor
@@ -52,7 +52,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C of some bytes; scalars have a hundred of them."""
+    """The CRC-32C of `data`; an event with scalars has about a hundred bytes."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -60,13 +60,13 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The CRC-32C as it is stored: rotated, so that one of bytes with CRCs in them is sound."""
+    """The CRC-32C as the file stores it: rotated, since data may contain CRCs itself."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def is_event_file(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is one: its first length proves itself."""
+    """Whether a file that begins with these bytes is an event file: the first CRC matches."""
     if len(head) < _HEADER.size:
         return False
     _, crc = _HEADER.unpack_from(head)
@@ -76,8 +76,8 @@ def is_event_file(head: bytes) -> bool:
 class EventFile:
     """One event file, fed in pieces of any length.
 
-    Reading stops at the first record whose CRC is wrong, for nobody can tell where the
-    next one begins; `damage` then says so.
+    Reading stops at the first record with a wrong CRC, since the start of the next record
+    is then unknown; `damage` is set.
     """
 
     format = "tensorboard"
@@ -93,7 +93,7 @@ class EventFile:
         self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """What is whole with these bytes."""
+        """The rows and markers that these bytes complete."""
         self._buffer += data
         while self.damage is None:
             event = self._next()
@@ -103,14 +103,14 @@ class EventFile:
                 try:
                     yield from self._event(event)
                 except NotAMessage as error:
-                    self.damage = f"record {self._n_records:,} is no event: {error}"
+                    self.damage = f"record {self._n_records:,} is not an event: {error}"
 
     def end(self) -> Iterator[Row | Marker]:
         """The last row."""
         yield from self._merger.end()
 
     def _next(self) -> bytes | None:
-        """The next event; empty for one too large to be a scalar, None for lack of bytes."""
+        """The next event; empty where it is too large for a scalar, None without enough bytes."""
         if self._skip:
             n_bytes = min(self._skip, len(self._buffer))
             del self._buffer[:n_bytes]
@@ -121,7 +121,7 @@ class EventFile:
             return None
         length, crc = _HEADER.unpack_from(self._buffer)
         if not length and not crc:
-            # What a crash leaves of a file whose size, but not its bytes, was on the disk.
+            # Zeros: a crash persisted the size of the file, but not its bytes.
             self._buffer.clear()
             return None
         if masked_crc32c(bytes(self._buffer[:8])) != crc:
@@ -157,7 +157,7 @@ class EventFile:
         position = LogPosition(self._name, self._n_records)
         if session:
             yield from self._merger.end()
-            # Steps from here on are written anew: the last that holds is the one before.
+            # The log restarts at this step, so the checkpoint holds the step before it.
             held = step - 1 if step > 0 else None
             yield Marker(position, f"SessionLog START at step {step}", held, fresh=held is None)
         if pairs:
@@ -201,5 +201,5 @@ def _of_tensor(tensor: bytes) -> str | None:
 
 
 def _exactly(value: int | bytes) -> str:
-    # 17 digits: the whole float, which has no printed unit.
+    # 17 digits: the whole float, with a quantum of 0.
     return f"{single(value):.17e}"

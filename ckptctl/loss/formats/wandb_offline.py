@@ -1,8 +1,8 @@
-"""Which rows are in the history that Weights & Biases keeps of a run on disk?
+"""Read the history that Weights & Biases keeps of a run on disk.
 
 `run-ID.wandb` is a log of records in blocks of 32 KiB, each part of a record with a
-CRC-32, a length and a kind. Only the history is read. What the server shows hides
-steps that were logged twice; this file does not.
+CRC-32, a length and a kind. Only the history is read. The server's view drops steps that
+were logged twice; this file keeps them.
 
 Source: wandb 0.16 `sdk/internal/datastore.py`, wandb 0.31 `wandb_internal.proto`.
 """
@@ -39,7 +39,7 @@ _ITEM, _STEP = 1, 2  # fields of HistoryRecord
 
 
 class WandbFile:
-    """One run's file, fed in pieces of any length. `damage` says where reading stopped."""
+    """The file of one run, fed in pieces of any length; `damage` is why reading stopped."""
 
     format = "wandb"
     n_without_step = 0
@@ -56,7 +56,7 @@ class WandbFile:
         self.damage: str | None = None
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """What is whole with these bytes."""
+        """The rows and markers that these bytes complete."""
         self._buffer += data
         if self._offset == 0:
             if len(self._buffer) < _FILE_HEADER:
@@ -76,10 +76,10 @@ class WandbFile:
         yield from self._merger.end()
 
     def _part(self) -> bool:
-        """Take the next part of a record; False for lack of bytes, or of sense in them."""
+        """Take the next part of a record; False where bytes are missing or damaged."""
         left = _BLOCK - self._offset % _BLOCK
         if left < _PART.size:
-            # Too short for a part: the rest of a block is filled up.
+            # Too short for a part: the rest of the block is padding.
             if len(self._buffer) < left:
                 return False
             self._take(left)
@@ -90,7 +90,7 @@ class WandbFile:
             return False
         part = self._take(_PART.size + length)[_PART.size :]
         if not (crc or length or kind):
-            # Zeros: what a crash leaves of a file whose size, but not its bytes, was on the disk.
+            # Zeros: a crash persisted the size of the file, but not its bytes.
             return True
         if zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
             self.damage = f"a part of record {self._n_records + 1:,} has a wrong CRC-32"
@@ -141,5 +141,5 @@ def _item(item: bytes) -> Iterator[tuple[str, str]]:
         elif number in (8, 16):
             # JSON: a number, or a record of them.
             record = decode_record(f'{{"": {text(value)}}}') or {}
-            for below, said in flat_pairs(record):
-                yield (key or "/".join(nested)) + below, said
+            for below, value_text in flat_pairs(record):
+                yield (key or "/".join(nested)) + below, value_text
