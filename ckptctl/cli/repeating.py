@@ -21,7 +21,7 @@ from ckptctl.cli.values import without_secrets
 _OF_ONE_ACT = frozenset(
     {
         *("--reason", "--evidence", "--by"),
-        *("--new", "--continue", "--dry-run"),
+        *("--new", "--continue", "--dry-run", "--set"),
         *("--subset", "--deadline"),
     }
 )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ckptctl.cli.documents import runbook_document, runbooks_document
-from ckptctl.cli.options import Storage, option
+from ckptctl.cli.options import OptionalRootOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.talking import BLOCK_INDENT, TalkInTerminal
 from ckptctl.cli.views.explain import page_lines
@@ -61,6 +61,7 @@ def runbook(
             "hold steps of the same run become OTHER_ROOTS.",
         ),
     ] = None,
+    optional_root: OptionalRootOpt = None,
     given: Annotated[
         list[str] | None,
         option(
@@ -132,7 +133,13 @@ def runbook(
     ran = run_runbook(
         book,
         roots[0],
-        _inputs([*(f"OTHER_ROOTS={each}" for each in roots[1:]), *(given or ())]),
+        _inputs(
+            [
+                *(f"OTHER_ROOTS={each}" for each in roots[1:]),
+                *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
+                *(given or ()),
+            ]
+        ),
         TalkInTerminal(out, yes=yes, dry_run=dry_run, repeated=repeated),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,

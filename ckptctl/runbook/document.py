@@ -63,7 +63,8 @@ class Outcome:
 
     `first` and `last` bound the exit code; `event` is `not run`, `too often`, `dry run` or
     `other` in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the exit
-    code that a stop states, None where it is the block's own.
+    code that a stop states, None where it is the block's own, and `leads` the runbook that
+    comes next.
     """
 
     first: int | None
@@ -72,6 +73,7 @@ class Outcome:
     says: str
     then: str
     code: int | None
+    leads: str
     because: str
 
     def matches(self, exit_code: int, said: str) -> bool:
@@ -334,9 +336,13 @@ class _Reader:
 
     def _outcome(self, number: int, cells: Sequence[str]) -> Outcome:
         ends, says, then, because = cells
-        word, _, code = then.partition(" ")
-        if code and (word != STOP or not code.isdecimal()):
-            raise self.error(number, f"then is `next`, `done`, `stop`, `stop N` or a state: {then}")
+        words = then.split(" ")
+        word, code, leads = [*words, "", ""][:3]
+        if len(words) > 3 or (code and (word != STOP or not code.isdecimal())):
+            raise self.error(
+                number,
+                f"then is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` or a state: {then}",
+            )
         codes = _CODES.fullmatch(ends)
         if codes is None and ends not in _EVENTS:
             raise self.error(
@@ -351,6 +357,7 @@ class _Reader:
             says=says,
             then=word,
             code=int(code) if code else None,
+            leads=leads,
             because=because,
         )
 

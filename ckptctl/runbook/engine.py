@@ -135,6 +135,7 @@ class Place:
     over: int | None = None
     because: str = ""
     after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
+    leads: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ class Left:
     """How a run was left: with this exit code, or in the middle where `over` is not set.
 
     `step` is the step that it chose, unless it ended with another code than one of
-    `_STEP_HOLDS`.
+    `_STEP_HOLDS`. `leads` is the runbook that comes next, `missing` are the inputs that the
+    last block needed, and `undecided` says that a decision was not made.
     """
 
     exit_code: int
@@ -150,6 +152,10 @@ class Left:
     because: str
     state: str
     step: str | None
+    variables: Mapping[str, Value]
+    leads: str = ""
+    missing: tuple[str, ...] = ()
+    undecided: bool = False
 
 
 def place_of(
@@ -178,7 +184,8 @@ def place_of(
 def _drop_foreign_addresses(book: Runbook, place: Place) -> None:
     """Forget an address that a block of a record set, unless it is below a root given now."""
     given = [value for name, value in place.variables.items() if name not in place.found]
-    roots = [_absolute(value) + "/" for value in given if isinstance(value, str) and value]
+    items = [item for value in given for item in ((value,) if isinstance(value, str) else value)]
+    roots = [_absolute(item) + "/" for item in items if item]
     for name in place.found:
         value = place.variables[name]
         if book.input(name) is not None:
@@ -317,7 +324,17 @@ def proceed(
     for _ in range(MAX_BLOCKS):
         if place.over is not None:
             step = _step_of(place, talk) if place.over in _STEP_HOLDS else None
-            return Left(place.over, True, place.because, place.state, step)
+            return Left(
+                place.over,
+                True,
+                place.because,
+                place.state,
+                step,
+                place.variables,
+                place.leads,
+                _missing(place, _block(book, place)),
+                _undecided(place, _block(book, place)),
+            )
         if _went_back(book, place, record, talk):
             continue
         if shown_state != place.state:
@@ -333,7 +350,17 @@ def proceed(
 def left_by_reader(place: Place, talk: Talk) -> Left:
     """How a run is left that its operator leaves in the middle."""
     step = _step_of(place, talk)
-    return Left(EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, step)
+    return Left(
+        EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, step, place.variables
+    )
+
+
+def _missing(place: Place, block: Block) -> tuple[str, ...]:
+    return tuple(name for name in block.needs if not place.variables.get(name))
+
+
+def _undecided(place: Place, block: Block) -> bool:
+    return block.decides is not None and not place.variables.get(block.decides)
 
 
 def _step_of(place: Place, talk: Talk) -> str | None:
@@ -369,8 +396,7 @@ def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:
     A step that a record names is not handed to a command: it is chosen and checked again.
     """
     block = _block(book, place)
-    missing = [name for name in block.needs if not place.variables.get(name)]
-    if not block.commands or set(missing) - place.found:
+    if not block.commands or set(_missing(place, block)) - place.found:
         return False
     used = set(_values(book, place, block, record)) & place.found
     setters = ((state, each) for state in book.states for each in state.blocks)
@@ -416,6 +442,7 @@ def _step(
     _apply(book, place, record.events[-1], found=False)
     if outcome.then in (DONE, STOP):
         exit_code = 0 if outcome.then == DONE else _exit_code(outcome, ended)
+        place.leads = outcome.leads
         finished = record.add("finished", exit_code=exit_code, because=outcome.because)
         _apply(book, place, finished, found=False)
     return True
@@ -463,7 +490,7 @@ def _found_names(book: Runbook, place: Place, block: Block, record: Record) -> t
 
 def _kept_from(place: Place, block: Block) -> str | None:
     """Why a block is not to run, if there is a reason."""
-    if any(not place.variables.get(name) for name in block.needs):
+    if _missing(place, block):
         return "not run"
     if block.at_most and place.times.get(block.name, 0) >= block.at_most:
         return "too often"

@@ -27,6 +27,9 @@ How = Literal["auto", "new", "continue", "dry"]
 is none; `new` always starts one; `continue` continues the last one without asking, also one that
 stopped; `dry` changes nothing."""
 
+TIMEOUT_S = 30.0
+"""How long a request to the storage may take, where a caller does not say so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:
@@ -59,7 +62,7 @@ def run_runbook(
     take_over: bool = False,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    timeout_s: float = TIMEOUT_S,
     columns: int | None = None,
 ) -> Ran:
     """Run a runbook on the checkpoint root `root`, from where its last run is.
@@ -70,7 +73,7 @@ def run_runbook(
     works on the run, `RecordUnreadable`, `TakenOver`, `NobodyToAsk`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
-    handed_on = _handed_on(storage_options, endpoint_url, columns)
+    handed_on = _handed_on(storage_options, endpoint_url, timeout_s, columns)
     with open_store(
         root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
     ) as store:
@@ -85,12 +88,12 @@ def run_runbook(
             unwritten = Unwritten(store)
             _open(book, unwritten, root, given)
             left = proceed(book, unwritten, talk, handed_on)
-            # It has no record: its inputs are needed again.
-            return _ran(book, unwritten, left, _called(book, root, given, talk), n_found=0)
+            return _ran(book, unwritten, left, _next(book, root, given, talk, how, left), n_found=0)
         found, record = _record(book, store, how, talk, given)
         if record is None:
             left = left_by_reader(place_of(book, found.events, len(found.events)), talk)
-            return _ran(book, found, left, _called(book, root, {}, talk), n_found=len(found.events))
+            again = _next(book, root, given, talk, how, left)
+            return _ran(book, found, left, again, n_found=len(found.events))
         n_found = len(record.events)
         try:
             with held(record, take_over=take_over):
@@ -103,7 +106,8 @@ def run_runbook(
                 f"{error.message}; a runbook keeps its record under the root, --dry-run keeps none",
                 next_command=f"{again} --dry-run",
             ) from error
-        return _ran(book, record, left, _called(book, root, {}, talk), n_found=n_found)
+        again = _next(book, root, given, talk, how, left)
+        return _ran(book, record, left, again, n_found=n_found)
 
 
 def _write_transcript(record: Record, left: Left) -> None:
@@ -255,7 +259,10 @@ def _digest(book: Runbook) -> str:
 
 
 def _handed_on(
-    storage_options: Mapping[str, object] | None, endpoint_url: str | None, columns: int | None
+    storage_options: Mapping[str, object] | None,
+    endpoint_url: str | None,
+    timeout_s: float,
+    columns: int | None,
 ) -> dict[str, str]:
     """How the commands of the blocks reach the same storage, and how wide they may write."""
     import json
@@ -263,29 +270,71 @@ def _handed_on(
     found: dict[str, str] = {}
     if columns is not None:
         found["CKPTCTL_COLUMNS"] = str(columns)
+    if timeout_s != TIMEOUT_S:
+        found["CKPTCTL_TIMEOUT"] = str(timeout_s)
     if endpoint_url is not None:
         found["CKPTCTL_ENDPOINT_URL"] = endpoint_url
     if storage_options:
-        pairs = (
-            f"{name}={json.dumps(value, separators=(',', ':'))}"
+        values = {
+            # The variable is split at spaces, which stand in texts only.
+            name: json.dumps(value, separators=(",", ":")).replace(" ", r"\u0020")
             for name, value in storage_options.items()
+        }
+        found["CKPTCTL_STORAGE_OPTION"] = " ".join(
+            f"{name}={value}" for name, value in values.items()
         )
-        found["CKPTCTL_STORAGE_OPTION"] = " ".join(pairs)
     return found
 
 
 def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:
     """The command that runs a runbook as it was called."""
-    words = ["ckptctl", "runbook", "run", book.called, root]
-    for name, value in inputs.items():
+    return shlex.join([*_words(book.called, root, inputs), *talk.repeated])
+
+
+_ROOTS = ("OTHER_ROOTS", "OPTIONAL_ROOTS")
+
+
+def _words(called: str, root: str, inputs: Mapping[str, Value]) -> list[str]:
+    """The words that run a runbook on these roots with these inputs."""
+    words = ["ckptctl", "runbook", "run", called, root]
+    for name, value in sorted(inputs.items(), key=lambda each: each[0] != "OTHER_ROOTS"):
         for item in (value,) if isinstance(value, str) else value:
-            words += ["--set", f"{name}={item}"]
-    return shlex.join([*words, *talk.repeated])
+            if name == "OTHER_ROOTS":
+                words.append(item)
+            elif name == "OPTIONAL_ROOTS":
+                words += ["--optional-root", item]
+            else:
+                words += ["--set", f"{name}={item}"]
+    return words
 
 
-def _ran(book: Runbook, record: Record, left: Left, again: str, *, n_found: int) -> Ran:
+def _next(
+    book: Runbook, root: str, given: Mapping[str, Value], talk: Talk, how: How, left: Left
+) -> str | None:
+    """The command that comes after a run that was left so; never the one that was just run."""
+    if left.over and left.exit_code == 0:
+        return None
+    if left.leads:
+        roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
+        return shlex.join(_words(left.leads, root, roots))
+    if left.over and left.exit_code == UsageError.exit_code:
+        return shlex.join(["ckptctl", "runbook", "show", book.called])
+    # What is missing is typed in by the reader: a log, as in other commands.
+    missing = {name: name.rpartition("_")[2] for name in left.missing}
+    # Consent to a change is no decision: without --yes a person is asked.
+    dropped = {"--dry-run", *(["--yes"] if left.undecided else [])}
+    repeated = [word for word in talk.repeated if word not in dropped]
+    if how == "dry":
+        # It has no record: its inputs are needed again.
+        return shlex.join([*_words(book.called, root, given), *repeated])
+    if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
+        return None
+    # With --yes no command is taken from the record: it is given again.
+    return shlex.join([*_words(book.called, root, {**given, **missing}), *repeated, "--continue"])
+
+
+def _ran(book: Runbook, record: Record, left: Left, again: str | None, *, n_found: int) -> Ran:
     dry = isinstance(record, Unwritten)
-    finished = left.over and left.exit_code == 0
     return Ran(
         book.name,
         record.name,
@@ -297,5 +346,5 @@ def _ran(book: Runbook, record: Record, left: Left, again: str, *, n_found: int)
         left.step,
         n_found > 0,
         tuple(record.events),
-        None if finished else again if dry else f"{again} --continue",
+        again,
     )

@@ -323,3 +323,32 @@ def test_a_probe_that_was_not_run_does_not_lead_to_a_rescue(root, tmp_path):
     assert "validated" in [each["block"] for each in ended]
     unattended = run_ckptctl("runbook", "run", "storage-corruption", root)
     assert unattended.returncode == 2
+
+
+def test_a_log_that_cannot_be_read_stops_the_run_before_the_resume(root, tmp_path):
+    exit_code, ended, document = run(root, LOG=str(tmp_path / "typo.log"))
+    assert exit_code == 2
+    assert "correct LOG" in document["because"]
+    assert ended["suspects"]["exit_code"] == 2
+    assert resumed(root) is None
+
+
+def test_each_block_asks_about_the_step_that_was_chosen():
+    blocks = [block for state in shelf.find("rb-7").states for block in state.blocks]
+    for block in blocks:
+        if "ckptctl pick" in block.code or "ckptctl preflight" in block.code:
+            assert "OTHER_ROOTS[@]" in block.code, block.name
+            assert "--optional-root=" in block.code, block.name
+            assert ("REQUIRE" in block.code) is ("lacking" not in block.name), block.name
+    (disk,) = [block for block in blocks if block.name == "local-disk"]
+    assert '"$STEP"' in disk.code
+
+
+def test_an_optional_root_may_be_absent(root, tmp_path):
+    exit_code, _, _ = run(root, OPTIONAL_ROOTS=str(tmp_path / "nvme"))
+    assert exit_code == 31
+    assert resumed(root) == "step_500"
+    (root.parent / "resumed").unlink()
+    exit_code, _, _ = run(root, OTHER_ROOTS=str(tmp_path / "nvme"))
+    assert exit_code == 75
+    assert resumed(root) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from next_commands import next_command
+
+from ckptctl.runbook.running import _handed_on
 
 
 @pytest.fixture
@@ -247,3 +251,42 @@ def test_the_storage_runbook_probes_where_only_the_newest_step_is_damaged(root):
     said = done.stdout + done.stderr
     assert "== Probe" in said
     assert "newer steps are damaged or unfinished" in said
+
+
+def next_of(*arguments: object) -> tuple[int, list[str]]:
+    done = run_ckptctl("runbook", "run", *arguments)
+    command = next_command(done.stdout + done.stderr)
+    return done.returncode, shlex.split(command)[3:] if command is not None else []
+
+
+def test_several_damaged_steps_lead_to_the_runbook_for_the_storage(root):
+    for step in root.glob("step_*"):
+        flip(step)
+    other = root.parent / "nvme"
+    code, leads = next_of("rb-7", root, "--yes", *SEEN, "--optional-root", other)
+    assert (code, leads) == (11, ["storage-corruption", str(root), "--optional-root", str(other)])
+    code, leads = next_of(*leads, "--dry-run")
+    assert (code, leads) == (11, ["storage-corruption", str(root), "--optional-root", str(other)])
+
+
+def test_a_decision_that_is_missing_leads_to_a_person_and_not_in_a_circle(root):
+    log = root.parent / "job.log"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: x\n')
+    given = ("--set", f"LOG={log}", *RESUME)
+    code, leads = next_of("rb-7", root, "--yes", *given)
+    assert (code, leads) == (93, ["rb-7", str(root), *given, "--continue"])
+    assert next_of("rb-7", root, "--yes", "--continue")[1] == ["rb-7", str(root), "--continue"]
+
+
+def test_a_log_that_is_missing_is_named_in_the_next_command(root):
+    code, leads = next_of("rb-7", root, "--yes", *SEEN)
+    assert code == 31
+    assert leads == ["rb-7", str(root), *SEEN, "--set", "NEW_LOG=LOG", "--yes", "--continue"]
+    assert next_of("rb-7", root, "--new", "--set", "REQUIRE=bogus") == (2, ["rb-7"])
+    code, leads = next_of("rb-7", root, "--dry-run", *SEEN)
+    assert (code, leads) == (31, ["rb-7", str(root), *SEEN])
+
+
+def test_the_options_of_the_call_reach_the_commands_of_the_blocks(root):
+    page = _handed_on({"secret": "a b"}, None, 120.0, None)
+    assert page == {"CKPTCTL_TIMEOUT": "120.0", "CKPTCTL_STORAGE_OPTION": r'secret="a\u0020b"'}

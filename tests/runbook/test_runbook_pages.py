@@ -80,7 +80,7 @@ def broken(old: str, new: str) -> Runbook:
             "WatchLoss, block 'loss': `not run` has no exit code of its own: say `stop N`",
         ),
         (
-            "| too often | | stop 11 | ",
+            "| too often | | stop 11 storage-corruption | ",
             "| 99 | | stop 11 | ",
             "Fallback, block 'reject': it has at-most, and the table has no row `too often`",
         ),
