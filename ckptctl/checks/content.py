@@ -1,10 +1,10 @@
-"""Is every byte of every record what was saved?
+"""Check that every byte of every record is what was saved.
 
 Each member of a record carries a CRC-32, which torch writes and never compares.
-`record_runs` lays out the bytes of a part, `byte_pass` reads them once, and
-`record_bytes` looks at each record; here is what they said, and in which words. What a
-record says of its tensor is the question of `structure`; bytes that are right and
-belong to another step are that of `sealed`.
+`records.content_runs` divides the bytes of a part, `records.byte_pass` reads them once,
+and `records.verification` compares them; this module turns the results into findings.
+`structure` compares a record with its metadata; `sealed` detects correct bytes that
+belong to another step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding, Proven
-from ckptctl.formats.archive.directory import RecordDirectory, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.model import FileInfo, TensorEntry
 from ckptctl.records.content_runs import runs_of
 from ckptctl.records.not_finite import FORMS, Form, Values
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.verification import Checked, Part, check_parts
+from ckptctl.records.zstd import ZSTD
 from ckptctl.storage.contract import Span, Store
-
-ZSTD = "stream.zstd/1"
-"""The transform that DCP's own extension is registered as."""
 
 _NO_CRCS = "saved without checksums"
 _PLAIN = "saved as plain pickles, without frame and checksums"
@@ -164,11 +162,13 @@ class ContentCheck:
     def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
         """The directory of a record from its tail, of which more is read where it takes that."""
         length = self.ranges.lengths[number]
-        needed = tail_needed(tail, length)
-        if needed > len(tail):
-            start = self.ranges.starts[number] + length - needed
-            ((_, tail),) = self._store.read_spans([Span(self.path_of(number), start, needed)])
-        return parse_directory(tail, length), tail
+        end = self.ranges.starts[number] + length
+
+        def read_tail(n: int) -> bytes:
+            ((_, data),) = self._store.read_spans([Span(self.path_of(number), end - n, n)])
+            return data
+
+        return read_directory(read_tail, length, tail)
 
     def form_of(self, number: int) -> Form | None:
         """The form of a record's values where they are to be scanned."""

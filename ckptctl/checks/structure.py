@@ -1,9 +1,8 @@
-"""Is each record one sound archive, and does it hold what the metadata says?
+"""Check that each record is one sound archive that holds what the metadata says.
 
-Head and tail of each record are looked at, not its elements: how it is framed,
-what tensor it describes (`tensor_records` compares that with the metadata), and
-the checksum of every member that was read whole. Whether the elements are those
-that were saved is not asked here.
+The head and the tail of each record are read, not its elements: its frame, the tensor
+that it describes, and the checksum of every member that was read whole. `content`
+checks the elements.
 """
 
 from __future__ import annotations
@@ -20,10 +19,17 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
-from ckptctl.records.opening import MAX_PICKLE_BYTES, Framed, framed, is_plain_pickle
+from ckptctl.records.opening import (
+    MAX_PICKLE_BYTES,
+    Expected,
+    OpenRecord,
+    Unfit,
+    is_plain_pickle,
+    open_record,
+)
 from ckptctl.records.ranges import Owner, Ranges
-from ckptctl.records.reads import Need, Reading, n_reads, read_records
-from ckptctl.records.tensor_records import Unfit
+from ckptctl.records.reads import Need, Reading, RecordSource, n_reads, open_records
+from ckptctl.records.zstd import ZSTD, ZSTD_MAGIC
 from ckptctl.storage.contract import Store
 
 MAX_ELEMENT_BYTES = 64
@@ -31,9 +37,6 @@ MAX_ELEMENT_BYTES = 64
 
 NO_CRC = -1
 """Instead of a checksum: of a bytes entry, and of a record that has none or was not read."""
-
-_ZSTD = "stream.zstd/1"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +96,11 @@ def check_structure(
     Cost: `n_structure_reads` reads, and a second one for the rare record whose
     directory or pickle is long.
     """
-    by_file = readable_ranges(ranges, files)
     look = _Look(ranges, part_path, {id(e) for e in ranges.entries if wanted(e.fqn)})
     reading = Reading()
-    needs: Mapping[int, Need] = {}
-    while any(by_file):
-        more: dict[int, Need] = {}
-        for number, view in read_records(store, folder, ranges, by_file, needs, reading):
-            need = look.at(number, view)
-            if need is not None:
-                more[number] = need
-        needs = more
-        by_file = [[number for number in numbers if number in needs] for numbers in by_file]
+    source = RecordSource(store, folder, ranges)
+    for _ in open_records(source, readable_ranges(ranges, files), look.at, reading):
+        pass  # `look` keeps what each record says
     return Structure(
         tuple(look.findings()),
         tuple(look.values),
@@ -204,28 +200,29 @@ class _Look:
             self.n_plain += 1
             return None
         wanted = id(owner.entry) in self.wanted
-        found = framed(view, tensor, owner.chunk, wanted=wanted)
+        expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
+        found = open_record(view, expected, with_pickle=wanted)
         if isinstance(found, Need):
             return found
         self.n_without_crcs += not found.directory.has_crcs
         if found.byte_order is not None:
             self.by_order.setdefault(found.byte_order, []).append(number)
-        if found.stub is not None and found.directory.has_crcs:
-            elements = found.directory.find(f"data/{found.stub.storage_key}")
-            self.crcs[number] = NO_CRC if elements is None else elements.crc
+        crc = found.crc
+        if crc is not None:
+            self.crcs[number] = crc
         if wanted:
             self._hand_out(number, found, view)
         return None
 
     def _look_at_transformed(self, owner: Owner, view: View) -> None:
-        if owner.transforms != (_ZSTD,):
+        if owner.transforms != (ZSTD,):
             through = ", ".join(owner.transforms)
             raise Unfit("format.unsupported", f"it went through {through} when it was saved")
-        if not view.head.startswith(_ZSTD_MAGIC):
+        if not view.head.startswith(ZSTD_MAGIC):
             raise RecordUnreadable("it is said to be compressed and does not begin as zstd does")
         self.n_transformed += 1
 
-    def _hand_out(self, number: int, found: Framed, view: View) -> None:
+    def _hand_out(self, number: int, found: OpenRecord, view: View) -> None:
         stub = found.stub
         name, limit = "data.pkl", MAX_PICKLE_BYTES
         if stub is not None:
@@ -251,7 +248,7 @@ class _Look:
         )
         for code, number, says in (
             ("record.no-crc", self.n_without_crcs, "saved without checksums"),
-            ("record.transformed", self.n_transformed, f"compressed by {_ZSTD}, and not read"),
+            ("record.transformed", self.n_transformed, f"compressed by {ZSTD}, and not read"),
             ("format.no-checksums", self.n_plain, "plain pickles, without frame and checksums"),
         ):
             if number:

@@ -1,11 +1,11 @@
-"""How is every byte of many files read once, as fast as the storage gives them?
+"""Read every byte of many files once, as fast as the storage delivers them.
 
-Runs of bytes are handed out whole, the largest first, and their bytes are given
-in pieces to whoever asked for them. On file systems each thread reads into one
-buffer of its own; from an object store the reads are in flight by themselves, and
-one thread takes what arrives. What the bytes should be is not asked here.
+Runs of bytes are handed out whole, the largest first, and their bytes are passed in
+pieces to whoever asked for them. On file systems each thread reads into a buffer of
+its own; on an object store several requests are in flight, and one thread takes what
+arrives. This module does not interpret the bytes.
 
-No `mmap`: a file that is cut short under it would end the process.
+No `mmap`: a file that is truncated under it would end the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How do the bytes of a file reach the looks at its records?
+"""Divide the records of a file into runs, and verify them as their bytes pass.
 
 Records that lie side by side are one run, which one thread reads: short ones whole,
-several at once; a long one in pieces, its end first, where its directory is. Runs are
-cut where the blocks of a file end, and a record that is cut passes in parts. What the
-bytes say goes to the `Desk`; what it means is the question of `content`.
+several at once; a long one in pieces, its end first, where its directory is. Runs end
+where the blocks of a file end, so that a seal's digests use the same reads; a record
+that spans two runs is verified in parts. Results go to a `RecordSink`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptctl.errors import MissingExtra, RecordUnreadable
-from ckptctl.formats.archive.directory import TAIL, RecordDirectory, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import TAIL, RecordDirectory, read_directory
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.model import DTYPE_SIZES, BytesEntry, TensorEntry
+from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.not_finite import Form
 from ckptctl.records.opening import is_before_archives
 from ckptctl.records.ranges import Owner, Ranges
 from ckptctl.records.verification import Checked, Part, Passing, check_parts, check_whole
-from ckptctl.records.zstd import Unpacker, require_zstd
+from ckptctl.records.zstd import (
+    FRAME_BYTES,
+    MAX_ENTRY_BYTES,
+    Unpacker,
+    require_zstd,
+    tensor_limit,
+)
 
-_MANY_BYTES = 1 << 30  # what a compressed entry that is no tensor may come to
-_FRAME_BYTES = 1 << 20
 _MAGIC_BYTES = 32
 
 
@@ -270,18 +274,18 @@ class _Unpacking:
             return
         try:
             for out in self._unpacker.feed(data):
-                self._tail = (self._tail + out)[-_FRAME_BYTES:]
+                self._tail = (self._tail + out)[-FRAME_BYTES:]
             if last:
                 self._begin_again(self._unpacker)
         except RecordUnreadable as error:
             self._error = error.message
 
     def _begin_again(self, unpacker: Unpacker) -> None:
-        if not unpacker.ended:
-            raise RecordUnreadable("its compressed bytes end too early")
-        needed = tail_needed(self._tail, unpacker.n_bytes)
-        self._tail = self._tail[-needed:]
-        directory = parse_directory(self._tail, unpacker.n_bytes)
+        unpacker.check_ended()
+        held = self._tail
+        directory, self._tail = read_directory(
+            lambda n: held[max(0, len(held) - n) :], unpacker.n_bytes
+        )
         self._passing = Passing(directory, 0, self._desk.form_of(self.number))
         self._unpacker = Unpacker(self._limit)
 
@@ -313,8 +317,5 @@ def _unpacked_limit(owner: Owner) -> int:
     """How many bytes a compressed record may come to: what its chunk holds, and its frame."""
     entry = owner.entry
     if not isinstance(entry, TensorEntry):
-        return _MANY_BYTES
-    n_bytes = DTYPE_SIZES.get(entry.dtype, 16)
-    for size in entry.chunks.sizes_of(owner.chunk):
-        n_bytes *= size
-    return n_bytes + _FRAME_BYTES
+        return MAX_ENTRY_BYTES
+    return tensor_limit(entry.dtype, entry.chunks.sizes_of(owner.chunk))

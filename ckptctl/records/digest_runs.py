@@ -1,8 +1,7 @@
-"""How are bytes digested on their way through a pass?
+"""Digest bytes in the pass that reads them.
 
-A run of its own for bytes that nobody else reads, or around a run that reads them
-for another reason: then they are read once. How runs are read is the question of
-`byte_pass`, what the digests should be that of `sealed`.
+A `DigestRun` reads bytes that nothing else reads, or wraps a run that reads them for
+another reason, so that they are read once. `checks.sealed` compares the digests.
 """
 
 from __future__ import annotations

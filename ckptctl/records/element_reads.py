@@ -7,12 +7,12 @@ combined and compared with the record's own.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from ckptctl.records.byte_pass import Piece
+from ckptctl.records.checksums import CrcPart, ElementChecksum
 from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
 
 RUN_BYTES = 32 << 20
@@ -56,35 +56,6 @@ class ElementSink(Protocol):
     def copy(self, piece: ByteSlice, data: memoryview) -> None:
         """Copy the wanted elements of a piece, of which `data` are the bytes."""
         ...
-
-
-class ElementChecksum:
-    """The checksum of `n_bytes` of elements, of which several threads report parts.
-
-    `mismatch` is called with the checksum of all parts if that is not `expected`.
-    """
-
-    def __init__(self, n_bytes: int, expected: int, mismatch: Callable[[int], None]) -> None:
-        self._left = n_bytes
-        self._expected = expected
-        self._mismatch = mismatch
-        self._parts: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, start: int, n_bytes: int, crc: int) -> None:
-        """Add the CRC-32 of `n_bytes` from byte `start` of the elements on."""
-        from zlib_ng.zlib_ng import crc32_combine
-
-        with self._lock:
-            self._parts.append((start, n_bytes, crc))
-            self._left -= n_bytes
-            if self._left:
-                return
-        found = 0
-        for _, length, part in sorted(self._parts):
-            found = crc32_combine(found, part, length)
-        if found != self._expected:
-            self._mismatch(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +119,7 @@ class ElementRun:
         self._crc = crc32(data, self._crc)
         self._n_taken += piece.length
         if self._n_taken == self.n_bytes:
-            checksum.add(self._start, self._n_taken, self._crc)
+            checksum.add(CrcPart(self._start, self._n_taken, self._crc))
 
 
 def element_runs(

@@ -1,9 +1,8 @@
-"""How many values of a tensor are NaN or infinite?
+"""Count the NaN and infinite values of a tensor.
 
-Without torch and numpy, and nearly as fast as reading: sign and most of the exponent
-of a value are in its highest byte, and those bytes alone are looked through. Only
-where one of them can be that of such a value is the value itself decoded. What a
-NaN in a checkpoint means is for a person to say: training may have saved it.
+Works without torch and numpy, at nearly the speed of reading: sign and most of the
+exponent of a value are in its highest byte, and only those bytes are searched. A value
+is decoded only where its highest byte can be that of a NaN or an infinity.
 
 Source of the float8 forms: OCP 8-bit floating point, and torch 2.13 `c10/util/Float8_*.h`.
 """

@@ -1,15 +1,23 @@
-"""Is one record a sound archive that holds what the metadata says, by what was read of it?
+"""Open a record: check its frame, and find the tensor or the pickle in it.
 
-Head and tail are enough. What the records of a part add up to is the question of
-`structure`; a load asks this of the records that it reads.
+The first and the last bytes of a record are enough. `open_record` returns what they
+say, or asks for more of them; every caller that needs a record (inspection, `Reader`,
+reshard, convert, diff, the comparison with the step before) opens it here. Whether the
+elements are the ones that were saved is checked in `verification`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.formats.archive.directory import (
+    Member,
+    Readable,
     RecordDirectory,
     View,
     check_headers,
@@ -19,40 +27,96 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.values import TensorStub
-from ckptctl.model import TensorEntry
+from ckptctl.formats.values import TensorStub, decode_tensor_pickle
+from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.reads import Need
-from ckptctl.records.tensor_records import Unfit, check_tensor, tensor_in
 
 MAX_PICKLE_BYTES = 64 << 10
-"""Bytes of pickle that are read of a wanted bytes entry."""
+"""The longest pickle that is read of a tensor or a wanted bytes entry.
+
+That of a tensor of 64 dimensions has less than 2 KiB.
+"""
 
 _MAX_HEAD = 1 << 20
 
 _BEFORE_ARCHIVES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The magic number, pickled, that began every file of `torch.save` before torch 1.6."""
 
+# Names by which torch pickles tensors that are more than a storage, a shape and strides.
+_OTHER_TENSORS = tuple(
+    f"c{module}\n{name}\n".encode()
+    for module, name in (
+        ("torch._utils", "_rebuild_sparse_tensor"),
+        ("torch._utils", "_rebuild_nested_tensor"),
+        ("torch._utils", "_rebuild_wrapper_subclass"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"),
+        ("torch._tensor", "_rebuild_from_type_v2"),
+    )
+)
+
+
+class Unfit(Exception):
+    """A sound archive does not hold what it should; `code` is that of the finding."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class WrongChecksum(Unfit):
+    """Members of a record, `names`, do not match the checksums saved with them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:3])
+        more = len(names) - 3
+        self.names = f"{shown} and {more:,} more" if more > 0 else shown
+        super().__init__("record.crc", f"{self.names} in it")
+
+
+class Expected(NamedTuple):
+    """The tensor that the metadata places in a record: a chunk of `sizes` elements."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def chunk(cls, tensor: TensorEntry, number: int) -> Expected:
+        """Chunk `number` of a tensor."""
+        return cls(tensor.dtype, tensor.chunks.sizes_of(number))
+
 
 @dataclass(frozen=True, slots=True)
-class Framed:
-    """What a sound record says: where its members lie, and the tensor that it describes.
+class OpenRecord:
+    """A record with a sound frame: where its members lie, and the tensor that it describes.
 
-    `stub` is None for a bytes entry; `byte_order` (`little` or `big`) where it says none.
+    `stub` is None for a bytes entry; `byte_order` (`little` or `big`) if it names none.
     """
 
     directory: RecordDirectory
     stub: TensorStub | None
     byte_order: str | None
 
+    @property
+    def elements(self) -> Member | None:
+        """The member that holds the elements of the tensor."""
+        return None if self.stub is None else self.directory.find(f"data/{self.stub.storage_key}")
 
-def framed(
-    view: View, tensor: TensorEntry | None, chunk: int, *, wanted: bool = False
-) -> Framed | Need:
-    """What the record in `view` says, or what more of it must be read first.
+    @property
+    def crc(self) -> int | None:
+        """The checksum saved with the elements; None if there is none."""
+        elements = self.elements if self.directory.has_crcs else None
+        return None if elements is None else elements.crc
 
-    It should hold chunk number `chunk` of a tensor, or a bytes entry where `tensor` is
-    None, whose pickle is looked at too where it is `wanted`. The checksum of every member
-    that was read whole is right. Raises `RecordUnreadable` and `Unfit` where it is not so.
+
+def open_record(
+    view: View, expected: Expected | None, *, with_pickle: bool = False
+) -> OpenRecord | Need:
+    """What the record in `view` holds, or how much more of it must be read first.
+
+    It should hold the tensor that is `expected`, or a bytes entry if that is None, whose
+    pickle is read too `with_pickle`. Members that were read whole match their checksums.
+    Raises `RecordUnreadable` and `Unfit` otherwise.
     """
     if is_before_archives(view.head):
         raise Unfit(
@@ -63,34 +127,26 @@ def framed(
     if needed > len(view.tail):
         return Need(len(view.head), needed)
     directory = parse_directory(view.tail, view.length)
-    more = _more(directory, view, is_tensor=tensor is not None, wanted=wanted)
+    more = _more(directory, view, is_tensor=expected is not None, with_pickle=with_pickle)
     if more is not None:
         return more
     check_headers(directory, view)
     wrong = wrong_crcs(directory, view)
     if wrong:
-        raise Unfit("record.crc", f"{_first_few(wrong)} in it")
+        raise WrongChecksum(wrong)
     check_texts(directory, view)
-    said = read_member(directory, "byteorder", view)
+    byte_order = read_member(directory, "byteorder", view)
     stub = None
-    if tensor is not None:
+    if expected is not None:
         stub = tensor_in(directory, view)
-        check_tensor(stub, directory, tensor, chunk)
-    return Framed(directory, stub, None if said is None else said.decode())
+        check_tensor(stub, directory, expected)
+    return OpenRecord(directory, stub, None if byte_order is None else byte_order.decode())
 
 
-def is_before_archives(head: bytes) -> bool:
-    """Whether a record is in the form of torch before 1.6, by its first 16 bytes."""
-    return head.startswith(_BEFORE_ARCHIVES, 2)
-
-
-def is_plain_pickle(view: View) -> bool:
-    """A planner of its own may hand over bytes, which are then not framed by torch."""
-    return view.head[:1] == b"\x80" and view.head[1:2] <= b"\x05" and view.tail.endswith(b".")
-
-
-def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bool) -> Need | None:
-    """What must be read besides: all but the elements, or the pickle of a wanted entry."""
+def _more(
+    directory: RecordDirectory, view: View, *, is_tensor: bool, with_pickle: bool
+) -> Need | None:
+    """What else must be read: all but the elements of a tensor, or the pickle of an entry."""
     head, tail = len(view.head), len(view.tail)
     if len(view.head) == view.length:
         return None
@@ -100,13 +156,81 @@ def _more(directory: RecordDirectory, view: View, *, is_tensor: bool, wanted: bo
         if elements is not None:
             head = max(head, min(elements.start, _MAX_HEAD))
             tail = max(tail, min(directory.length - elements.end, _MAX_HEAD))
-    elif wanted and pickle is not None and pickle.size <= MAX_PICKLE_BYTES:
+    elif with_pickle and pickle is not None and pickle.size <= MAX_PICKLE_BYTES:
         head = max(head, pickle.end)
     if (head, tail) == (len(view.head), len(view.tail)):
         return None
     return Need(head, tail)
 
 
-def _first_few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
+def is_before_archives(head: bytes) -> bool:
+    """Whether a record is in the form of torch before 1.6, by its first 16 bytes."""
+    return head.startswith(_BEFORE_ARCHIVES, 2)
+
+
+def is_plain_pickle(view: View) -> bool:
+    """Whether a record is bytes of a planner's own, which torch does not frame."""
+    return view.head[:1] == b"\x80" and view.head[1:2] <= b"\x05" and view.tail.endswith(b".")
+
+
+def elements_crc(tail: bytes, length: int) -> int | None:
+    """The checksum of a tensor's elements, from the last bytes of its record.
+
+    None if the tail does not tell: more of it is needed, it is damaged, or there is none.
+    """
+    try:
+        if tail_needed(tail, length) > len(tail):
+            return None
+        directory = parse_directory(tail, length)
+    except RecordUnreadable:
+        return None
+    elements = [member for member in directory.members if member.name.startswith("data/")]
+    return elements[0].crc if directory.has_crcs and len(elements) == 1 else None
+
+
+def tensor_in(directory: RecordDirectory, view: Readable) -> TensorStub:
+    """The tensor that a record describes; raises `Unfit` if it describes none."""
+    pickle = read_member(directory, "data.pkl", view)
+    if pickle is None or len(pickle) > MAX_PICKLE_BYTES:
+        raise _mismatch("its pickle is too long to be that of a tensor")
+    try:
+        return _decoded(pickle)
+    except MetadataUnreadable as error:
+        raise _mismatch(f"it holds no tensor: {error.message}") from error
+    except MetadataUnsafe as error:
+        if any(name in pickle for name in _OTHER_TENSORS):
+            raise Unfit("format.unsupported", "it is a tensor of a class of its own") from error
+        raise Unfit("record.unsafe", error.message) from error
+
+
+@lru_cache(maxsize=512)
+def _decoded(pickle: bytes) -> TensorStub:
+    # Thousands of records hold equal pickles: those of equally sharded tensors.
+    return decode_tensor_pickle(pickle)
+
+
+def check_tensor(stub: TensorStub, directory: RecordDirectory, expected: Expected) -> None:
+    """Raise `Unfit` if a record does not hold the tensor that the metadata places there."""
+    sizes = expected.sizes
+    n_elements = prod(stub.shape)
+    if stub.dtype != expected.dtype:
+        raise _mismatch(f"it holds {stub.dtype}, its metadata says {expected.dtype}")
+    if stub.shape != sizes and (n_elements or prod(sizes)):
+        raise _mismatch(f"it holds a tensor of shape {stub.shape}, its metadata says {sizes}")
+    member = directory.find(f"data/{stub.storage_key}")
+    if member is None:
+        raise _mismatch(f"it holds no elements: data/{stub.storage_key} is not there")
+    item_size = DTYPE_SIZES.get(stub.dtype)
+    n_bytes = stub.n_elements_in_storage * (item_size or 0)
+    if item_size is not None and member.size != n_bytes:
+        raise _mismatch(f"it holds {member.size:,} bytes of elements instead of {n_bytes:,}")
+    last = stub.storage_offset
+    last += sum((n - 1) * stride for n, stride in zip(stub.shape, stub.strides, strict=True))
+    if n_elements and last >= stub.n_elements_in_storage:
+        raise _mismatch(
+            f"its last element is number {last:,} of {stub.n_elements_in_storage:,} in its storage"
+        )
+
+
+def _mismatch(message: str) -> Unfit:
+    return Unfit("record.mismatch", message)

@@ -1,8 +1,8 @@
-"""Which byte ranges does the metadata of a part name, and whose are they?
+"""The byte ranges that the metadata of a part names, and whose they are.
 
-One table in columns for all checks that speak of byte ranges: half a million
-of them are common, and an object for each would cost more than reading the
-metadata did. A range is a number here; `owner` says whose it is.
+One table in columns serves all checks: half a million ranges are common, and an object
+for each would cost more than reading the metadata. A range is a number here; `owner`
+returns the entry it belongs to.
 """
 
 from __future__ import annotations

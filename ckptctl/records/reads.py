@@ -1,17 +1,16 @@
-"""Which bytes must be read to see how the records of a part are framed?
+"""Plan the reads that opening records takes: merged, in file order, of bounded length.
 
-The head and the tail of each record, as few and as short reads as that takes:
-the tail of one record and the head of the next lie side by side, and small
-records are read whole, several at once. What is in the bytes is the question of
-`structure`.
+Of each record the head and the tail are read. The tail of one record and the head of
+the next lie side by side and are read together; small records are read whole, several
+at once. What the bytes say is decided in `opening`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckptctl.formats.archive.directory import TAIL, View
 from ckptctl.records.ranges import Ranges
@@ -21,10 +20,12 @@ HEAD = 1024
 """Bytes that hold everything before the elements of a tensor's record."""
 
 _READ_THROUGH = 32 << 10
-"""Bytes that nobody needs but that cost less to read than to skip."""
+"""Bytes that are not needed but cost less to read than to skip."""
 
 LONGEST = 64 << 10
-"""Reads are joined up to this length in bytes."""
+"""Reads are merged up to this length in bytes, unless the caller says otherwise."""
+
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,16 @@ class Reading:
     n_bytes: int = 0
 
 
+class RecordSource(NamedTuple):
+    """The records of one part: its folder in the store (empty for the root), and its ranges."""
+
+    store: Store
+    folder: str
+    ranges: Ranges
+
+
 class _Window(NamedTuple):
-    """Bytes of one record: `is_last` when its view is complete with them."""
+    """Bytes of one record; `is_last` if they complete its view."""
 
     number: int
     start: int
@@ -65,26 +74,65 @@ class _Read(NamedTuple):
 
 
 def n_reads(ranges: Ranges, by_file: Iterable[Sequence[int]]) -> int:
-    """How many reads it takes to look at the records in `by_file`, in the usual case."""
+    """How many reads opening the records in `by_file` usually takes."""
     return sum(1 for _ in _plan(ranges, by_file, {}, LONGEST))
 
 
-def read_records(
-    store: Store,
-    folder: str,
-    ranges: Ranges,
+def open_records(
+    source: RecordSource,
+    by_file: Sequence[Sequence[int]],
+    open_one: Callable[[int, View], Opened | Need],
+    reading: Reading,
+    *,
+    needs: Mapping[int, Need] | None = None,
+    longest: int = LONGEST,
+) -> Iterator[tuple[int, Opened]]:
+    """Each record in `by_file` with what `open_one` makes of it.
+
+    `open_one` is called with more of a record if it returns a `Need`. `needs` are what
+    to read first, where that is not the usual; the cost is added to `reading`. Reads are
+    merged up to `longest` bytes. Storage errors, and what `open_one` raises, pass through.
+    """
+    needs = needs or {}
+    while any(by_file):
+        more: dict[int, Need] = {}
+        for number, view in _read(source, by_file, needs, reading, longest):
+            found = open_one(number, view)
+            if isinstance(found, Need):
+                more[number] = found
+            else:
+                yield number, found
+        needs = more
+        by_file = [[number for number in numbers if number in more] for numbers in by_file]
+
+
+def open_one_record(
+    read: Callable[[int, int], bytes], length: int, open_one: Callable[[View], Opened | Need]
+) -> Opened:
+    """What `open_one` makes of a single record of `length` bytes.
+
+    `read` returns bytes of the record, given where they begin and how many they are.
+    """
+    found: Opened | Need = _USUAL
+    while isinstance(found, Need):
+        head = read(0, min(found.head, length))
+        tail = head
+        if len(head) < length:
+            n_tail = min(found.tail, length)
+            tail = read(length - n_tail, n_tail)
+        found = open_one(View(length, head, tail))
+    return found
+
+
+def _read(
+    source: RecordSource,
     by_file: Iterable[Sequence[int]],
     needs: Mapping[int, Need],
     reading: Reading,
-    *,
-    longest: int = LONGEST,
+    longest: int,
 ) -> Iterator[tuple[int, View]]:
-    """Each record in `by_file`, with as much of it as `needs` says or is usual.
-
-    What that costs is added to `reading`. `folder` is where the part is in the store,
-    empty for the store's root. Reads are joined up to `longest` bytes. The records of a
-    file come in the order in which they lie in it. Storage errors pass through.
-    """
+    """Each record with as much of it as is needed, in the order in which they lie in a file."""
+    store, folder, ranges = source
     planned: deque[_Read] = deque()
 
     def spans() -> Iterator[Span]:

@@ -1,11 +1,8 @@
-"""Is every byte of one record what was saved?
+"""Verify every byte of a record against its checksums and its frame.
 
-A record is looked at with its directory at hand: that of a short one lies in the
-same piece of memory, that of a long one was read ahead. Bytes of large members
-only pass through the checksum, and through a scan for values that are not finite where
-one is asked for; everything around them is kept and compared. Parts
-of one record may pass in several threads, and their checksums are put together.
-What the members mean is not asked here.
+Bytes of large members only pass through the checksum, and through a scan for values
+that are not finite if one is asked for; everything around them is kept and compared.
+Parts of one record may pass in several threads; their checksums are combined.
 """
 
 from __future__ import annotations
@@ -21,15 +18,15 @@ from ckptctl.formats.archive.directory import (
     RecordDirectory,
     check_headers,
     check_texts,
-    parse_directory,
+    read_directory,
     read_member,
-    tail_needed,
 )
 from ckptctl.formats.archive.frame import check_frame, fold_of, saved_fold
 from ckptctl.model import TensorEntry
+from ckptctl.records.checksums import CrcPart, combined_crc
 from ckptctl.records.not_finite import FiniteScan, Form, Values, joined
+from ckptctl.records.opening import Expected, Unfit, check_tensor, tensor_in
 from ckptctl.records.ranges import Owner
-from ckptctl.records.tensor_records import Unfit, check_tensor, tensor_in
 
 _KEPT = 4096
 """Members up to so many bytes are kept: among them are those that torch reads as texts."""
@@ -69,12 +66,8 @@ def check_whole(data: memoryview, form: Form | None = None) -> Checked:
 
     With `form` it is that of a tensor, whose values are scanned.
     """
-    tail = bytes(data[-1024:])
     try:
-        needed = tail_needed(tail, len(data))
-        if needed > len(tail):
-            tail = bytes(data[-needed:])
-        directory = parse_directory(tail, len(data))
+        directory, _ = read_directory(lambda n: bytes(data[len(data) - n :]), len(data))
     except RecordUnreadable as error:
         return Checked(has_crcs=True, unreadable=error.message)
     from zlib_ng.zlib_ng import crc32
@@ -249,7 +242,8 @@ def _fitting(checked: Checked, directory: RecordDirectory, kept: Readable, owner
     if not isinstance(owner.entry, TensorEntry):
         return checked
     try:
-        check_tensor(tensor_in(directory, kept), directory, owner.entry, owner.chunk)
+        expected = Expected.chunk(owner.entry, owner.chunk)
+        check_tensor(tensor_in(directory, kept), directory, expected)
     except Unfit as error:
         return replace(checked, unreadable=error.message, unfit=error.code)
     return checked
@@ -279,13 +273,18 @@ class _Kept:
 
 def _joined(directory: RecordDirectory, parts: Sequence[Part], kept: _Kept) -> list[int]:
     """The CRC-32 of each member."""
-    from zlib_ng.zlib_ng import crc32, crc32_combine
+    from zlib_ng.zlib_ng import crc32
 
-    crcs = [0] * len(directory.members)
+    of_member: dict[int, list[CrcPart]] = {}
+    for part in parts:
+        for number, start, length, crc in part.crcs:
+            at = start - directory.members[number].start
+            of_member.setdefault(number, []).append(CrcPart(at, length, crc))
+    crcs = []
     for number, member in enumerate(directory.members):
         if member.size <= _KEPT:
-            crcs[number] = crc32(kept.get(member.start, member.end) or b"")
-    for part in parts:
-        for number, _, length, crc in part.crcs:
-            crcs[number] = crc32_combine(crcs[number], crc, length)
+            crcs.append(crc32(kept.get(member.start, member.end) or b""))
+        else:
+            combined = combined_crc(of_member.get(number, ()), member.size)
+            crcs.append(-1 if combined is None else combined)
     return crcs

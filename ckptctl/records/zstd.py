@@ -1,29 +1,43 @@
-"""What do compressed bytes come to, without more memory than is allowed?
+"""Decompress zstd records within a fixed memory limit.
 
-A few bytes of zstd can stand for gigabytes. What comes out is handed on in pieces
-and never kept, what goes in is fed in slices so short that no slice can come to
-more than some 32 MiB, and a stream that goes over its limit is refused.
+A few bytes of zstd can stand for gigabytes. Output is handed on in pieces and never
+kept; input is fed in slices so short that none can expand to more than some 32 MiB; a
+stream that exceeds its limit is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import MissingExtra, OutOfMemory, RecordUnreadable
+from ckptctl.model import DTYPE_SIZES
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionObj
 
+ZSTD = "stream.zstd/1"
+"""The name under which DCP's own extension registers the transform."""
+
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
 MAX_WINDOW = 128 << 20
-"""The largest window that is followed, in bytes: what the zstd tool allows by itself."""
+"""The largest window that is accepted, in bytes: the default of the zstd tool."""
+
+MAX_ENTRY_BYTES = 1 << 30
+"""What a compressed entry that is no tensor may expand to."""
+
+FRAME_BYTES = 1 << 20
+"""What the archive around the elements of a tensor may take up."""
+
+_WIDEST_ITEM = 16
 
 # A block of 4 bytes can stand for 128 KiB.
 _SLICE = 1 << 10
 
 
 def require_zstd() -> None:
-    """Raise `MissingExtra` where zstd cannot be read."""
+    """Raise `MissingExtra` if zstandard is not installed."""
     try:
         import zstandard  # noqa: F401
     except ImportError as error:
@@ -33,8 +47,28 @@ def require_zstd() -> None:
         ) from error
 
 
+def tensor_limit(dtype: str, sizes: Sequence[int]) -> int:
+    """How many bytes the record of a tensor may expand to: its elements and their frame."""
+    n_bytes = DTYPE_SIZES.get(dtype, _WIDEST_ITEM)
+    for size in sizes:
+        n_bytes *= size
+    return n_bytes + FRAME_BYTES
+
+
+def unpack(packed: bytes, limit: int) -> bytes:
+    """A compressed record as a whole, of at most `limit` bytes.
+
+    Raises `RecordUnreadable` for a damaged one, `MissingExtra`.
+    """
+    require_zstd()
+    unpacker = Unpacker(limit)
+    data = b"".join(unpacker.feed(memoryview(packed)))
+    unpacker.check_ended()
+    return data
+
+
 class Unpacker:
-    """Unpacks one frame that comes in pieces, to at most `limit` bytes."""
+    """Decompresses one frame that arrives in pieces, to at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         import zstandard
@@ -47,7 +81,7 @@ class Unpacker:
         self.n_bytes = 0
 
     def feed(self, data: memoryview) -> Iterator[bytes]:
-        """What the next bytes come to; raises `RecordUnreadable` where they are damaged."""
+        """Decompress the next bytes; raises `RecordUnreadable` if they are damaged."""
         for at in range(0, len(data), _SLICE):
             if self._stream.eof:
                 raise RecordUnreadable("bytes follow the end of the compressed ones")
@@ -67,7 +101,7 @@ class Unpacker:
         if self._stream.eof and self._stream.unused_data:
             raise RecordUnreadable("bytes follow the end of the compressed ones")
 
-    @property
-    def ended(self) -> bool:
-        """The frame has come to its end."""
-        return bool(self._stream.eof)
+    def check_ended(self) -> None:
+        """Raise `RecordUnreadable` if the frame is not complete."""
+        if not self._stream.eof:
+            raise RecordUnreadable("its compressed bytes end too early")

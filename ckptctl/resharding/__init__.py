@@ -1,1 +1,1 @@
-"""The same tensors for another world size."""
+"""Write a step for another world size, convert formats, compare steps."""

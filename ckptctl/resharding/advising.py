@@ -1,12 +1,12 @@
-"""Does it pay to reshard a step before it is loaded on so many ranks?
+"""Estimate whether resharding a step pays off before it is loaded on another world size.
 
-Counted from the metadata alone: what the ranks need of the records, and what stock
-`dcp.load` reads to get at it, which is every record whole, once for each rank that needs a
-part of it. `Reader`, and with it `Checkpointer`, read what is needed. The ranks are taken to
-be cut as FSDP2 cuts. How a step would be resharded is the question of `planning`.
+Everything is counted from the metadata: the bytes that the ranks need, and the bytes
+that stock `dcp.load` reads to get them, which is every record whole, once for each rank
+that needs a part of it. `Reader`, and with it `Checkpointer`, read only what is needed.
+Ranks are assumed to be sharded as FSDP2 shards.
 
-Resharding reads the step and writes it: it pays from the load on by which stock loads have
-read as much too much. Loading time goes with the bytes read (docs/performance.md).
+Resharding reads the step once and writes it once: it pays from the load at which stock
+loads have read as much too much. Load time is proportional to bytes (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In what do two steps differ?
+"""Compare two steps: entries, shapes, dtypes, and optionally values.
 
-Entries, shapes and dtypes by their metadata; values, where asked for, by the checksums
-of records that hold the same boxes, and by their bytes where the boxes differ. Only DCP
-is compared. Whether either step is whole is the question of `verify`.
+Entries, shapes and dtypes come from the metadata. Values are compared by the checksums
+of records that hold the same slices, and by their bytes where the slices differ. Only
+sharded DCP is compared; whether either step is complete is for `verify` to say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
-from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.flat_state import Written
 from ckptctl.judge.looking import Looked, look
@@ -298,12 +298,13 @@ def _members(files: SourceFiles, entry: SourceBytes) -> str:
     if record.transforms:
         (data,) = (data for _, data in files.store.read_spans([_span(path, entry, 0)]))
         return f"{record.length:,} bytes compressed, {_hash_of(data)}"
-    start = max(0, record.length - TAIL)
-    ((_, tail),) = files.store.read_spans([_span(path, entry, start)])
-    needed = tail_needed(tail, record.length)
-    if needed > len(tail):
-        ((_, tail),) = files.store.read_spans([_span(path, entry, record.length - needed)])
-    members = parse_directory(tail, record.length)
+
+    def read_tail(n_bytes: int) -> bytes:
+        spans = [_span(path, entry, record.length - n_bytes)]
+        ((_, tail),) = files.store.read_spans(spans)
+        return tail
+
+    members, _ = read_directory(read_tail, record.length)
     told = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
     if not members.has_crcs:
         ((_, data),) = files.store.read_spans([_span(path, entry, 0)])

@@ -1,15 +1,13 @@
-"""Which way does a conversion go?
+"""Choose the direction of a conversion from what SRC is and how DST's name ends.
 
-What SRC is, and how DST's name ends, decide, and nothing else:
+- A step of sharded DCP becomes one file of `torch.save` if DST ends as such files do
+  (`.pt`, `.pth`, `.bin`, `.ckpt`), one safetensors file if it ends in `.safetensors`,
+  and otherwise a folder of safetensors.
+- A file of `torch.save`, a safetensors file, an index of such files, or a folder that
+  holds them and no DCP, becomes a step of sharded DCP called DST.
 
-- a step of sharded DCP becomes one file of `torch.save` where DST ends as such files do
-  (`.pt`, `.pth`, `.bin`, `.ckpt`), one file of safetensors where it ends in
-  `.safetensors`, and otherwise a folder of safetensors;
-- a file of `torch.save`, one of safetensors, an index of them, or a folder that holds
-  them and no DCP, becomes a step of sharded DCP called DST.
-
-One of both is always a step of DCP. Whatever else the names could mean is refused, with
-the command that says it. The work is done in `importing` and `exporting`.
+One of the two is always a step of DCP. Anything else the names could mean is refused
+with the command that expresses it. `importing` and `exporting` do the work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How is one shard file of the new step made, and what does that prove of the source?
+"""Produce one shard file of the new step, and verify the source records on the way.
 
-Its bytes come in order, a block at a time, so that memory does not grow with tensors.
-Where elements go over as they lie, one checksum serves both records: that of the new
-one, and that of the old one of which they are a part. What all files together prove is
-the question of `proving`.
+The bytes are produced in order, a block at a time, so that memory does not grow with
+tensor size. Where elements are copied as they lie, one checksum serves both records:
+the new one, and the old one of which they are a part. `proving` combines these
+checksums over all files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.records.verification import Passing, check_parts
@@ -70,8 +70,8 @@ class FileCopy:
         tail = b""
         if not record.transforms:
             try:
-                tail = self._tail(entry, reader)
-                passing = Passing(parse_directory(tail, record.length), 0)
+                directory, tail = self._directory(entry, reader)
+                passing = Passing(directory, 0)
             except RecordUnreadable as error:
                 finding = self.files.finding("record.framing", record, error.message)
                 raise Damage(finding) from error
@@ -92,16 +92,16 @@ class FileCopy:
             message = f"{names} does not match the checksum saved with it"
             raise Damage(self.files.finding("record.crc", record, message))
 
-    def _tail(self, entry: SourceBytes, reader: SliceReader) -> bytes:
+    def _directory(self, entry: SourceBytes, reader: SliceReader) -> tuple[RecordDirectory, bytes]:
         record = entry.record
-        needed = min(TAIL, record.length)
-        while True:
-            tail = bytearray(needed)
-            reader.read(record.file, record.offset + record.length - needed, memoryview(tail))
-            more = tail_needed(bytes(tail), record.length)
-            if more <= needed:
-                return bytes(tail)
-            needed = more
+
+        def read_tail(n_bytes: int) -> bytes:
+            tail = bytearray(n_bytes)
+            end = record.offset + record.length
+            reader.read(record.file, end - n_bytes, memoryview(tail))
+            return bytes(tail)
+
+        return read_directory(read_tail, record.length)
 
     def _record(
         self, tensor: SourceTensor, wanted: TensorSlice, reader: SliceReader, block: memoryview

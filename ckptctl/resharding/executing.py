@@ -1,9 +1,9 @@
-"""How does a planned step come to be, proven, sealed and whole, or not at all?
+"""Write a planned step: copy, verify, seal, publish.
 
-Files are written aside: on a file system in a folder of ckptctl's own below the root,
-which a rename makes the step; on an object store where they belong, and the metadata
-last. Before that every record of the source was proven, every byte of the new step
-read again, and the step sealed. What is interrupted is continued by the same call.
+Files are written aside: on a file system into a work folder of ckptctl below the root,
+which a rename publishes; on an object store to their final place, with the metadata
+last. Before publication every source record is verified, every byte of the new step is
+read again, and the step is sealed. The same call continues an interrupted write.
 """
 
 from __future__ import annotations

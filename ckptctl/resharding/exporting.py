@@ -1,9 +1,9 @@
-"""Which whole tensors of a step go into which files of another format, and what does not?
+"""Plan the files of another format that a step becomes, and list what is left out.
 
-Into safetensors, in files of at most so many bytes with an index, or into one file of
-`torch.save` with the nested state that the step was saved from. Tensors are streamed by
-`whole_files`; here is what stands around them. Safetensors carry no checksums, and have
-no place for entries that are no tensors.
+A step becomes safetensors, in files of bounded size with an index, or one file of
+`torch.save` with the nested state that was saved. `whole_files` streams the tensors;
+this module produces the bytes around them. Safetensors carry no checksums, and have no
+place for entries that are no tensors.
 """
 
 from __future__ import annotations

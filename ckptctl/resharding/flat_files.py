@@ -1,8 +1,8 @@
-"""What does a file of `torch.save` hold, as the source of a step?
+"""Read a file of `torch.save` as the source of a step.
 
-Its pickle is read inertly: tensors become entries whose elements lie in the file, plain
-values become records of their own, and everything else is refused by its key. Tensors
-may share a storage: each is an entry, and the storage is proven once.
+Its pickle is decoded without running it: tensors become entries whose elements lie in
+the file, plain values become records of their own, and anything else is refused by its
+key. Tensors may share a storage; each is an entry, and the storage is verified once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from math import prod
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
-    TAIL,
     Member,
     RecordDirectory,
     check_headers,
     check_texts,
-    parse_directory,
+    read_directory,
     read_member,
-    tail_needed,
     wrong_crcs,
 )
 from ckptctl.formats.archive.writing import WRITABLE, strides_of, value_record
@@ -106,16 +104,12 @@ class _Read(dict[tuple[int, int], bytes]):
 def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = whole.file, whole.length
-    tail = _bytes(store, path, max(0, length - TAIL), min(TAIL, length))
     if _bytes(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
         raise UsageError(
             f"{store.url}/{path} is of the format before torch 1.6, which has no checksums; "
             "torch.load and torch.save make one of today's"
         )
-    needed = tail_needed(tail, length)
-    if needed > len(tail):
-        tail = _bytes(store, path, length - needed, needed)
-    directory = parse_directory(tail, length)
+    directory, _ = read_directory(lambda n: _bytes(store, path, length - n, n), length)
     wanted: list[tuple[int, int]] = []
     for member in directory.members:
         wanted += _around(member)

@@ -1,8 +1,8 @@
-"""Which files of an unfinished step are written already, and what do they prove?
+"""Record which files of an unfinished step are written, and what they verify.
 
-One small file for each shard file, put when that is whole and durable. A call that
-comes later with the same plan goes on from there; with another plan it begins anew,
-in a folder of its own. Nobody else reads them.
+There is one small JSON file for each shard file, written when that is complete and
+durable. A later call with the same plan continues from there; another plan has another
+work folder. Nothing else reads these files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What value does an entry that is no tensor hold, as far as it is plain?
+"""Read the values of entries that are no tensors, if they are plain.
 
-Its record is read whole, proven against its checksums, and its pickle read inertly:
-nothing in it runs. Numbers, texts, bytes, dtypes and containers of them can be written
-again; of anything else only the name is known.
+A record is read whole and verified, and its pickle is decoded without running it.
+Numbers, strings, bytes, dtypes and containers of them can be written again; of anything
+else only the name is known.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
-from ckptctl.formats.archive.directory import (
-    View,
-    check_headers,
-    check_texts,
-    parse_directory,
-    read_member,
-    wrong_crcs,
-)
+from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.flat_state import Leaf, NotPlain, Written, written
 from ckptctl.formats.values import decode_state
-from ckptctl.records.zstd import Unpacker, require_zstd
-from ckptctl.resharding.reading import ZSTD, Damage, SourceFiles
+from ckptctl.records.opening import Unfit, open_record
+from ckptctl.records.reads import Need
+from ckptctl.records.zstd import ZSTD, unpack
+from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.sources import SourceBytes
 from ckptctl.storage.contract import Span
 
@@ -52,32 +47,27 @@ def read_values(
 def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | NotPlain:
     record = entry.record
     try:
-        return written(Leaf((entry.fqn,), decode_state(_pickle(files, entry, data))))
+        return written(Leaf((entry.fqn,), decode_state(_pickle(entry, data))))
     except NotPlain as error:
         return error
-    except RecordUnreadable as error:
-        raise Damage(files.finding("record.framing", record, error.message)) from error
+    except (RecordUnreadable, Unfit) as error:
+        raise files.damage(record, error) from error
     except MetadataUnsafe as error:
         raise Damage(files.finding("record.unsafe", record, error.message)) from error
     except MetadataUnreadable as error:
         return NotPlain(f"{entry.fqn}: {error.message}")
 
 
-def _pickle(files: SourceFiles, entry: SourceBytes, data: bytes) -> bytes:
-    record = entry.record
-    if record.transforms:
+def _pickle(entry: SourceBytes, data: bytes) -> bytes:
+    if entry.record.transforms:
         data = _unpacked(entry, data)
     if not data.startswith(b"PK"):
         # A plain pickle, which has neither frame nor checksums: the look at the step says so.
         return data
-    directory = parse_directory(data, len(data))
     view = View(len(data), data, data)
-    check_headers(directory, view)
-    check_texts(directory, view)
-    if wrong := wrong_crcs(directory, view):
-        message = f"{', '.join(wrong)} does not match the checksum saved with it"
-        raise Damage(files.finding("record.crc", record, message))
-    pickle = read_member(directory, "data.pkl", view)
+    found = open_record(view, None)
+    assert not isinstance(found, Need)  # noqa: S101 - all of it is there
+    pickle = read_member(found.directory, "data.pkl", view)
     if pickle is None:
         raise RecordUnreadable("it holds no pickle")
     return pickle
@@ -87,5 +77,4 @@ def _unpacked(entry: SourceBytes, data: bytes) -> bytes:
     if entry.record.transforms != (ZSTD,):
         named = ", ".join(entry.record.transforms)
         raise UsageError(f"{entry.fqn} went through {named}, which cannot be undone here")
-    require_zstd()
-    return b"".join(Unpacker(MAX_VALUE_BYTES).feed(memoryview(data)))
+    return unpack(data, MAX_VALUE_BYTES)

@@ -1,8 +1,8 @@
-"""Which rank's file holds which box of the new step, where in it, and from which records?
+"""Plan a new step: which rank's file holds which slice, where, and from which records.
 
-Pure: from a `Source` and what is wanted to a `Plan` that says every byte's place before
-any is read. What the planned files hold beside elements is known exactly, because
-records have frames of known length (`formats.archive.writing`).
+Pure: from a `Source` and a `Wanted` layout to a `Plan` that places every byte before
+any is read. The size of each record is known exactly, because the frame around the
+elements has a known length (`formats.archive.writing`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Do the runs that went over as they lie prove each record of the source once?
+"""Verify each source record with the checksums of the runs that were copied from it.
 
-A record is proven when its runs, put together in order, have the checksum that was
-saved with it. Records of which parts were gathered from between others are read as a
-whole instead, once.
+The runs of a record, combined in order, must have the checksum that was saved with it.
+Records of which parts were gathered from between others are read whole instead, once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ckptctl.records.byte_pass import Limits, read_runs
 from ckptctl.records.byte_pass import Piece as ReadPiece
+from ckptctl.records.checksums import CrcPart, combined_crc
 from ckptctl.resharding.reading import Damage, Opened, Piece, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
 from ckptctl.storage.contract import Span
@@ -50,7 +50,8 @@ def prove(
         opened = files.opened(record.tensor, record.number, held_limit)
         if opened.crc is None or opened.held is not None:
             continue
-        crc = _together(by_record.get((place.file, place.offset), ()), opened.n_bytes)
+        runs = by_record.get((place.file, place.offset), ())
+        crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), opened.n_bytes)
         if crc is None:
             unproven.append(_WholeRun(record, opened, files))
         elif crc != opened.crc:
@@ -67,19 +68,6 @@ def _records(part: SourcePart, only: Iterable[str] | None) -> Iterator[Record]:
     for tensor in part.tensors:
         if wanted is None or tensor.entry.fqn in wanted:
             yield from (Record(tensor, number) for number in range(len(tensor.chunks)))
-
-
-def _together(pieces: Sequence[Piece], n_bytes: int) -> int | None:
-    """The checksum of a record's elements; None where the pieces do not fill them once."""
-    from zlib_ng.zlib_ng import crc32_combine
-
-    crc = at = 0
-    for piece in sorted(pieces, key=lambda each: each.at):
-        if piece.at != at:
-            return None
-        crc = crc32_combine(crc, piece.crc, piece.length)
-        at += piece.length
-    return crc if at == n_bytes else None
 
 
 def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Damage:

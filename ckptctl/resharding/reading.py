@@ -1,46 +1,31 @@
-"""Where are the elements of a record, and how are boxes of them read?
+"""Open the source's records, and read slices of their tensors.
 
-Records are opened once: their directory says where the elements lie and what their
-checksum is, their pickle in which order. Row-major records are read by ranges;
-transposed and compressed ones must be held in memory while they are read.
+A record is opened once. Row-major records are read by ranges; transposed and
+compressed ones are held in memory while they are read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import (
-    TAIL,
-    RecordDirectory,
-    View,
-    check_headers,
-    parse_directory,
-    read_member,
-    tail_needed,
-    wrong_crcs,
-)
+from ckptctl.formats.archive.directory import View
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.model import DTYPE_SIZES, ByteRange
+from ckptctl.records.opening import Expected, OpenRecord, Unfit, WrongChecksum, open_record
+from ckptctl.records.reads import Need, open_one_record
 from ckptctl.records.slices import Dims, TensorSlice, is_contiguous, position, row_major
 from ckptctl.records.strided_copy import Strided, aligned, copy_strided
-from ckptctl.records.tensor_records import Unfit, tensor_in
-from ckptctl.records.zstd import Unpacker, require_zstd
+from ckptctl.records.zstd import ZSTD, require_zstd, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
-_HEAD = 1024
 _MAX_OPEN = 8
 _WASTE = 4
-ZSTD = "stream.zstd/1"
-"""The transform that is undone while reading."""
-
-_FRAME_BYTES = 1 << 20
 
 
 class Damage(Exception):
@@ -140,29 +125,31 @@ class SourceFiles:
     def _open(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
         chunk = tensor.chunks[number]
         record = chunk.record
+        expected = Expected(tensor.entry.dtype, chunk.elements.sizes)
         try:
             if record.transforms:
                 return self._unpacked(tensor, chunk, held_limit)
-            length = record.length
-            ends = [(0, min(_HEAD, length)), (max(0, length - TAIL), min(TAIL, length))]
-            head, tail = self._read(record, ends)
-            needed = tail_needed(tail, length)
-            if needed > len(tail):
-                (tail,) = self._read(record, [(length - needed, needed)])
-            view = View(length, head, tail)
-            opened = _described(tensor, chunk, parse_directory(tail, length), view)
-        except RecordUnreadable as error:
-            raise Damage(self.finding("record.framing", record, error.message)) from error
-        except Unfit as error:
-            raise Damage(self.finding(error.code, record, error.message)) from error
-        except _WrongCrc as error:
-            raise Damage(self.finding("record.crc", record, str(error))) from error
+            found = open_one_record(
+                lambda start, n: self._read(record, start, n),
+                record.length,
+                lambda view: open_record(view, expected),
+            )
+            opened = _described(found, chunk.elements.sizes)
+        except (RecordUnreadable, Unfit) as error:
+            raise self.damage(record, error) from error
         if opened.is_row_major:
             return opened._replace(start=opened.start + record.offset)
         check_held(tensor, record.length, held_limit)
-        (data,) = self._read(record, [(opened.start, opened.n_bytes)])
+        data = self._read(record, opened.start, opened.n_bytes)
         self.check_held_crc(record, opened, data)
         return opened._replace(start=0, held=aligned(data))
+
+    def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> Damage:
+        """The damage that opening a record found."""
+        message = error.message
+        if isinstance(error, WrongChecksum):
+            message = f"{error.names} does not match the checksum saved with it"
+        return Damage(self.finding(error.code, record, message))
 
     def check_unchanged(self) -> None:
         """Raise `Damage` where what no checksum proves is not what was looked at before."""
@@ -183,21 +170,21 @@ class SourceFiles:
                 f"which cannot be undone here; {ZSTD} can"
             )
         require_zstd()
-        length = chunk.elements.n_elements * tensor.item_bytes + _FRAME_BYTES
+        sizes = chunk.elements.sizes
+        length = tensor_limit(tensor.entry.dtype, sizes)
         check_held(tensor, length, held_limit)
-        (packed,) = self._read(chunk.record, [(0, chunk.record.length)])
-        unpacker = Unpacker(length)
-        data = b"".join(unpacker.feed(memoryview(packed)))
-        directory = parse_directory(data, len(data))
-        opened = _described(tensor, chunk, directory, View(len(data), data, data))
+        data = unpack(self._read(chunk.record, 0, chunk.record.length), length)
+        found = open_record(View(len(data), data, data), Expected(tensor.entry.dtype, sizes))
+        assert not isinstance(found, Need)  # noqa: S101 - all of it is there
+        opened = _described(found, sizes)
         elements = data[opened.start : opened.start + opened.n_bytes]
         self.check_held_crc(chunk.record, opened, elements)
         return opened._replace(start=0, held=aligned(elements))
 
-    def _read(self, record: ByteRange, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
-        path = self.in_store(record.file)
-        spans = [Span(path, record.offset + start, length) for start, length in pieces]
-        return [data for _, data in self.store.read_spans(spans)]
+    def _read(self, record: ByteRange, start: int, n_bytes: int) -> bytes:
+        span = Span(self.in_store(record.file), record.offset + start, n_bytes)
+        ((_, data),) = self.store.read_spans([span])
+        return data
 
     @property
     def near(self) -> int:
@@ -205,41 +192,26 @@ class SourceFiles:
         return self._near
 
 
-class _WrongCrc(Exception):
-    pass
-
-
-def _described(
-    tensor: SourceTensor, chunk: SourceChunk, directory: RecordDirectory, view: View
-) -> Opened:
-    check_headers(directory, view)
-    stub = tensor_in(directory, view)
-    # The chunk may be one of several that ranks described on their own.
-    sizes = chunk.elements.sizes
-    n_elements = prod(sizes)
-    if stub.dtype != tensor.entry.dtype or (stub.shape != sizes and n_elements):
-        raise Unfit("record.mismatch", f"it holds {stub.dtype} of shape {stub.shape}")
-    member = directory.find(f"data/{stub.storage_key}")
-    itemsize = DTYPE_SIZES[stub.dtype]
-    if member is None or member.size != stub.n_elements_in_storage * itemsize:
-        raise Unfit("record.mismatch", "its elements are not all there")
-    if read_member(directory, "byteorder", view) == b"big":
+def _described(found: OpenRecord, sizes: Dims) -> Opened:
+    """Where the elements of an open record lie; raises `Unfit` if they cannot be copied."""
+    stub, elements = found.stub, found.elements
+    assert stub is not None and elements is not None  # noqa: S101, PT018 - a tensor was expected
+    if found.byte_order == "big":
         raise Unfit("format.unsupported", "it was written on a big-endian machine")
     if stub.signs:
         raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
-    wrong = wrong_crcs(directory, view)
-    if wrong:
-        raise _WrongCrc(f"{', '.join(wrong)} does not match the checksum saved with it")
+    item_bytes = DTYPE_SIZES[stub.dtype]
+    n_elements = prod(sizes)
     is_row_major = all(
         size == 1 or stride == usual
         for size, stride, usual in zip(sizes, stub.strides, strides_of(sizes), strict=True)
     )
     return Opened(
-        member.start,
-        member.size,
-        member.crc if directory.has_crcs and member.size else None,
-        stub.storage_offset * itemsize,
-        tuple(stride * itemsize for stride in stub.strides),
+        elements.start,
+        elements.size,
+        found.crc if elements.size else None,
+        stub.storage_offset * item_bytes,
+        tuple(stride * item_bytes for stride in stub.strides),
         is_row_major or not n_elements,
     )
 

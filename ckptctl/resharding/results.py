@@ -1,7 +1,4 @@
-"""What do `plan_reshard`, `reshard`, `convert` and `diff` answer?
-
-Frozen answers that the command line only prints.
-"""
+"""The results of `plan_reshard`, `reshard`, `convert` and `diff`, which the CLI prints."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What do files of safetensors hold, as the source of a step?
+"""Read a folder of safetensors as the source of a step.
 
-Whole tensors, or the boxes of them that DCP's Hugging Face writer leaves in each shard.
-Headers say where elements lie; no checksum proves them, so that a file that was written
-to in the meantime is told by its size and time. Whether the files are whole is the
-question of `checks.safetensors`.
+The files hold whole tensors, or the slices that DCP's Hugging Face writer puts into
+each shard. Headers give the position of the elements; no checksum verifies them, so a
+file that is written to in the meantime is detected by its size and time. Whether the
+files are complete is checked in `checks.safetensors`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What is there to be resharded: which tensors, in which boxes, and which files beside them?
+"""The source of a reshard or conversion: its tensors, chunks and sidecars.
 
-A step is looked at first, and what is not whole is refused. The metadata of a part,
-also where each rank left its own, become one list of entries. How they are cut anew is
-the question of `planning`.
+The metadata of a part, also where each rank saved its own, becomes one list of entries.
+A step that inspection does not call complete is refused. `planning` decides how the
+entries are sharded in the new step.
 """
 
 from __future__ import annotations

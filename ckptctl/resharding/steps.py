@@ -1,7 +1,7 @@
-"""How is a step cut for another world size?
+"""Reshard a step for another world size: `plan_reshard` and `reshard`.
 
-The functions behind `ckptctl reshard`: find the step, look at it, plan, and write where
-that was asked for. Each part of that is a module of its own.
+Finds and inspects the step, plans the new one, and writes it if asked to; each of
+these is a module of its own.
 """
 
 from __future__ import annotations

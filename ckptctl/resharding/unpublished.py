@@ -1,8 +1,7 @@
-"""What will a step hold once its metadata is there?
+"""A store that shows a step with the metadata that is yet to be written.
 
-An object store has no rename: the metadata is what makes a step, and is put last. To
-prove the step before that, its store is shown with the metadata in it. Everything else
-is the store's own.
+Object stores have no rename: the metadata completes a step, and is written last. To
+inspect the step before that, its store is shown with the metadata in it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How do files come to be that hold whole tensors, proven, or not at all?
+"""Write files that hold whole tensors, verified, or none at all.
 
-Each file is written once, in order, streamed as a reshard is: elements are read by
-ranges, and every record that went into a file is proven before the file is finished.
-Then it is read again, and on a file system a rename makes the result appear. What
-stands around the elements is the question of the formats: see `exporting`.
+Each file is streamed once, in order: elements are read by ranges, and every source
+record is verified before the file ends. The file is then read again, and on a file
+system a rename publishes the result. `exporting` produces the bytes around the elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How do many shard files come to be at once, and in which share of the processes?
+"""Write many shard files with several threads, and share them among processes.
 
-Each thread makes one file at a time, in order, so that memory is what a thread needs
-times how many there are. What a file holds is the question of `copying`.
+Each thread produces one file at a time, in order, so memory is what one thread needs
+times the number of threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How does `dcp.load` read a checkpoint without running what is in it, and fast?
+"""`Reader`: load a checkpoint with `dcp.load`, without running what is in it, and fast.
 
-`Reader` stands where torch's `FileSystemReader` does: torch plans what each rank needs
-and reshards; here the metadata is decoded, and the bytes are read. Which step to load
-is not asked here.
+It takes the place of torch's `FileSystemReader`: torch plans what each rank needs and
+reshards; here the metadata is decoded, and the bytes are read. `resume` chooses the step.
 """
 
 from __future__ import annotations

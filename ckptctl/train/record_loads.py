@@ -1,8 +1,8 @@
-"""How do the records that a rank needs come into its tensors?
+"""Load the records that a rank needs into its tensors.
 
 First the frame of every record is read, and short records as a whole, many with one
-read; then the elements of the long ones, by several threads. What is needed says
-torch's plan; which bytes that is, and where they go, is for `record_runs`.
+read; then the elements of the long ones, by several threads. torch's plan says what is
+needed; `records.element_reads` decides which bytes that takes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.values import TensorStub
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.element_reads import ElementChecksum, ElementRun, element_runs
-from ckptctl.records.opening import Framed, framed, is_plain_pickle
+from ckptctl.records.checksums import ElementChecksum
+from ckptctl.records.element_reads import ElementRun, element_runs
+from ckptctl.records.opening import (
+    Expected,
+    OpenRecord,
+    Unfit,
+    is_plain_pickle,
+    open_record,
+)
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import Need, Reading, read_records
+from ckptctl.records.reads import Need, Reading, RecordSource, open_records
 from ckptctl.records.slices import TensorSlice, dense_order
-from ckptctl.records.tensor_records import Unfit
-from ckptctl.records.zstd import Unpacker, require_zstd
+from ckptctl.records.zstd import MAX_ENTRY_BYTES, ZSTD, tensor_limit, unpack
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.train.damage import Damage
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import TensorSink, elements, is_plain, memory_of
 from ckptctl.train.torch_metadata import torch_dtype
 
-_ZSTD = "stream.zstd/1"
 QUANTIZED = "quantized"
-_FRAME_BYTES = 1 << 20
-_MANY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +152,18 @@ class RecordLoads:
 
     def _records(
         self, wanted: Mapping[int, Sequence[ReadItem]]
-    ) -> Iterator[tuple[int, tuple[View, Framed]]]:
+    ) -> Iterator[tuple[int, tuple[View, OpenRecord]]]:
         """Each record with what its frame says, unpacked where it was compressed."""
         by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
         for number in wanted:
             by_file[self._ranges.files[number]].append(number)
         needs = {n: need for n in wanted if (need := self._need(n, wanted[n])) is not None}
-        while any(by_file):
-            reading = Reading()
-            more: dict[int, Need] = {}
-            for number, view in read_records(
-                self._store, "", self._ranges, by_file, needs, reading, longest=self._reach.longest
-            ):
-                found = self._framed(number, view)
-                if isinstance(found, Need):
-                    more[number] = found
-                else:
-                    yield number, found
-            self.loaded.n_read += reading.n_bytes
-            needs = more
-            by_file = [[n for n in numbers if n in needs] for numbers in by_file]
+        reading = Reading()
+        source = RecordSource(self._store, "", self._ranges)
+        yield from open_records(
+            source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
+        )
+        self.loaded.n_read += reading.n_bytes
 
     def _need(self, number: int, items: Sequence[ReadItem]) -> Need | None:
         """How much of a record to read at first; None for its frame."""
@@ -180,7 +175,7 @@ class RecordLoads:
         whole = self._prove_slices or any(tuple(item.lengths) == sizes for item in items)
         return Need(head=length) if whole and length <= self._reach.short else None
 
-    def _framed(self, number: int, view: View) -> tuple[View, Framed] | Need:
+    def _open(self, number: int, view: View) -> tuple[View, OpenRecord] | Need:
         owner = self._ranges.owner(number)
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
         try:
@@ -191,7 +186,8 @@ class RecordLoads:
                     "format.unsupported",
                     "it is a pickle of a planner's own, which cannot be read without running it",
                 )
-            found = framed(view, tensor, owner.chunk)
+            expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
+            found = open_record(view, expected)
             if isinstance(found, Need):
                 return found
             if found.stub is not None:
@@ -206,24 +202,18 @@ class RecordLoads:
 
     def _unpacked(self, number: int, view: View) -> View:
         owner = self._ranges.owner(number)
-        if owner.transforms != (_ZSTD,):
+        if owner.transforms != (ZSTD,):
             through = ", ".join(owner.transforms)
             raise Unfit("format.unsupported", f"it went through {through} when it was saved")
-        require_zstd()
-        limit = _MANY_BYTES
+        limit = MAX_ENTRY_BYTES
         if isinstance(owner.entry, TensorEntry):
-            dtype = torch_dtype(owner.entry.dtype)
-            sizes = owner.entry.chunks.sizes_of(owner.chunk)
-            limit = prod(sizes) * (dtype.itemsize if dtype else 16) + _FRAME_BYTES
-        unpacker = Unpacker(limit)
-        data = b"".join(unpacker.feed(memoryview(view.head)))
-        if not unpacker.ended:
-            raise RecordUnreadable("its compressed bytes end too early")
+            limit = tensor_limit(owner.entry.dtype, owner.entry.chunks.sizes_of(owner.chunk))
+        data = unpack(view.head, limit)
         return View(len(data), data, data)
 
     # One record
 
-    def _at(self, number: int, record: tuple[View, Framed], items: Sequence[ReadItem]) -> None:
+    def _at(self, number: int, record: tuple[View, OpenRecord], items: Sequence[ReadItem]) -> None:
         view, found = record
         self.loaded.n_records += 1
         if found.stub is None:
@@ -248,14 +238,14 @@ class RecordLoads:
             else:
                 self._wait(tensor, item, target, first=place == 0)
 
-    def _tensor(self, number: int, found: Framed, stub: TensorStub) -> _Tensor:
+    def _tensor(self, number: int, found: OpenRecord, stub: TensorStub) -> _Tensor:
         dtype = torch_dtype(stub.dtype)
         if dtype is None:
             reason = f"torch {torch.__version__} has no {stub.dtype}"
             raise self._damage.record(number, "format.unsupported", reason)
-        member = found.directory.find(f"data/{stub.storage_key}")
+        member = found.elements
         n_bytes = stub.n_elements_in_storage * dtype.itemsize
-        # What `framed` cannot compare for dtypes whose size only torch knows.
+        # What `open_record` cannot compare for dtypes whose size only torch knows.
         if member is None or member.size != n_bytes:
             has = 0 if member is None else member.size
             reason = f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
@@ -281,7 +271,7 @@ class RecordLoads:
             for at, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
         if QUANTIZED in stub.signs:
-            # Its scales are in the record, too; `framed` knows every name in its pickle.
+            # Its scales are in the record, too; `open_record` knows every name in its pickle.
             source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
         else:
             source = elements(memoryview(data), dtype)

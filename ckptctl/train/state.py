@@ -189,8 +189,8 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
 
     import torch
 
-    from ckptctl.formats.archive.directory import View, parse_directory
-    from ckptctl.records.tensor_records import Unfit, tensor_in
+    from ckptctl.formats.archive.directory import parse_record
+    from ckptctl.records.opening import Unfit, tensor_in
     from ckptctl.train.safe_values import safe_copy
 
     if isinstance(leaf, torch.Tensor):
@@ -201,8 +201,7 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
             buffer = io.BytesIO()
             try:
                 torch.save(tensor, buffer)
-                data = buffer.getvalue()
-                tensor_in(parse_directory(data, len(data)), View(len(data), data, data))
+                tensor_in(*parse_record(buffer.getvalue()))
             except Exception as error:
                 why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
                 raise UsageError(

@@ -16,7 +16,8 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import planner as planning  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 
-from ckptctl.records.element_reads import ElementChecksum, element_runs  # noqa: E402
+from ckptctl.records.checksums import ElementChecksum  # noqa: E402
+from ckptctl.records.element_reads import element_runs  # noqa: E402
 from ckptctl.records.slices import TensorSlice, dense_order  # noqa: E402
 from ckptctl.train import Reader  # noqa: E402
 from ckptctl.train.tensor_copy import TensorSink  # noqa: E402
@@ -155,7 +156,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("verify", ["whole", "always"])
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_reader_gives_any_slice_and_reads_little_more(
     saved: Path, verify: Any, data: st.DataObject

@@ -1,4 +1,4 @@
-"""Is this byte range one archive as `torch.save` writes it, and what does it hold?
+"""Read the directory of an archive that `torch.save` wrote.
 
 A record is a zip archive with every member stored. Its directory lies in the
 last bytes, so that the tail of a record says where everything is, and its head
@@ -8,8 +8,7 @@ which of two contradicting fields they believe (torch takes the first of two
 members of one name, Python's `zipfile` the last), so that a record in which
 two fields contradict each other has no one meaning.
 
-What the pickle means is the question of `values`; whether it agrees with the
-metadata is asked in `checks.structure`.
+`values` decodes the pickle; `records.opening` compares it with the metadata.
 
 Source: records written by torch 2.1 to 2.15; torch 2.13
 `caffe2/serialize/inline_container.cc`, `third_party/miniz-3.0.2/miniz.c`.
@@ -18,7 +17,7 @@ Source: records written by torch 2.1 to 2.15; torch 2.13
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
@@ -168,6 +167,27 @@ def parse_directory(tail: bytes, length: int) -> RecordDirectory:
         raise RecordUnreadable(f"{end - pos:,} bytes of its directory belong to no member")
     members = _laid_out(entries, at)
     return RecordDirectory(members, _has_crcs(members), at, length)
+
+
+def read_directory(
+    read_tail: Callable[[int], bytes], length: int, tail: bytes = b""
+) -> tuple[RecordDirectory, bytes]:
+    """The directory of a record of `length` bytes, and the tail that it was found in.
+
+    `read_tail` returns so many bytes from the end of the record. It is called once if
+    `tail` was not read already, and again for a directory that is longer than the tail.
+    Raises `RecordUnreadable`.
+    """
+    tail = tail or read_tail(min(TAIL, length))
+    needed = tail_needed(tail, length)
+    if needed > len(tail):
+        tail = read_tail(needed)
+    return parse_directory(tail, length), tail
+
+
+def parse_record(data: bytes) -> tuple[RecordDirectory, View]:
+    """The directory of a record that is in memory as a whole; raises `RecordUnreadable`."""
+    return parse_directory(data, len(data)), View(len(data), data, data)
 
 
 def check_headers(directory: RecordDirectory, view: Readable) -> None:

@@ -1,9 +1,9 @@
-"""Is every byte between the members of a record as torch writes it?
+"""Check that the bytes between the members of a record are as torch writes them.
 
-`records` reads what a record says and refuses what has no one meaning. Here the
-rest is held against what torch writes: padding, and the fields that no reader
-looks at. A byte of them that differs harms no load, and shows that something
-changed the file. Nothing but the frame is looked at; the members have checksums.
+`directory` reads what a record states and refuses contradictions. This module compares
+the rest with what torch writes: padding, and fields that no reader uses. A difference
+there harms no load, but shows that something changed the file. Members themselves have
+checksums.
 
 Source: records written by torch 2.1 to 2.15; torch 2.13
 `caffe2/serialize/inline_container.cc` (padding, `serialization_id`).

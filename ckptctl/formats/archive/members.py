@@ -1,9 +1,8 @@
-"""How is an archive of stored members written, as torch's own writer does?
+"""Write the members of an archive as torch's own writer does.
 
-Where each member lies is known before its bytes are: headers say nothing of sizes and
-checksums, which follow behind the bytes and in the directory. The bytes are those that
-torch 2.13 writes. What the members of a record are is the question of `record_writing`,
-of a whole file of `torch.save` that of `flat_writing`.
+The position of each member is known before its bytes are: local headers hold neither
+sizes nor checksums, which follow after the bytes and in the directory. The output is
+byte for byte that of torch 2.13.
 
 Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `third_party/miniz-3.0.2/miniz.c`.
 """

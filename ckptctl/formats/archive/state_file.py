@@ -1,10 +1,9 @@
-"""How is a whole file of `torch.save` written, a piece at a time?
+"""Write a whole file of `torch.save`, a piece at a time.
 
-One archive: the pickle of a nested state dict, and the storage of each tensor as a
-member of its own. All but the elements and their checksums is known beforehand, and
-with it where every byte will lie. `torch.load(weights_only=True)` reads it: the pickle
-calls nothing but what rebuilds tensors and ordered dicts. How a state comes apart into
-entries, and together again, is the question of `flat_state`.
+One archive holds the pickle of a nested state dict, and the storage of each tensor as a
+member. All but the elements and their checksums is known beforehand, and with it the
+position of every byte. `torch.load(weights_only=True)` reads the file: the pickle calls
+only what rebuilds tensors and ordered dicts. `flat_state` flattens and nests states.
 
 Source: torch 2.13 `torch/serialization.py`, `torch/_utils.py`,
 `torch/_weights_only_unpickler.py`.

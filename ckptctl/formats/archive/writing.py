@@ -1,9 +1,9 @@
-"""How is a record written, as `torch.save` would write it?
+"""Write a record as `torch.save` would write it.
 
-Everything around the elements is known before the first of them is: how many bytes
-come before and after, and so where each record of a file will lie. Only checksums are
-missing, and they stand behind the elements. The bytes are those that torch 2.13
-writes, its `serialization_id` included. How records are read is `records`' question.
+Everything around the elements is known before the first of them: how many bytes come
+before and after, and so where each record of a file will lie. Only the checksums are
+missing, and they follow the elements. The output is byte for byte that of torch 2.13,
+including its `serialization_id`.
 
 Source: torch 2.13 `torch/serialization.py`, `torch/_tensor.py`,
 `caffe2/serialize/inline_container.cc`, `third_party/miniz-3.0.2/miniz.c`.
