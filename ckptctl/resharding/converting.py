@@ -29,7 +29,7 @@ from ckptctl.judge.targets import parse_target
 from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.executing import Place
+from ckptctl.resharding.executing import Place, WriteOptions
 from ckptctl.resharding.exporting import (
     Export,
     source_files,
@@ -49,14 +49,12 @@ from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
-    DEFAULT_MEMORY,
     Opening,
     look_whole,
     target_place,
     with_finding,
 )
-from ckptctl.resharding.writing import budget
-from ckptctl.storage.contract import Store
+from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.storage.opening import base_name, join_url, parent_url
 
 
@@ -123,11 +121,7 @@ def convert(
         strip,
         under,
         file_bytes,
-        accept_unverifiable,
-        memory,
-        jobs,
-        key,
-        on_progress,
+        WriteOptions(accept_unverifiable, memory, jobs, key, on_progress=on_progress),
     )
     if parse_target(target).name is None:
         path = join_url(parse_target(target).root, "step_1200")
@@ -164,11 +158,7 @@ class _Asked:
     strip: str
     under: str
     file_bytes: int | None
-    accept_unverifiable: bool
-    memory: int
-    jobs: int | None
-    key: bytes | None
-    on_progress: OnProgress | None
+    options: WriteOptions
 
     @property
     def name(self) -> str:
@@ -214,7 +204,7 @@ def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
             without=("--under",),
         )
     with target_place(asked.target, opening) as place:
-        into = _into(asked, file.store, place)
+        into = _into(asked, place)
         return import_file(file, into) if is_safetensors else import_flat(file, into)
 
 
@@ -235,7 +225,7 @@ def _from_folder(
 ) -> Converted:
     """A folder of safetensors becomes a step."""
     _check_makes_step(asked, "a folder of safetensors")
-    if not refusal(looked.report, accept_unverifiable=asked.accept_unverifiable):
+    if not refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Nothing but a seal proves them, and that takes a look at every byte.
         content = Asked(Limits())
         looked = look(
@@ -247,7 +237,7 @@ def _from_folder(
             content=content,
         )
     with target_place(asked.target, opening) as place:
-        return import_folder(found, looked, _into(asked, found.store, place))
+        return import_folder(found, looked, _into(asked, place))
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:
@@ -272,16 +262,13 @@ def _ending(name: str) -> str:
     return next(end for end in (*FLAT_SUFFIXES, SUFFIX) if name.endswith(end))
 
 
-def _into(asked: _Asked, source: Store, place: Place) -> Into:
+def _into(asked: _Asked, place: Place) -> Into:
     return Into(
         place,
         asked.world_size or 1,
         asked.only_model,
         asked.under,
-        asked.accept_unverifiable,
-        budget(asked.memory, asked.jobs, source, place.store),
-        asked.key,
-        asked.on_progress,
+        asked.options,
         asked.anyway,
     )
 
@@ -290,14 +277,14 @@ def _from_step(asked: _Asked, found: OpenTarget, looked: Looked, opening: Openin
     """A step becomes files of another format."""
     _check_makes_files(asked)
     with target_place(asked.target, opening) as place:
-        if refusal(looked.report, accept_unverifiable=asked.accept_unverifiable):
+        if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
             return not_converted(found.url, place.url, looked.report)
         source = source_of(looked)
         files = source_files(source, found)
-        room = budget(asked.memory, asked.jobs, found.store, place.store)
+        room = asked.options.budget(found.store, place.store)
         try:
             export = _export(asked, source, files)
-            write_export(source, export, files, place, room, asked.on_progress)
+            write_export(source, export, files, place, room, asked.options.on_progress)
         except Damage as damage:
             report = with_finding(looked.report, damage.finding)
             return not_converted(found.url, place.url, report)

@@ -9,23 +9,15 @@ checksums over all files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
-from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.records.verification import Passing, check_parts
+from ckptctl.records.writing import Block, block_of, record_of
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Buffers, Damage, Piece, SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourceBytes, SourceTensor
-
-
-@dataclass(slots=True)
-class Crc:
-    """The CRC-32 of bytes that come in pieces."""
-
-    value: int = 0
 
 
 class FileCopy:
@@ -107,11 +99,8 @@ class FileCopy:
         self, tensor: SourceTensor, wanted: TensorSlice, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
         """The record of a slice, made of the records of the chunks that it overlaps."""
-        frame = tensor_frame(tensor.entry.dtype, wanted.sizes)
-        yield memoryview(frame.before)
-        crc = Crc()
-        yield from self.elements(tensor, wanted, reader, block, crc)
-        yield memoryview(frame.after(crc.value))
+        elements = self.elements(tensor, wanted, reader, block)
+        yield from record_of(tensor.entry.dtype, wanted.sizes, elements)
 
     def elements(
         self,
@@ -119,10 +108,9 @@ class FileCopy:
         wanted: TensorSlice,
         reader: SliceReader,
         block: memoryview,
-        crc: Crc,
-    ) -> Iterator[memoryview]:
-        """The elements of a slice in row-major order, and their checksum."""
-        from zlib_ng.zlib_ng import crc32, crc32_combine
+    ) -> Iterator[Block]:
+        """The elements of a slice in row-major order, read into `block` again and again."""
+        from zlib_ng.zlib_ng import crc32_combine
 
         for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
             n_bytes = part.n_elements * tensor.item_bytes
@@ -132,13 +120,15 @@ class FileCopy:
             for run in runs:
                 self._prove(run)
             data = block[:n_bytes]
-            if sum(run.length for run in runs) == n_bytes:
-                for run in runs:
-                    crc.value = crc32_combine(crc.value, run.crc, run.length)
-            else:
-                crc.value = crc32(data, crc.value)
             self._told(n_bytes)
-            yield data
+            if sum(run.length for run in runs) < n_bytes:
+                yield block_of(data)
+                continue
+            # The checksums that verify the source serve the new record as well.
+            crc = 0
+            for run in runs:
+                crc = crc32_combine(crc, run.crc, run.length)
+            yield Block(data, crc)
 
     def _prove(self, run: Piece) -> None:
         from zlib_ng.zlib_ng import crc32_combine

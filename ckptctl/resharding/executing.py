@@ -28,7 +28,7 @@ from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.proving import prove
 from ckptctl.resharding.reading import Damage, Piece, SourceFiles
 from ckptctl.resharding.unpublished import WithFiles
-from ckptctl.resharding.writing import Budget, Told, in_threads, share_of
+from ckptctl.resharding.writing import DEFAULT_MEMORY, Budget, Told, budget, in_threads, share_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
@@ -56,6 +56,22 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How a new step is written, verified and sealed; see `steps.reshard`."""
+
+    accept_unverifiable: bool = False
+    memory: int = DEFAULT_MEMORY
+    jobs: int | None = None
+    key: bytes | None = None
+    crew: Crew | None = None
+    on_progress: OnProgress | None = None
+
+    def budget(self, source: Store, target: Store) -> Budget:
+        """How many threads write, and what each may hold; raises `UsageError`."""
+        return budget(self.memory, self.jobs, source, target)
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """A step that is there. `continued` are files that an earlier call had written."""
 
@@ -68,20 +84,17 @@ def write(
     source: OpenTarget,
     place: Place,
     budget: Budget,
-    *,
-    accept_unverifiable: bool = False,
-    key: bytes | None = None,
-    crew: Crew | None = None,
-    on_progress: OnProgress | None = None,
+    options: WriteOptions,
     files: Mapping[str, SourceFiles] | None = None,
 ) -> Written | Report:
-    """Write, prove, seal and publish a step; a `Report` where the new step is not whole.
+    """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
-    `files` are the records of each part, where they are not in shard files. With a `crew`
-    every process calls this, and rank 0 publishes; the others get the
-    answer of a step that is not there yet. Raises `Damage` where the source is not what
-    was saved, `UsageError` where something is at the place already, `StorageError`.
+    `files` are the records of each part, if they are not in shard files. With a crew every
+    process calls this, and rank 0 publishes; the others get the result of a step that is
+    not published yet. Raises `Damage` if the source is not what was saved, `UsageError` if
+    something is at the place already, `StorageError`.
     """
+    crew, on_progress = options.crew, options.on_progress
     work = _Work(plan, source, place, budget, on_progress, files)
     is_first = crew is None or crew.rank == 0
     if is_first:
@@ -97,10 +110,10 @@ def write(
     told = on_progress if crew is None else crew.watch(on_progress)
     work.prove(told)
     work.write_others()
-    report = work.seal(accept_unverifiable=accept_unverifiable, key=key, on_progress=told)
+    report = work.seal(options, told)
     if crew is not None:
         crew.gather((work.identity, 0, ()))
-    if report.exit_code and not (accept_unverifiable and report.exit_code == _UNVERIFIABLE):
+    if report.exit_code and not (options.accept_unverifiable and report.exit_code == _UNVERIFIABLE):
         return report
     work.publish()
     return Written(replace(report, url=place.url), continued)
@@ -280,10 +293,8 @@ class _Work:
             if path not in expected:
                 store.remove(f"{self._folder}/{path}")
 
-    def seal(
-        self, *, accept_unverifiable: bool, key: bytes | None, on_progress: OnProgress | None
-    ) -> Report:
-        """Look at every byte of the new step, and seal it."""
+    def seal(self, options: WriteOptions, on_progress: OnProgress | None) -> Report:
+        """Verify every byte of the new step, and seal it."""
         name, store = self.place.name, self.place.store
         n_ranks = self.plan.wanted.mesh.world_size
         in_stages = any(is_stage(part.source.path) for part in self.plan.parts)
@@ -291,10 +302,10 @@ class _Work:
         shown = self._shown(store)
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),
-            conditions((), None, saved, 600.0, key=key),
-            key=key,
+            conditions((), None, saved, 600.0, key=options.key),
+            key=options.key,
             replace=True,
-            accept_unverifiable=accept_unverifiable,
+            accept_unverifiable=options.accept_unverifiable,
             saved_world_size=saved,
             jobs=self._budget.jobs,
             on_progress=on_progress,

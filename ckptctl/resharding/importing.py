@@ -1,7 +1,7 @@
-"""How does a file of `torch.save`, or a model in safetensors, become a step of sharded DCP?
+"""Make a step of sharded DCP from a file of `torch.save` or a model in safetensors.
 
-It is planned, written, proven, sealed and published as a reshard is; what is in the
-files is the question of `flat_files` and `safetensors_files`. Nothing in them runs.
+The step is planned, written, verified, sealed and published as a reshard is.
+`flat_files` and `safetensors_files` read the files; nothing in them runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ckptctl.judge.looking import Looked
 from ckptctl.judge.part_checks import folder_of
 from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import FileInfo, Level, Part, PartFormat
-from ckptctl.records.byte_pass import OnProgress
-from ckptctl.resharding.executing import Place, write
+from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Plan, Wanted, plan
@@ -32,7 +31,6 @@ from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.safetensors_files import files_of_index, read_safetensors
 from ckptctl.resharding.sources import Source, refusal
 from ckptctl.resharding.steps import Opening, with_finding
-from ckptctl.resharding.writing import Budget
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
@@ -52,20 +50,16 @@ class OneFile:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """How the step is made: where, for how many ranks, of what, within which bounds.
+    """The step to make: its place, for how many ranks, of what, and how it is written.
 
-    `anyway` is the same call with `--accept-unverifiable`, for those who read why
-    it was refused.
+    `anyway` is the same command with `--accept-unverifiable`, for a refusal to name.
     """
 
     place: Place
     world_size: int
     only_model: bool
     under: str
-    accept_unverifiable: bool
-    room: Budget
-    key: bytes | None
-    on_progress: OnProgress | None
+    options: WriteOptions
     anyway: str
 
 
@@ -117,7 +111,7 @@ def import_file(source: OneFile, into: Into) -> Converted:
         report = with_finding(report, finding)
     why = "is of safetensors, which carry no checksums: nothing proves its bytes"
     report = with_finding(report, _unproven(source.file.path, why, into))
-    if refusal(report, accept_unverifiable=into.accept_unverifiable):
+    if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, report)
     read = read_safetensors(source.store, "", source.url, part, under=into.under)
     return _import(Source(source.url, report, (read.part,), ()), source, {"": read.files}, (), into)
@@ -126,7 +120,7 @@ def import_file(source: OneFile, into: Into) -> Converted:
 def import_folder(found: OpenTarget, looked: Looked, into: Into) -> Converted:
     """Write a step from the folders of safetensors in a folder that was looked at."""
     report = looked.report
-    if refusal(report, accept_unverifiable=into.accept_unverifiable):
+    if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
     held = [part for part in looked.step.parts if part.format is PartFormat.SAFETENSORS]
     # Beside a model of its own, folders below hold its shards once more, or another model.
@@ -160,7 +154,7 @@ def _import(
     remarks: Sequence[Finding],
     into: Into,
 ) -> Converted:
-    if refusal(read.report, accept_unverifiable=into.accept_unverifiable):
+    if refusal(read.report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, read.report)
     mesh = Mesh((("dp", into.world_size),))
     planned = plan(read, Wanted(mesh, only_model=into.only_model))
@@ -176,11 +170,9 @@ def _import(
             planned,
             OpenTarget(source.store, name, ()),
             into.place,
-            into.room,
-            accept_unverifiable=into.accept_unverifiable,
-            key=into.key,
-            on_progress=into.on_progress,
-            files=files,
+            into.options.budget(source.store, into.place.store),
+            into.options,
+            files,
         )
     except Damage as damage:
         report = with_finding(read.report, damage.finding)

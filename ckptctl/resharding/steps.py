@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
@@ -23,17 +24,14 @@ from ckptctl.judge.verifying import OpenTarget, open_target
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.executing import Place, write
+from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.mesh import Mesh, RankSlice, check_mesh, parse_mesh, parse_rules
 from ckptctl.resharding.planning import PerRank, Plan, Wanted, plan, shares
 from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.results import Reshard
 from ckptctl.resharding.sources import Source, check_format, needs_content, refusal, source_of
-from ckptctl.resharding.writing import budget
+from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
-
-DEFAULT_MEMORY = 256 << 20
-"""Bytes that a reshard may take, unless the caller says otherwise."""
 
 
 def plan_reshard(
@@ -72,16 +70,17 @@ def plan_reshard(
         source,
         target,
         _asked(world_size, mesh, shard, like, per_rank, only_model),
+        _Access(
+            pattern,
+            grace_s,
+            {
+                "storage_options": storage_options,
+                "endpoint_url": endpoint_url,
+                "timeout_s": timeout_s,
+            },
+        ),
+        WriteOptions(accept_unverifiable, memory),
         write_it=False,
-        accept_unverifiable=accept_unverifiable,
-        memory=memory,
-        pattern=pattern,
-        grace_s=grace_s,
-        opening={
-            "storage_options": storage_options,
-            "endpoint_url": endpoint_url,
-            "timeout_s": timeout_s,
-        },
     )
 
 
@@ -128,24 +127,29 @@ def reshard(
         source,
         target,
         _asked(world_size, mesh, shard, like, per_rank, only_model),
+        _Access(
+            pattern,
+            grace_s,
+            {
+                "storage_options": storage_options,
+                "endpoint_url": endpoint_url,
+                "timeout_s": timeout_s,
+            },
+        ),
+        WriteOptions(accept_unverifiable, memory, jobs, key, crew, on_progress),
         write_it=True,
-        accept_unverifiable=accept_unverifiable,
-        memory=memory,
-        jobs=jobs,
-        key=key,
-        crew=crew,
-        on_progress=on_progress,
-        pattern=pattern,
-        grace_s=grace_s,
-        opening={
-            "storage_options": storage_options,
-            "endpoint_url": endpoint_url,
-            "timeout_s": timeout_s,
-        },
     )
 
 
 Opening = Mapping[str, object]
+
+
+class _Access(NamedTuple):
+    """How the source step is found under its root, and how stores are opened."""
+
+    pattern: str | None
+    grace_s: float
+    opening: Opening
 
 
 class _Asked:
@@ -201,20 +205,15 @@ def _reshard(
     source: str,
     target: str,
     asked: _Asked,
+    where: _Access,
+    options: WriteOptions,
     *,
     write_it: bool,
-    accept_unverifiable: bool,
-    memory: int,
-    pattern: str | None,
-    grace_s: float,
-    opening: Opening,
-    jobs: int | None = None,
-    key: bytes | None = None,
-    crew: Crew | None = None,
-    on_progress: OnProgress | None = None,
 ) -> Reshard:
+    jobs, accept_unverifiable = options.jobs, options.accept_unverifiable
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    pattern, grace_s, opening = where
     with (
         opened_step(source, pattern, grace_s, opening) as (found, checked),
         target_place(target, opening) as place,
@@ -229,20 +228,11 @@ def _reshard(
         if wanted.like is None:
             check_mesh(wanted.mesh, wanted.rules, _shapes(source_step))
         planned = plan(source_step, wanted)
-        room = budget(memory, jobs, found.store, place.store)
+        room = options.budget(found.store, place.store)
         if not write_it:
             return _answer(planned, place.url)
         try:
-            written = write(
-                planned,
-                found,
-                place,
-                room,
-                accept_unverifiable=accept_unverifiable,
-                key=key,
-                crew=crew,
-                on_progress=on_progress,
-            )
+            written = write(planned, found, place, room, options)
         except Damage as damage:
             report = with_finding(looked.report, damage.finding)
             return _refused(found.url, place.url, asked, report)

@@ -18,7 +18,7 @@ from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, Usage
 from ckptctl.judge.step_files import list_step
 from ckptctl.records.byte_pass import Limits, OnProgress, Piece, read_runs
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.copying import Crc, FileCopy
+from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.executing import Place, check_space
 from ckptctl.resharding.journal import work_folder
 from ckptctl.resharding.planning import TargetFile
@@ -198,14 +198,16 @@ class _Copy:
                 TargetFile(self.file.name, 0), files, self._room.buffers, self._told.add
             )
             every = TensorSlice.whole(one.tensor.entry.shape)
-            crc = Crc()
+            crc = 0
             with SliceReader(files, self._room.buffers) as reader:
-                yield from copy.elements(one.tensor, every, reader, block, crc)
+                for part in copy.elements(one.tensor, every, reader, block):
+                    crc = crc32_combine(crc, part.crc, len(part.data))
+                    yield part.data
             proof.setdefault(one.part.path, []).extend(copy.proof)
-            crcs.append(crc.value)
+            crcs.append(crc)
             if len(crcs) == len(self.file.tensors):
                 self._prove(proof)
-            self.crc = crc32_combine(self.crc, crc.value, one.n_bytes)
+            self.crc = crc32_combine(self.crc, crc, one.n_bytes)
             if behind := self.file.between(crcs):
                 self.crc = crc32(behind, self.crc)
                 yield memoryview(behind)

@@ -20,6 +20,9 @@ from ckptctl.resharding.reading import Buffers
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.objects import PART_BYTES
 
+DEFAULT_MEMORY = 256 << 20
+"""Bytes that a reshard may take, unless the caller says otherwise."""
+
 MIN_MEMORY = 96 << 20
 """Bytes below which there is no work: the interpreter and the plan take up half of it."""
 

@@ -18,7 +18,7 @@ from ckptctl.judge.arguments import conditions
 from ckptctl.judge.looking import look
 from ckptctl.judge.verifying import open_target
 from ckptctl.model import DTYPE_SIZES, Level
-from ckptctl.resharding.executing import Place, Written, write
+from ckptctl.resharding.executing import Place, WriteOptions, Written, write
 from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
 from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Buffers
@@ -70,7 +70,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         planned = plan(source_of(looked), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
         budget = Budget(2, Buffers(block, block, 1 << 20))
-        written = write(planned, found, place, budget)
+        written = write(planned, found, place, budget, WriteOptions())
         assert isinstance(written, Written), written.findings
     return planned
 
