@@ -28,10 +28,10 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 
 MAX_METADATA_BYTES = 8 << 20
-"""A step with more metadata, some 60,000 chunks, gets no advice: counting would take seconds."""
+"""A step with more metadata, some 60,000 chunks, gets no advice: counting takes seconds."""
 
 MIN_GAIN_BYTES = 1 << 30
-"""What saves less than this, about a second of a fast storage, is not worth a command."""
+"""Saving fewer bytes, about a second of fast storage, is not worth a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Advice:
 
     @property
     def message(self) -> str:
-        """What to do, in one line."""
+        """The advice in one line."""
         read = f"would read {as_size(self.stock_bytes)} for {as_size(self.needed_bytes)} needed"
         if self.pays_from is None:
             return f"loading as it is will do: stock dcp.load {read}"
@@ -93,7 +93,7 @@ def countable(store: Store, name: str) -> Source | None:
 
 
 def advice_for(source: Source, world_size: int) -> Advice:
-    """The same for a step that was looked at. Pure."""
+    """The advice for a step that was inspected. Pure."""
     wanted = Wanted(Mesh((("dp", world_size),)))
     total = needed = stock = 0
     for n_taken, n_record, n_ranks in _reads(source, wanted):
@@ -127,7 +127,7 @@ def command(root: str, name: str, world_size: int, endpoint_url: str | None = No
 
 
 def as_size(n_bytes: int) -> str:
-    """Bytes in the unit that a person reads them in."""
+    """Bytes with a readable unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= size:
             return f"{n_bytes / size:,.2f} {unit}"

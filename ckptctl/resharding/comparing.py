@@ -32,7 +32,7 @@ from ckptctl.resharding.sources import (
     source_of,
 )
 from ckptctl.resharding.steps import Opening, opened_step
-from ckptctl.resharding.writing import Told, in_threads
+from ckptctl.resharding.writing import WriteProgress, in_threads
 from ckptctl.storage.contract import Span
 
 _BUFFERS = Buffers(1 << 20, 1 << 20, 64 << 20)
@@ -54,12 +54,12 @@ def diff(
 ) -> Diff:
     """Compare the steps `a` and `b`, named as for `verify`.
 
-    Without `values` the metadata is compared, and nothing else is read. How tensors are
-    cut is reported, and makes no difference. Raises `UsageError` where one of them
+    Without `values` only the metadata is read and compared. How tensors are sharded is
+    reported, and does not count as a difference. Raises `UsageError` where one of them
     holds no DCP, or has records that contradict its metadata.
 
     Cost: two listings and the metadata; with `values` two short reads for each record,
-    and all bytes of tensors that are cut differently.
+    and all bytes of tensors that are sharded differently.
     """
     opening: Opening = {
         "storage_options": storage_options,
@@ -88,7 +88,7 @@ class _Side:
         check_format(looked)
         if not any(part.metadata for part in looked.parts):
             raise UsageError(
-                f"{found.url} holds no metadata of DCP that could be compared",
+                f"{found.url} holds no DCP metadata to compare",
                 next_command=f"ckptctl verify {shlex.quote(found.url)}",
             )
         self.url = found.url
@@ -104,14 +104,14 @@ class _Side:
         entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
         for entry in entries:
             fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
-            # Steps of one part each are compared wherever that lies.
+            # Steps of one part each are compared even if the parts have different paths.
             name = fqn if alone or not part.path else f"{part.path}: {fqn}"
             self.entries[name] = entry
             self.files[name] = files
 
 
 class _Compared:
-    """Two steps, while they are being compared."""
+    """The comparison of two steps."""
 
     def __init__(self, a: _Side, b: _Side) -> None:
         self.a = a
@@ -122,34 +122,34 @@ class _Compared:
         self._lock = threading.Lock()
 
     def by_metadata(self) -> Iterator[Difference]:
-        """What the metadata says."""
+        """The differences in the metadata."""
         for name in self.names:
             left, right = self.a.entries.get(name), self.b.entries.get(name)
             if left is None or right is None:
                 what = "only-in-b" if left is None else "only-in-a"
-                yield Difference(name, what, _said(left), _said(right))
+                yield Difference(name, what, _summary(left), _summary(right))
             elif isinstance(left, SourceBytes) or isinstance(right, SourceBytes):
                 if type(left) is not type(right):
-                    yield Difference(name, "kind", _said(left), _said(right))
+                    yield Difference(name, "kind", _summary(left), _summary(right))
             else:
                 yield from _of_tensors(name, left, right)
 
     def by_values(self, on_progress: OnProgress | None) -> list[Difference]:
-        """What the values say, of entries that are alike so far."""
+        """The differences in values, of entries whose metadata is equal."""
         different: list[Difference] = []
-        told, total = Told(), 0
+        progress, total = WriteProgress(), 0
         tasks: list[Callable[[], None]] = []
         for name in self.names:
             left, right = self.a.entries.get(name), self.b.entries.get(name)
             if isinstance(left, SourceTensor) and isinstance(right, SourceTensor):
                 if _alike(left, right):
                     total += left.n_bytes
-                    tasks.append(self._task(name, left, right, different, told))
+                    tasks.append(self._task(name, left, right, different, progress))
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
-                said = self._of_bytes(name, left, right)
-                different += [Difference(name, "values", *said)] if said else []
+                shown = self._of_bytes(name, left, right)
+                different += [Difference(name, "values", *shown)] if shown else []
         try:
-            in_threads(tasks, _THREADS, told, total, on_progress)
+            in_threads(tasks, _THREADS, progress, total, on_progress)
         except Damage as damage:
             raise UsageError(
                 damage.finding.message, next_command=damage.finding.next_command
@@ -162,27 +162,27 @@ class _Compared:
         left: SourceTensor,
         right: SourceTensor,
         different: list[Difference],
-        told: Told,
+        progress: WriteProgress,
     ) -> Callable[[], None]:
         def task() -> None:
             by_checksum = self._same_checksums(name, left, right)
-            said = None
+            shown = None
             if by_checksum is None:
-                said = self._different_bytes(name, left, right, told)
+                shown = self._different_bytes(name, left, right, progress)
             else:
-                told.add(left.n_bytes)
+                progress.add(left.n_bytes)
                 if not by_checksum:
-                    said = ("checksums", "other checksums")
+                    shown = ("checksums", "other checksums")
             with self._lock:
                 self.n_by_checksum += by_checksum is not None
                 self.n_by_bytes += by_checksum is None
-                if said is not None:
-                    different.append(Difference(name, "values", *said))
+                if shown is not None:
+                    different.append(Difference(name, "values", *shown))
 
         return task
 
     def _same_checksums(self, name: str, left: SourceTensor, right: SourceTensor) -> bool | None:
-        """Whether all checksums are the same; None where they say nothing."""
+        """Whether all checksums are equal; None if they cannot be compared."""
         if _slices(left) != _slices(right):
             return None
         same = True
@@ -197,9 +197,9 @@ class _Compared:
         return same
 
     def _different_bytes(
-        self, name: str, left: SourceTensor, right: SourceTensor, told: Told
+        self, name: str, left: SourceTensor, right: SourceTensor, progress: WriteProgress
     ) -> tuple[str, str] | None:
-        """Where the first bytes that differ are; None where all are the same."""
+        """The first elements that differ, with their index; None if all are equal."""
         item_bytes = left.item_bytes
         buffers = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
         with (
@@ -212,18 +212,18 @@ class _Compared:
                     return None
                 of_a.fill_block(left, part, buffers[0])
                 of_b.fill_block(right, part, buffers[1])
-                told.add(n_bytes)
+                progress.add(n_bytes)
                 a, b = (buffer[:n_bytes] for buffer in buffers)
                 if a != b:
                     number = _first(a, b) // item_bytes
                     at, end = number * item_bytes, (number + 1) * item_bytes
                     where = _index(part, number)
-                    said = [f"{bytes(buffer[at:end]).hex()} at {where}" for buffer in (a, b)]
-                    return said[0], said[1]
+                    shown = [f"{bytes(buffer[at:end]).hex()} at {where}" for buffer in (a, b)]
+                    return shown[0], shown[1]
         return None
 
     def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
-        """How two entries that are no tensors differ; None where they do not."""
+        """How two entries that are no tensors differ; None if they are equal."""
         described = [
             _members(files[name], entry)
             for files, entry in ((self.a.files, left), (self.b.files, right))
@@ -233,7 +233,7 @@ class _Compared:
         return described[0], described[1]
 
     def _same_value(self, name: str, left: SourceBytes, right: SourceBytes) -> bool:
-        """Whether two values are plain and the same, however their pickles are written."""
+        """Whether two values are plain and equal, even if their pickles differ."""
         try:
             ((_, one),) = read_values(self.a.files[name], [left])
             ((_, other),) = read_values(self.b.files[name], [right])
@@ -249,8 +249,8 @@ def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[
     if a.shape != b.shape:
         yield Difference(name, "shape", str(a.shape), str(b.shape))
     elif _slices(left) != _slices(right):
-        said = [f"{len(t.chunks)} chunk{'' if len(t.chunks) == 1 else 's'}" for t in (left, right)]
-        yield Difference(name, "layout", said[0], said[1])
+        shown = [f"{len(t.chunks)} chunk{'' if len(t.chunks) == 1 else 's'}" for t in (left, right)]
+        yield Difference(name, "layout", shown[0], shown[1])
 
 
 def _alike(left: SourceTensor, right: SourceTensor) -> bool:
@@ -262,7 +262,7 @@ def _slices(tensor: SourceTensor) -> list[TensorSlice]:
     return [chunk.elements for chunk in tensor.chunks]
 
 
-def _said(entry: Entry | None) -> str | None:
+def _summary(entry: Entry | None) -> str | None:
     if entry is None:
         return None
     if isinstance(entry, SourceBytes):
@@ -271,7 +271,7 @@ def _said(entry: Entry | None) -> str | None:
 
 
 def _first(left: memoryview, right: memoryview) -> int:
-    """The first byte that differs, of two runs that do."""
+    """The position of the first byte that differs; the two runs are not equal."""
     low, high = 0, len(left)
     while high - low > 1:
         middle = (low + high) // 2
@@ -292,7 +292,7 @@ def _index(part: TensorSlice, number: int) -> tuple[int, ...]:
 
 
 def _members(files: SourceFiles, entry: SourceBytes) -> str:
-    """What tells the value of one entry from that of another: its members' checksums."""
+    """A description that differs for entries of different values: its members' checksums."""
     record = entry.record
     path = files.in_store(record.file)
     if record.transforms:
@@ -305,12 +305,12 @@ def _members(files: SourceFiles, entry: SourceBytes) -> str:
         return tail
 
     members, _ = read_directory(read_tail, record.length)
-    told = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
+    values = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
     if not members.has_crcs:
         ((_, data),) = files.store.read_spans([_span(path, entry, 0)])
-        told_bytes = b"".join(data[m.start : m.end] for m in told)
-        return f"{len(told_bytes):,} bytes, {_hash_of(told_bytes)}"
-    return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in told)
+        data_of = b"".join(data[m.start : m.end] for m in values)
+        return f"{len(data_of):,} bytes, {_hash_of(data_of)}"
+    return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in values)
 
 
 def _span(path: str, entry: SourceBytes, start: int) -> Span:
@@ -318,7 +318,7 @@ def _span(path: str, entry: SourceBytes, start: int) -> Span:
 
 
 def _hash_of(data: bytes) -> str:
-    """A digest of a few bytes, short enough to be shown."""
+    """A digest that is short enough to print."""
     import hashlib
 
     return hashlib.sha256(data).hexdigest()[:16]

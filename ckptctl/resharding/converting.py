@@ -78,22 +78,22 @@ def convert(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Converted:
-    """Write a step in another format, or what is in another format as a step of sharded DCP.
+    """Write a step in another format, or make a step of sharded DCP from another format.
 
     Where `source` is a step of sharded DCP, named as for `verify`, the end of `target`
     says what it becomes: a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`) with the
     nested state, which `torch.load(weights_only=True)` reads; a file of safetensors
     (`.safetensors`); else a folder of safetensors, begun anew before a file has more than
-    `file_bytes`, `FILE_BYTES` if nobody says. `strip` is taken away from the beginning of
+    `file_bytes` (default `FILE_BYTES`). `strip` is taken away from the beginning of
     names in safetensors. What has no place in the format is left out, counted, and named
     in the findings.
 
     Where `source` is a file of `torch.save`, of safetensors, an index of them, or a folder
     of safetensors, `target` is the path of the new step, and `world_size` how many ranks
-    it is cut for, 1 if nobody says. Dicts in a file of `torch.save` come apart as
-    torch's own checkpoints have it, and what is neither a tensor nor plain is refused by
-    its key; tensors of safetensors are put below the key `under`. Nothing in a file runs.
-    The step is proven, sealed (with `key` where one is given) and published as by `reshard`.
+    it is sharded for (default 1). Dicts in a file of `torch.save` are flattened as in
+    torch's own checkpoints; what is neither a tensor nor plain is refused by its key;
+    tensors of safetensors are put below the key `under`. Nothing in a file runs. The step
+    is verified, sealed (with `key` if one is given) and published as by `reshard`.
 
     `only_model` leaves out all but the model. Safetensors have no checksums: without a
     seal they are taken with `accept_unverifiable` only.
@@ -149,7 +149,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The call, as it was made."""
+    """The arguments of `convert`."""
 
     source: str
     target: str
@@ -167,17 +167,17 @@ class _Asked:
 
     @property
     def is_flat(self) -> bool:
-        """The target's name is that of a file of `torch.save`."""
+        """Whether the target is named as a file of `torch.save`."""
         return self.name.endswith(FLAT_SUFFIXES)
 
     @property
     def is_file(self) -> bool:
-        """The target's name is that of one file."""
+        """Whether the target is named as one file."""
         return self.is_flat or self.name.endswith(SUFFIX)
 
     @property
     def anyway(self) -> str:
-        """The same call, which takes what nothing proves."""
+        """The same command with `--accept-unverifiable`."""
         words = ["ckptctl", "convert", self.source, self.target]
         words += [] if self.world_size is None else ["--world-size", str(self.world_size)]
         words += ["--only", "model"] if self.only_model else []
@@ -186,7 +186,7 @@ class _Asked:
 
 
 def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
-    """A file becomes a step."""
+    """Make a step from a file."""
     name = file.file.path
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(asked.source)
@@ -209,7 +209,7 @@ def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
 
 
 def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
-    """What is said of a folder that holds files of `torch.save`."""
+    """The error for a folder that holds files of `torch.save`."""
     held = [file.path for file in looked.step.files if file.path.endswith(FLAT_SUFFIXES)]
     files = counted(len(held), "file")
     return UsageError(
@@ -223,10 +223,10 @@ def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
 def _from_folder(
     asked: _Asked, found: OpenTarget, looked: Looked, checked: Conditions, opening: Opening
 ) -> Converted:
-    """A folder of safetensors becomes a step."""
+    """Make a step from a folder of safetensors."""
     _check_makes_step(asked, "a folder of safetensors")
     if not refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
-        # Nothing but a seal proves them, and that takes a look at every byte.
+        # Only a seal can verify them, and that takes reading every byte.
         content = Asked(Limits())
         looked = look(
             found.store,
@@ -241,19 +241,19 @@ def _from_folder(
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:
-    """Raise `UsageError` where the target is named as no step, or is asked for as another."""
-    said = f"{asked.source} is {what}, which becomes a step of sharded DCP"
+    """Raise `UsageError` if the target's name or the options do not fit a step."""
+    subject = f"{asked.source} is {what}, which becomes a step of sharded DCP"
     if asked.is_file:
         step = asked.target[: -len(_ending(asked.name))]
         raise UsageError(
-            f"{said}: {asked.name} is no name for one; make the step first, and {asked.name} "
+            f"{subject}: {asked.name} is no name for one; make the step first, and {asked.name} "
             "of that",
             instead_of=asked.target,
             instead=step,
         )
     if asked.strip or asked.file_bytes is not None:
         raise UsageError(
-            f"{said}: --strip and --file-size are for a step that becomes safetensors",
+            f"{subject}: --strip and --file-size are for a step that becomes safetensors",
             without=("--strip", "--file-size"),
         )
 
@@ -274,7 +274,7 @@ def _into(asked: _Asked, place: Place) -> Into:
 
 
 def _from_step(asked: _Asked, found: OpenTarget, looked: Looked, opening: Opening) -> Converted:
-    """A step becomes files of another format."""
+    """Write a step as files of another format."""
     _check_makes_files(asked)
     with target_place(asked.target, opening) as place:
         if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
@@ -292,27 +292,27 @@ def _from_step(asked: _Asked, found: OpenTarget, looked: Looked, opening: Openin
 
 
 def _check_makes_files(asked: _Asked) -> None:
-    """Raise `UsageError` where the target is named as a step, or is asked for as another."""
-    said = f"{asked.source} is a step of sharded DCP"
+    """Raise `UsageError` if the target's name or the options do not fit the format."""
+    subject = f"{asked.source} is a step of sharded DCP"
     named = step_name(asked.name)
     if not asked.is_file and named is not None and not named.bare:
         raise UsageError(
-            f"{said}, and {asked.name} is a name for one: a folder of safetensors under that name "
-            "would be taken for the step; name it otherwise, or cut the step anew by reshard",
+            f"{subject}, and {asked.name} is a step's name: a folder of safetensors with that name "
+            "would be taken for the step; choose another name, or use reshard",
             instead_of=asked.target,
             instead=f"{asked.target.rstrip('/')}-safetensors",
             without=("--world-size",),
         )
     if asked.world_size is not None:
         raise UsageError(
-            f"{said}, which becomes whole tensors, cut for no world size; reshard cuts it anew",
+            f"{subject}, which becomes whole tensors; use reshard for another world size",
             without=("--world-size",) if asked.is_file else (),
             instead_of=None if asked.is_file else "convert",
             instead=None if asked.is_file else "reshard",
         )
     if asked.under:
         raise UsageError(
-            f"{said}, whose own keys say what lies below which: --under is for safetensors that "
+            f"{subject}, whose own keys say what lies below which: --under is for safetensors that "
             "become a step",
             without=("--under",),
         )

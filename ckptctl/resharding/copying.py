@@ -21,9 +21,9 @@ from ckptctl.resharding.sources import SourceBytes, SourceTensor
 
 
 class FileCopy:
-    """Makes one shard file; `pieces` may be taken again from the beginning.
+    """Produces one shard file; `pieces` may be taken again from the beginning.
 
-    `proof` are the runs of the source's elements that went over as they lie.
+    `proof` are the runs of source elements that were copied as they lie.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class FileCopy:
         file: TargetFile,
         files: SourceFiles,
         buffers: Buffers,
-        told: Callable[[int], None],
+        count: Callable[[int], None],
     ) -> None:
         self.file = file
         self.proof: list[Piece] = []
         self.files = files
         self.buffers = buffers
-        self._told = told
+        self._count = count
 
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
@@ -56,7 +56,7 @@ class FileCopy:
     def _as_it_is(
         self, entry: SourceBytes, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
-        """A record that is no tensor: copied whole, and proven on the way."""
+        """A record that is no tensor: copied whole, and verified on the way."""
         record = entry.record
         passing = None
         tail = b""
@@ -72,7 +72,7 @@ class FileCopy:
             reader.read(record.file, record.offset + at, piece)
             if passing is not None:
                 passing.take(piece)
-            self._told(len(piece))
+            self._count(len(piece))
             yield piece
         if passing is None:
             return
@@ -120,7 +120,7 @@ class FileCopy:
             for run in runs:
                 self._prove(run)
             data = block[:n_bytes]
-            self._told(n_bytes)
+            self._count(n_bytes)
             if sum(run.length for run in runs) < n_bytes:
                 yield block_of(data)
                 continue

@@ -28,7 +28,14 @@ from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.proving import prove
 from ckptctl.resharding.reading import Damage, Piece, SourceFiles
 from ckptctl.resharding.unpublished import WithFiles
-from ckptctl.resharding.writing import DEFAULT_MEMORY, Budget, Told, budget, in_threads, share_of
+from ckptctl.resharding.writing import (
+    DEFAULT_MEMORY,
+    Budget,
+    WriteProgress,
+    budget,
+    in_threads,
+    share_of,
+)
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
@@ -39,7 +46,7 @@ _SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the new step will be: `name` below the root that `store` is open on."""
+    """The place of the new step: `name` below the root that `store` is open on."""
 
     store: Store
     name: str
@@ -51,7 +58,7 @@ class Place:
 
     @property
     def is_moved(self) -> bool:
-        """It is written aside and moved; else it is written where it belongs."""
+        """Whether the step is written aside and moved, rather than written in place."""
         return isinstance(self.store, LocalStore)
 
 
@@ -73,7 +80,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A step that is there. `continued` are files that an earlier call had written."""
+    """A step that was written; `continued` of its files were written by an earlier call."""
 
     report: Report
     continued: int
@@ -104,13 +111,13 @@ def write(
     if crew is not None:
         _all_done(crew, plan)
     if crew is not None and not is_first:
-        # Here the others wait for the first, and see it if it is gone.
+        # The other processes wait here for rank 0, and fail if it is gone.
         crew.gather((work.identity, 0, ()))
         return Written(plan.source.report, continued)
-    told = on_progress if crew is None else crew.watch(on_progress)
-    work.prove(told)
+    watched = on_progress if crew is None else crew.watch(on_progress)
+    work.prove(watched)
     work.write_others()
-    report = work.seal(options, told)
+    report = work.seal(options, watched)
     if crew is not None:
         crew.gather((work.identity, 0, ()))
     if report.exit_code and not (options.accept_unverifiable and report.exit_code == _UNVERIFIABLE):
@@ -123,7 +130,7 @@ _UNVERIFIABLE = 22
 
 
 def _all_done(crew: Crew, plan: Plan) -> None:
-    """Wait until every process has written its share, of one and the same plan."""
+    """Wait until every process has written its share of the same plan."""
     identity = plan.identity
     for other, _, _ in crew.gather((identity, plan.n_bytes, ())):
         if other != identity:
@@ -134,7 +141,7 @@ def _all_done(crew: Crew, plan: Plan) -> None:
 
 
 class _Work:
-    """The pieces of `write`, with what they share."""
+    """The stages of `write`, and the state that they share."""
 
     def __init__(
         self,
@@ -161,21 +168,21 @@ class _Work:
         self._folder = f"{aside}/{place.name}" if place.is_moved else place.name
 
     def check_place(self) -> None:
-        """Raise where there is something at the place, or no room for what is to come."""
+        """Raise if something is at the place already, or there is too little space."""
         there = self._there(self.place.name)
         if self.place.is_moved:
             if there is not None:
-                raise self._taken("it is there already")
+                raise self._taken("it exists already")
             self._check_space()
             return
         expected = {file.path for file in self.plan.shards}
         expected |= {one.file.path for one in self.plan.files}
         strange = [path for path in there or () if path not in expected and not is_own(path)]
         if strange:
-            raise self._taken(f"{strange[0]} is there already")
+            raise self._taken(f"{strange[0]} exists already")
 
     def _there(self, name: str) -> dict[str, int] | None:
-        """The files of a step by path, with their sizes; None where there is no such step."""
+        """The files of a step by path, with their sizes; None if there is no such step."""
         try:
             return {file.path: file.size for file in list_step(self.place.store, name)}
         except PathNotFound:
@@ -195,29 +202,31 @@ class _Work:
         check_space(store, self.place.name, max(0, self.plan.n_bytes - written))
 
     def write_shards(self, own: Sequence[TargetFile], crew: Crew | None) -> int:
-        """Write the files that are not there yet; how many were."""
+        """Write the files that are missing; returns how many were written already."""
         written = self._there(self._folder) or {}
         left = [
             file
             for file in own
             if written.get(file.path) != file.n_bytes or self._noted(file) is None
         ]
-        told = Told()
+        progress = WriteProgress()
         total = sum(file.n_bytes for file in left)
         part_of = {file.path: part for part in self.plan.parts for file in part.files}
         on_progress = self._on_progress if crew is None else crew.watch(self._on_progress)
         in_threads(
-            [self._task(file, part_of[file.path], told) for file in left],
+            [self._task(file, part_of[file.path], progress) for file in left],
             self._budget.jobs,
-            told,
+            progress,
             total,
             on_progress,
         )
         return len(own) - len(left)
 
-    def _task(self, file: TargetFile, part: PartPlan, told: Told) -> Callable[[], None]:
+    def _task(
+        self, file: TargetFile, part: PartPlan, progress: WriteProgress
+    ) -> Callable[[], None]:
         def task() -> None:
-            copy = FileCopy(file, self._files[part.source.path], self._budget.buffers, told.add)
+            copy = FileCopy(file, self._files[part.source.path], self._budget.buffers, progress.add)
             store = self.place.store
             store.put_pieces(f"{self._folder}/{file.path}", copy.pieces, file.n_bytes)
             name = self.place.name
@@ -229,7 +238,7 @@ class _Work:
         return noted(self.place.store, self.identity, self.place.name, file.path, file.n_bytes)
 
     def prove(self, on_progress: OnProgress | None) -> None:
-        """Hold every record of the source that went along against its checksum."""
+        """Compare every source record that was copied with its checksum."""
         for part in self.plan.parts:
             try:
                 prove(
@@ -245,7 +254,7 @@ class _Work:
                 raise
 
     def _forget(self, part: PartPlan) -> None:
-        """Take the notes of a part back: its files were made of damaged bytes."""
+        """Remove the journal of a part: its files were made of damaged bytes."""
         for file in part.files:
             path = entry_path(self.identity, self.place.name, file.path)
             self.place.store.put(path, b"", replace=True)
@@ -261,7 +270,7 @@ class _Work:
             yield from pieces
 
     def write_others(self) -> None:
-        """Copy the files that go along, and on a file system write the metadata."""
+        """Copy the sidecars, and on a file system write the metadata."""
         store = self.place.store
         expected = {file.path for file in self.plan.shards}
         for one in self.plan.files:
@@ -286,7 +295,7 @@ class _Work:
         }
 
     def _clear(self, expected: set[str]) -> None:
-        """Remove what a call that was killed left half written, and a seal of that time."""
+        """Remove the incomplete files of a call that was killed, and its seal."""
         store = self.place.store
         assert isinstance(store, LocalStore)  # noqa: S101 - what is moved is local
         for path in self._there(self._folder) or ():
@@ -313,21 +322,21 @@ class _Work:
         return sealed.report
 
     def _shown(self, store: Store) -> Store:
-        """The store in which the new step is to be seen under its own name, as if published."""
+        """A store that shows the new step under its own name, as if it were published."""
         if self.place.is_moved:
             return LocalStore(join_url(_local(store), work_folder(self.identity)))
         metadata = self._metadata()
         return WithFiles(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
 
     def publish(self) -> None:
-        """Make the step be there, in one instant for each part."""
+        """Publish the step, atomically for each part."""
         store, name = self.place.store, self.place.name
         if not isinstance(store, LocalStore):
             for path, data in self._metadata().items():
                 store.put(f"{name}/{path}", data)
             return
         store.move(self._folder, name)
-        # What is left of the work is of no use to anybody, and does no harm.
+        # What is left of the work folder does no harm, so errors are ignored.
         with suppress(StorageError):
             for file in self.plan.shards:
                 store.remove(entry_path(self.identity, name, file.path))
@@ -338,7 +347,7 @@ class _Work:
 
 
 def check_space(store: LocalStore, name: str, n_bytes: int) -> None:
-    """Raise `StorageUnavailable` where there is no room for `n_bytes` more."""
+    """Raise `StorageUnavailable` if there is no space for `n_bytes` more."""
     needed = n_bytes + _SPARE_BYTES
     free = store.free_bytes()
     if free < needed:

@@ -39,7 +39,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export writes, and what of the step does not go along."""
+    """What an export writes, and what of the step it leaves out."""
 
     files: tuple[WholeFile, ...]
     beside: tuple[tuple[str, bytes], ...]
@@ -74,7 +74,7 @@ def source_files(source: Source, found: OpenTarget) -> dict[str, SourceFiles]:
 def to_safetensors(
     source: Source, *, only_model: bool, strip: str, file_bytes: int | None, alone: bool
 ) -> Export:
-    """A step as safetensors: one file, which is the target itself where it is `alone`.
+    """A step as safetensors: one file, which is the target itself if it is `alone`.
 
     Raises `UsageError` for a dtype that the format lacks, and where two names are one.
     """
@@ -158,7 +158,7 @@ def write_export(
     on_progress: OnProgress | None,
 ) -> None:
     """Write what was planned; see `write_whole`."""
-    said = repr([(file.name, file.between(())) for file in export.files]) + source.url
+    content = repr([(file.name, file.between(())) for file in export.files]) + source.url
     digests = repr([part.digests for part in source.parts])
     write_whole(
         export.files,
@@ -166,7 +166,7 @@ def write_export(
         files,
         place,
         room,
-        identity=hashlib.sha256((said + digests).encode()).hexdigest()[:32],
+        identity=hashlib.sha256((content + digests).encode()).hexdigest()[:32],
         on_progress=on_progress,
     )
 
@@ -212,7 +212,7 @@ def _elements(file: WholeFile) -> int:
 
 
 def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, WholeTensor]:
-    """The tensors that are asked for, by the names that they get."""
+    """The selected tensors, by their names in the result."""
     tensors: dict[str, WholeTensor] = {}
     for part in source.parts:
         for tensor in part.tensors:
@@ -227,7 +227,7 @@ def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, Whole
             tensors[name] = WholeTensor(name, part, tensor)
     if not tensors:
         raise UsageError(
-            f"{source.url} holds no tensor that is asked for",
+            f"{source.url} holds none of the requested tensors",
             without=("--only",) if only_model else (),
         )
     return tensors
@@ -242,12 +242,12 @@ def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> 
 
 
 def _others(part: SourcePart, only_model: bool) -> Iterator[SourceBytes]:
-    """The entries that are no tensors, as far as they are asked for."""
+    """The selected entries that are no tensors."""
     return (e for e in part.bytes_entries if not only_model or e.kind == "model")
 
 
 def _files_left_out(source: Source) -> Iterator[Finding]:
-    """What lies beside the shards has no place in the files of others."""
+    """The findings for sidecars, which the other formats have no place for."""
     held = [one.file.path for one in source.files if one.kind is not None]
     if held:
         yield _left_out("", f"{counted(len(held), 'file')} of train state beside the shards", held)

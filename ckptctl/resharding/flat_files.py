@@ -53,7 +53,7 @@ _STORAGES = "data/"
 
 @dataclass(frozen=True, slots=True)
 class FlatFile:
-    """A file whose directory and pickle are sound; its elements were not looked at."""
+    """A file whose directory and pickle are sound; its elements are not verified yet."""
 
     part: SourcePart
     files: SourceFiles
@@ -122,7 +122,7 @@ def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
 
 
 def _around(member: Member) -> Iterator[tuple[int, int]]:
-    """Where the header of a member is, what follows it, and its bytes if they are no elements."""
+    """The ranges of a member's header, of its descriptor, and of its bytes if it is no storage."""
     yield member.header, member.header + 30 + len(member.path)
     if member.following > member.end:
         yield member.end, member.following
@@ -143,7 +143,7 @@ def _pickle(directory: RecordDirectory, read: _Read) -> bytes:
 
 
 class _FlatFiles(SourceFiles):
-    """The storages of the file, and beside them the records of what is no tensor."""
+    """The storages of the file, and the records made of its other values."""
 
     def __init__(self, store: Store, path: str, url: str) -> None:
         super().__init__(store, "", url, "")
@@ -152,11 +152,11 @@ class _FlatFiles(SourceFiles):
 
     @property
     def values(self) -> str:
-        """What stands for the file that holds the records of values."""
+        """The path under which the records of values appear in the store."""
         return f"{self.path}/values"
 
     def holding(self, views: Mapping[str, Opened], values: bytes) -> SourceFiles:
-        """The same with the places of tensors, by FQN, and the records of values."""
+        """The same with the positions of tensors, by FQN, and the records of values."""
         files = _FlatFiles(WithFiles(self.store, {self.values: values}), self.path, self.url)
         files._views = views
         return files
@@ -177,7 +177,7 @@ class _FlatFiles(SourceFiles):
         )
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        """See `SourceFiles.opened`; a storage in another order is held, and proven then."""
+        """See `SourceFiles.opened`; a storage that is not row-major is held, and verified then."""
         opened = self._views[tensor.entry.fqn]
         if opened.is_row_major:
             return opened
@@ -208,7 +208,7 @@ def _part(
         if isinstance(stub, TensorStub):
             member = _storage(leaf.fqn, stub, members)
             opened = _view(stub, member)
-            # What is held is proven when it is read; else one tensor answers for a storage.
+            # What is held is verified when it is read; otherwise once for each storage.
             answers = not opened.is_row_major or member.name not in proven
             if opened.is_row_major:
                 proven.add(member.name)
@@ -233,15 +233,15 @@ def _part(
             tensors.append(SourceTensor(entry, (chunk,), kind.names[0], kind.rank, 1))
         else:
             others.append(SourceBytes(fqn, place, kind.names[0], kind.rank))
-    said = repr([(m.name, m.crc, m.size) for m in directory.members])
-    digest = hashlib.sha256((files.url + said).encode()).hexdigest()
+    content = repr([(m.name, m.crc, m.size) for m in directory.members])
+    digest = hashlib.sha256((files.url + content).encode()).hexdigest()
     paths = {leaf.fqn: leaf.path for leaf in leaves}
     part = SourcePart("", tuple(tensors), tuple(others), paths, (digest,))
     return part, files.holding(views, bytes(values))
 
 
 def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
-    """The member that holds the elements of a tensor, all of them."""
+    """The member that holds all elements of a tensor."""
     n_elements = prod(stub.shape)
     if stub.dtype not in WRITABLE:
         raise NotPlain(f"{fqn} is of dtype {stub.dtype}, which cannot be carried over")
@@ -278,7 +278,7 @@ def _view(stub: TensorStub, member: Member) -> Opened:
 
 
 def _metadata(leaves: Sequence[Leaf], stubs: Mapping[str, TensorStub]) -> Metadata:
-    """The entries as metadata would have them, without places."""
+    """Metadata for the entries, without byte ranges."""
     tensors = {}
     others = {}
     for fqn, path in ((leaf.fqn, leaf.path) for leaf in leaves):

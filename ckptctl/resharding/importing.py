@@ -65,7 +65,7 @@ class Into:
 
 @contextmanager
 def one_file(source: str, opening: Opening) -> Iterator[OneFile | None]:
-    """The file at an address; None where there is none, but perhaps a folder."""
+    """The file at an address; None if there is none, or it is a folder."""
     name = base_name(source)
     if not name or source.endswith("/"):
         yield None
@@ -90,7 +90,7 @@ def import_flat(source: OneFile, into: Into) -> Converted:
     except Damage as damage:
         return not_converted(source.url, into.place.url, with_finding(report, damage.finding))
     if not flat.has_crcs:
-        why = "was saved without checksums: nothing proves its bytes"
+        why = "was saved without checksums: its bytes cannot be verified"
         report = with_finding(report, _unproven(source.file.path, why, into))
     read = Source(source.url, report, (flat.part,), ())
     return _import(read, source, {"": flat.files}, (), into)
@@ -109,7 +109,7 @@ def import_file(source: OneFile, into: Into) -> Converted:
     part = Part("", PartFormat.SAFETENSORS, tuple(files))
     for finding in check_safetensors(source.store, "", part):
         report = with_finding(report, finding)
-    why = "is of safetensors, which carry no checksums: nothing proves its bytes"
+    why = "is a safetensors file, which carries no checksums: its bytes cannot be verified"
     report = with_finding(report, _unproven(source.file.path, why, into))
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, report)
@@ -118,12 +118,12 @@ def import_file(source: OneFile, into: Into) -> Converted:
 
 
 def import_folder(found: OpenTarget, looked: Looked, into: Into) -> Converted:
-    """Write a step from the folders of safetensors in a folder that was looked at."""
+    """Write a step from the folders of safetensors in a folder that was inspected."""
     report = looked.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
     held = [part for part in looked.step.parts if part.format is PartFormat.SAFETENSORS]
-    # Beside a model of its own, folders below hold its shards once more, or another model.
+    # If the folder holds a model, folders below hold its shards again, or another model.
     parts = [part for part in held if not part.path] or held
     below = [part.path for part in held if part not in parts]
     read = [
@@ -183,7 +183,7 @@ def _import(
 
 
 def _report(source: OneFile, layout: str) -> Report:
-    """What is known of a file before anything in it was compared."""
+    """The report on a file of which nothing has been compared yet."""
     return Report(
         url=source.url,
         number=None,
@@ -217,7 +217,7 @@ def _unproven(path: str, why: str, into: Into) -> Finding:
 
 
 def _with_next(report: Report, into: Into) -> Report:
-    """The report, in which what keeps the files from being taken says what helps."""
+    """The report, with the next command for the findings that prevent the conversion."""
     copied = ["cp", "-rL", report.url, f"{report.url}-copy"]
     helps = {"record.unverifiable": into.anyway, "path.escape": shlex.join(copied)}
     return replace(
@@ -252,9 +252,11 @@ def _answer(
     what = counted(n_tensors, "tensor")
     if n_others:
         what += f" and {counted(n_others, 'value')}"
-    taken = "proven at level content, sealed"
+    taken = "verified at level content, sealed"
     if before.verdict is Verdict.UNVERIFIABLE:
-        taken = "taken as they are, for nothing proved them; from now on proven by the new step"
+        taken = (
+            "taken as they are, without verification; from now on the new step's seal verifies them"
+        )
     return Converted(
         source=source.url,
         target=into.place.url,

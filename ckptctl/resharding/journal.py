@@ -21,21 +21,21 @@ MAX_BYTES = 64 << 20
 
 
 def work_folder(identity: str) -> str:
-    """Where the work on a plan is kept, below the root that holds the new step."""
+    """The work folder of a plan, below the root that holds the new step."""
     return f"{OWN_FOLDER}/resharding/{identity}"
 
 
 def note(
     store: Store, identity: str, name: str, path: str, size: int, proof: Sequence[Piece]
 ) -> None:
-    """Keep that a file of the new step `name` is written, and the runs that went into it."""
+    """Record that a file of the new step `name` is written, and the runs that went into it."""
     document = {"schema": SCHEMA, "path": path, "size": size, "proof": [list(p) for p in proof]}
     data = json.dumps(document, separators=(",", ":")).encode()
     store.put(entry_path(identity, name, path), data, replace=True)
 
 
 def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
-    """The runs that went into a file that is written; None where that is not known."""
+    """The runs that went into a written file; None if it is not recorded."""
     try:
         document = read_json(store, entry_path(identity, name, path), max_bytes=MAX_BYTES)
         if not isinstance(document, dict):
@@ -50,5 +50,5 @@ def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[
 
 
 def entry_path(identity: str, name: str, path: str) -> str:
-    """Where the note about a file of the new step `name` lies."""
+    """The path of the journal entry for a file of the new step `name`."""
     return f"{work_folder(identity)}/{name}.written/{path.replace('/', '+')}.json"

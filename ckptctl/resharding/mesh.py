@@ -161,8 +161,8 @@ def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str
         fitting = {fqn: shape for fqn, shape in shapes.items() if rule.fits(fqn)}
         if not fitting:
             raise UsageError(
-                f"--shard '{rule.pattern}={rule.dim}' fits no tensor of the step; names are as "
-                "ckptctl show lists them, and * stands for anything",
+                f"--shard '{rule.pattern}={rule.dim}' matches no tensor of the step; names are as "
+                "ckptctl show lists them, and * matches anything",
                 next_command=f"ckptctl show {shlex.quote(url)} --tensors",
             )
         short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]

@@ -27,7 +27,7 @@ MAX_VALUE_BYTES = 64 << 20
 def read_values(
     files: SourceFiles, entries: Sequence[SourceBytes]
 ) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
-    """Each entry with its value, to be written again, or with why it cannot be.
+    """Each entry with its value, ready to be written again, or with why it cannot be.
 
     Raises `Damage`. Cost: one read for each, several in flight where that is faster.
     """
@@ -62,7 +62,7 @@ def _pickle(entry: SourceBytes, data: bytes) -> bytes:
     if entry.record.transforms:
         data = _unpacked(entry, data)
     if not data.startswith(b"PK"):
-        # A plain pickle, which has neither frame nor checksums: the look at the step says so.
+        # A plain pickle has neither frame nor checksums; inspection reports that.
         return data
     view = View(len(data), data, data)
     found = open_record(view, None)

@@ -40,11 +40,11 @@ from ckptctl.resharding.sources import (
 )
 
 TINY_BYTES = 1024
-"""A tensor of one chunk and up to so many bytes is not cut: every rank reads it anyway."""
+"""A tensor of one chunk and up to this many bytes stays whole: every rank reads it anyway."""
 
 
 class PerRank(str, Enum):
-    """What becomes of state that exists once per rank."""
+    """What to do with state that exists once per rank."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -52,7 +52,7 @@ class PerRank(str, Enum):
 
 
 class PerRankRefused(UsageError):
-    """State that exists once per rank cannot be cut for another number of ranks."""
+    """State that exists once per rank cannot be resharded for another world size."""
 
     exit_code = EXIT_WORLD_SIZE
     code = "state.lost"
@@ -60,7 +60,7 @@ class PerRankRefused(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How the new step is to be cut. `like` gives the boxes of tensors by part and FQN."""
+    """The layout of the new step. `like` gives the slices of tensors by part and FQN."""
 
     mesh: Mesh
     rules: tuple[ShardRule, ...] = ()
@@ -108,7 +108,7 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The new step. `files` are those beside the shards that go along as they are."""
+    """The new step. `files` are the sidecars that are copied as they are."""
 
     source: Source
     wanted: Wanted
@@ -123,12 +123,12 @@ class Plan:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the shard files and of those that go along."""
+        """Bytes of the shard files and the sidecars."""
         return sum(file.n_bytes for file in self.shards) + sum(one.file.size for one in self.files)
 
     @property
     def identity(self) -> str:
-        """What tells this plan from any other: the same saves, cut the same way."""
+        """A digest that is equal for equal plans: the same saves, sharded the same way."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(repr((part.source.path, part.source.digests)).encode())
@@ -147,7 +147,7 @@ def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
 
 
 def plan(source: Source, wanted: Wanted) -> Plan:
-    """How `source` is cut as `wanted`.
+    """Plan `source` in the layout `wanted`.
 
     Raises `UsageError` for rules that do not fit, and `PerRankRefused`. Cost: no read;
     time linear in the number of chunks, some 10 µs each.
@@ -165,7 +165,7 @@ def plan(source: Source, wanted: Wanted) -> Plan:
 
 
 def shares(plan: Plan) -> Iterator[RankShare]:
-    """What each target file holds, and what it takes to read that."""
+    """What each target file holds, and the reads that this takes."""
     for file in plan.shards:
         n_reads = n_bytes = 0
         for item in file.items:
@@ -180,14 +180,14 @@ def shares(plan: Plan) -> Iterator[RankShare]:
 
 
 def one_writer(source: Source) -> bool:
-    """Every tensor is in one chunk, as one rank alone saves it: nothing says what was sharded."""
+    """Whether one rank saved every tensor whole, so that nothing shows what was sharded."""
     saved = source.report.world_size
     alone = saved is None or saved.size == 1
     return alone and all(t.n_cut == 1 for part in source.parts for t in part.tensors)
 
 
 def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
-    """What is said of state that exists once per rank, for another number of ranks."""
+    """The findings for state that exists once per rank, for another number of ranks."""
     ranks: dict[str, set[str]] = {}
     for part in source.parts:
         entries: tuple[SourceTensor | SourceBytes, ...] = (*part.tensors, *part.bytes_entries)
@@ -204,14 +204,14 @@ def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
         counts = f"{kind} exists once per rank, for {counted(len(found), 'rank')}"
         if wanted.per_rank is PerRank.REFUSE:
             raise PerRankRefused(
-                f"{source.url}: {counts}, and cannot be cut for {n_ranks}",
+                f"{source.url}: {counts}, and cannot be resharded for {n_ranks}",
                 next_command="ckptctl explain state.lost",
             )
-        fate = "left out" if wanted.per_rank is PerRank.DROP else "carried as it is"
+        action = "left out" if wanted.per_rank is PerRank.DROP else "carried as it is"
         yield Finding(
             "state.lost",
             kind,
-            f"{counts}: it cannot be cut for {n_ranks}, and is {fate}",
+            f"{counts}: it cannot be resharded for {n_ranks}, and is {action}",
             expected=f"{kind} for {counted(n_ranks, 'rank')}",
             found=f"{kind} for {counted(len(found), 'rank')}",
             next_command="ckptctl explain state.lost",
@@ -219,14 +219,14 @@ def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _not_alike(source: Source, wanted: Wanted) -> Iterator[Finding]:
-    """What several ranks saved on their own, where one value goes along."""
+    """The findings for values that several ranks saved, of which one is kept."""
     for part in source.parts:
         if part.several:
             names = some_of(part.several)
             yield Finding(
                 "state.lost",
                 part.path,
-                f"each rank saved {names} of its own; that of the first rank goes along",
+                f"each rank saved its own {names}; that of the first rank is kept",
                 expected=f"one value for each of {wanted.mesh.world_size} ranks",
                 found="the value of the first rank",
                 next_command="ckptctl explain state.lost",
@@ -250,7 +250,7 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
                 placed[n][at] = owners.lightest(one.ranks, _n_bytes(tensor, one))
     entries: list[SavedTensor | SavedBytes] = []
     everyone = tuple(range(n_ranks))
-    # torch, too, writes what is no tensor in front.
+    # As torch does, entries that are no tensors come first.
     for other in others:
         file = files[owners.lightest(everyone, other.record.length)]
         length, transforms = other.record.length, other.record.transforms
@@ -291,7 +291,7 @@ def slices_for(
 
 
 def _is_cut(tensor: SourceTensor, alone: bool) -> bool:
-    """Whether a tensor is sharded: its writer cut it, or, writing alone, had no reason to."""
+    """Whether a tensor is sharded: its writer sharded it, or was a single rank."""
     if tensor.n_cut > 1:
         return True
     of_model = tensor.kind in ("model", "optimizer")
@@ -333,7 +333,7 @@ class _Owners:
             heapq.heapify(self._heap)
         while True:
             load, rank = heapq.heappop(self._heap)
-            # A rank that got more since is there a second time, with its load of now.
+            # A rank whose load has grown since is in the heap again, with its current load.
             if load == self._loads[rank]:
                 return rank
 

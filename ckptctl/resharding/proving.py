@@ -34,11 +34,10 @@ def prove(
     *,
     only: Iterable[str] | None = None,
 ) -> int:
-    """Prove the records of a part's tensors; how many bytes that took to read.
+    """Verify the records of a part's tensors; returns how many bytes were read for it.
 
-    `pieces` are those of all target files; `only` are the FQNs that went along. Raises
-    `Damage`. Records without a checksum are passed over: whether they may be is asked
-    before.
+    `pieces` are those of all target files; `only` are the FQNs that were copied. Raises
+    `Damage`. Records without a checksum are skipped; the caller has decided that before.
     """
     files.check_unchanged()
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
@@ -71,7 +70,7 @@ def _records(part: SourcePart, only: Iterable[str] | None) -> Iterator[Record]:
 
 
 def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Damage:
-    """Elements of a record do not match the checksum that was saved with them."""
+    """The error for elements that do not match the checksum saved with them."""
     place = record.tensor.chunks[record.number].record
     name = record.tensor.entry.fqn
     if len(record.tensor.chunks) > 1:

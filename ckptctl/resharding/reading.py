@@ -29,7 +29,7 @@ _WASTE = 4
 
 
 class Damage(Exception):
-    """A source is not what was saved; `finding` says where and how."""
+    """The source is not what was saved; `finding` names the place and the difference."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -39,7 +39,7 @@ class Damage(Exception):
 class Opened(NamedTuple):
     """A tensor's record: its elements begin at `start` of the file and take `n_bytes`.
 
-    `crc` is their checksum, None where there is none to be held against. `first` is the
+    `crc` is their checksum, None if they have none. `first` is the
     byte of the first element, `strides` are in bytes; `held` are the elements of a
     record that cannot be read by ranges.
     """
@@ -54,7 +54,7 @@ class Opened(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a record that went into a target as they are, and their CRC-32.
+    """Bytes of a record that were copied as they lie, and their CRC-32.
 
     `start` is where the record begins in its file, `at` and `length` are bytes of its
     elements.
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """How many bytes each thread may hold: of a target, of a source, of a whole record."""
+    """Bytes that each thread may hold: of the target, of the source, of a whole record."""
 
     block: int
     band: int
@@ -110,8 +110,7 @@ class SourceFiles:
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
         """The record of a chunk of a tensor; raises `Damage`.
 
-        Cost: two reads where it is opened for the first time, none after that unless
-        it must be held.
+        Cost: two reads when it is opened first, none after that unless it must be held.
         """
         record = tensor.chunks[number].record
         key = (record.file, record.offset)
@@ -145,17 +144,17 @@ class SourceFiles:
         return opened._replace(start=0, held=aligned(data))
 
     def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> Damage:
-        """The damage that opening a record found."""
+        """The error for a record that cannot be opened."""
         message = error.message
         if isinstance(error, WrongChecksum):
             message = f"{error.names} does not match the checksum saved with it"
         return Damage(self.finding(error.code, record, message))
 
     def check_unchanged(self) -> None:
-        """Raise `Damage` where what no checksum proves is not what was looked at before."""
+        """Raise `Damage` if files without checksums have changed since they were inspected."""
 
     def check_held_crc(self, record: ByteRange, opened: Opened, data: bytes) -> None:
-        """Raise `Damage` where elements that are held do not match their checksum."""
+        """Raise `Damage` if elements that are held do not match their checksum."""
         from zlib_ng.zlib_ng import crc32
 
         if opened.crc is not None and crc32(data) != opened.crc:
@@ -217,12 +216,12 @@ def _described(found: OpenRecord, sizes: Dims) -> Opened:
 
 
 def check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
-    """Raise `UsageError` where a record does not fit what may be held."""
+    """Raise `UsageError` if a record is larger than what may be held."""
     if n_bytes > limit:
         raise UsageError(
             f"a record of {tensor.entry.fqn} is transposed or compressed, and must be held in "
-            f"memory as a whole: {n_bytes:,} bytes, where {limit:,} may be used for it; "
-            "--memory gives it more, --jobs 1 all of it"
+            f"memory as a whole: {n_bytes:,} bytes, of which {limit:,} are available; "
+            "give more --memory, or use --jobs 1"
         )
 
 

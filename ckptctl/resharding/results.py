@@ -10,7 +10,7 @@ from ckptctl.findings import Finding, Report
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one target rank gets: its boxes and entries, their bytes, and the reads they need.
+    """The share of one target rank: its slices and entries, their bytes, and the reads needed.
 
     `n_bytes` is the size of its shard file, `bytes_read` what of the source's records
     goes into it.
@@ -26,7 +26,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """A step and how it is, or was, cut anew: the answer of `plan_reshard` and of `reshard`.
+    """The result of `plan_reshard` and `reshard`: how a step is, or was, resharded.
 
     `written` says that the target is there: proven at level `content`, sealed and
     published. `shares` are by part and rank; `n_bytes` is the size of all that is
@@ -85,7 +85,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Two steps compared: the answer of `diff`.
+    """The result of `diff`.
 
     `same` says that nothing differs but perhaps the layout. With `values_compared`
     that includes every value: `n_by_checksum` tensors by the checksums of their
@@ -108,7 +108,7 @@ class Diff:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A step written in another format, or something else as a step: the answer of `convert`.
+    """The result of `convert`.
 
     `format` is that of the target: `dcp`, `flat` (a file of `torch.save`) or
     `safetensors`; empty where nothing was `written`: `report` says why. `n_left_out`
@@ -132,7 +132,7 @@ class Converted:
 
 
 def not_converted(source: str, target: str, report: Report) -> Converted:
-    """The answer where the source, or what was made of it, is not whole."""
+    """The result if the source, or what was made of it, is not complete."""
     deeper = f"ckptctl verify {shlex.quote(source)} --level content"
     given = (finding.next_command for finding in report.findings if finding.verdict is not None)
     return Converted(

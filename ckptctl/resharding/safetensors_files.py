@@ -70,7 +70,7 @@ def read_safetensors(
 
 
 def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | None:
-    """The files that the index of a folder names; None where there is no index."""
+    """The files that the index of a folder names; None if there is no index."""
     indexes = [file.path for file in part.files if file.path.endswith(INDEX_SUFFIX)]
     if not indexes:
         return None
@@ -84,7 +84,7 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
 
 
 class _Files(SourceFiles):
-    """The elements in the files of a folder, which nothing but a seal can prove."""
+    """The elements in the files of a folder, which only a seal can verify."""
 
     def __init__(
         self, store: Store, folder: str, url: str, part_path: str, held: Sequence[FileInfo]
@@ -116,7 +116,7 @@ class _Files(SourceFiles):
                         where,
                         f"{where} is not the file that it was when the copy began",
                         expected=f"{file.size:,} bytes, as they were",
-                        found="no file" if now is None else f"{now.size:,} bytes, written anew",
+                        found="no file" if now is None else f"{now.size:,} bytes, written again",
                         next_command="ckptctl explain step.changed",
                     )
                 )
@@ -160,7 +160,7 @@ def _part(
 
 
 def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, ...]:
-    """The files that an index names, as far as they are there, and the index itself.
+    """The existing files that an index names, and the index itself.
 
     Raises `RecordUnreadable` for an index that is damaged.
     """

@@ -52,8 +52,8 @@ class SourceTensor:
     """A tensor and its chunks in the order of their first offsets, without empty ones.
 
     A tensor without elements has one chunk. `kind` is the kind of train state; `rank`
-    is there where the entry exists once per rank. `n_cut` is how many chunks the writer
-    cut it into, empty ones too; `longest` is the length of the longest chunk along
+    is set if the entry exists once per rank. `n_cut` is how many chunks the writer made of
+    it, empty ones included; `longest` is the length of the longest chunk along
     dimension 0.
     """
 
@@ -125,7 +125,7 @@ class SourcePart:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file beside the shards that goes along; `kind` and `rank` where it exists per rank."""
+    """A sidecar that is copied; `kind` and `rank` if it exists once per rank."""
 
     file: FileInfo
     kind: str | None
@@ -134,7 +134,7 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A whole step, as far as it goes along."""
+    """The step to reshard or convert."""
 
     url: str
     report: Report
@@ -143,9 +143,9 @@ class Source:
 
 
 def source_of(looked: Looked) -> Source:
-    """The step that was looked at; raises `UsageError` where a tensor cannot be cut anew.
+    """The source in an inspected step; raises `UsageError` if a tensor cannot be resharded.
 
-    Whether it is sharded DCP, and whole, is asked before: see `check_format` and `refusal`.
+    Call `check_format` and `refusal` before: the step must be complete, sharded DCP.
     """
     step = looked.step
     parts = [look for look in looked.parts if look.part.format in SHARDED]
@@ -158,7 +158,7 @@ def source_of(looked: Looked) -> Source:
 
 
 def check_format(looked: Looked) -> None:
-    """Raise `UsageError` where the step holds tensors, and none of them in sharded DCP."""
+    """Raise `UsageError` if the step holds tensors, but none in sharded DCP."""
     formats = [part.format for part in looked.step.parts]
     if formats and not any(found in SHARDED for found in formats):
         url = looked.step.url
@@ -171,14 +171,14 @@ def check_format(looked: Looked) -> None:
 
 
 def refusal(report: Report, *, accept_unverifiable: bool) -> bool:
-    """Whether a step is not whole, so that nothing may be made of it."""
+    """Whether a step must be refused because it is not complete."""
     if report.verdict is Verdict.UNVERIFIABLE:
         return not accept_unverifiable
     return report.verdict is not Verdict.COMPLETE
 
 
 def needs_content(report: Report) -> bool:
-    """Whether only a look at every byte can prove it: it has records without checksums."""
+    """Whether only level `content` can verify the step: it has records without checksums."""
     unproven = ("record.no-crc", "record.transformed")
     return any(finding.code in unproven for finding in report.findings)
 
@@ -215,9 +215,9 @@ def _part(part: Part, metadatas: Sequence[Metadata]) -> SourcePart:
 def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> SourceTensor:
     first = entries[0]
     if first.dtype not in WRITABLE:
-        raise UsageError(f"{first.fqn} is of dtype {first.dtype}, which cannot be cut anew")
+        raise UsageError(f"{first.fqn} is of dtype {first.dtype}, which cannot be resharded")
     if first.layout != "strided":
-        raise UsageError(f"{first.fqn} has the layout {first.layout}, which cannot be cut anew")
+        raise UsageError(f"{first.fqn} has the layout {first.layout}, which cannot be resharded")
     held: dict[Dims, SourceChunk] = {}
     n_cut = 0
     is_empty = 0 in first.shape
@@ -228,7 +228,7 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
             sizes, record = chunks.sizes_of(number), chunks.byte_range_of(number)
             if record is None or (0 in sizes and not is_empty):
                 continue
-            # Ranks that kept metadata of their own each hold what is replicated.
+            # Ranks that saved metadata of their own each list what is replicated.
             offsets = chunks.offsets_of(number)
             held.setdefault(offsets, SourceChunk(TensorSlice(offsets, sizes), record))
     in_order = sorted(held.values(), key=lambda chunk: chunk.elements.offsets)
@@ -236,7 +236,7 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
 
 
 def _files(looked: Looked) -> Iterator[RankFile]:
-    """The files that go along: all but shards, metadata and what ckptctl wrote."""
+    """The sidecars: all files but shards, metadata and ckptctl's own."""
     step = looked.step
     dcp = {part.path for part in step.parts if part.format in SHARDED}
     for file in step.files:

@@ -52,19 +52,19 @@ def plan_reshard(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Reshard:
-    """How the step `source` would be cut for another world size; nothing is written.
+    """Plan how the step `source` would be resharded; nothing is written.
 
     `source` is named as for `verify`, `target` is the path of the new step. Either
     `world_size` says for how many ranks, or `mesh` (`dp=4,tp=2`) how they are arranged,
     or `like` names a step that has the wanted layout. `shard` are rules
-    `PATTERN=DIM` for tensors that are not cut along dimension 0. `per_rank` is what
-    becomes of state that exists once per rank: `keep`, `drop` or `refuse`. `only_model`
-    leaves out all but the model. `memory` is what `reshard` may take, in bytes.
+    `PATTERN=DIM` for tensors that are not sharded along dimension 0. `per_rank` is what
+    to do with state that exists once per rank: `keep`, `drop` or `refuse`. `only_model`
+    leaves out all but the model. `memory` is what `reshard` may use, in bytes.
 
-    A step that is not whole is refused: the answer bears its report and exit code.
-    Raises `UsageError` for what does not fit the step, and `StorageError`.
+    A step that is not complete is refused: the result holds its report and exit code.
+    Raises `UsageError` for options that do not fit the step, and `StorageError`.
 
-    Cost: a look at level `structure`; at `content` where records have no checksums.
+    Cost: inspection at level `structure`; at `content` if records have no checksums.
     """
     return _reshard(
         source,
@@ -106,21 +106,21 @@ def reshard(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> Reshard:
-    """Write the step `source` anew at `target`, cut for another world size.
+    """Write the step `source` at `target`, sharded for another world size.
 
-    The arguments are those of `plan_reshard`. The new step is proven at level
-    `content`, sealed (with `key` where one is given) and only then published; the
+    The arguments are those of `plan_reshard`. The new step is verified at level
+    `content`, sealed (with `key` if one is given) and only then published; the
     source is never written to. `memory` bounds what is held, whatever the size of a
     tensor; `jobs` is how many files are written at once. With a `crew` (see
     `ckptctl.ranks`) several processes share the files: each calls this with the same
-    arguments, and rank 0 publishes. Called again after an interruption it goes on with
-    what was written.
+    arguments, and rank 0 publishes. Called again after an interruption, it continues
+    with what was written.
 
-    Damage in the source ends it: the answer then bears the finding, and nothing is
-    published. Raises `UsageError` where `target` is there already, `StorageError` where
-    a storage fails or has no room.
+    Damage in the source ends it: the result then holds the finding, and nothing is
+    published. Raises `UsageError` if `target` exists already, `StorageError` if a storage
+    fails or has too little space.
 
-    Cost: every byte of the source read once, twice where tensors are cut across rows;
+    Cost: every byte of the source read once, twice if tensors are sharded across rows;
     every byte of the new step written once and read twice.
     """
     return _reshard(
@@ -153,7 +153,7 @@ class _Access(NamedTuple):
 
 
 class _Asked:
-    """What is wanted, before `like` was read."""
+    """The requested layout; `like` is not read yet."""
 
     def __init__(self, wanted: Wanted | None, like: str | None, per_rank: PerRank, only: bool):
         self.wanted = wanted
@@ -183,12 +183,12 @@ def _asked(
             instead="--world-size 8",
         )
     try:
-        fate = PerRank(per_rank)
+        action = PerRank(per_rank)
     except ValueError:
         words = ", ".join(one.value for one in PerRank)
         raise UsageError(f"--per-rank {per_rank!r} is none of {words}") from None
     if like is not None:
-        return _Asked(None, like, fate, only_model)
+        return _Asked(None, like, action, only_model)
     if world_size is not None and world_size < 1:
         raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
     arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
@@ -197,8 +197,8 @@ def _asked(
             f"--mesh {mesh} has {arranged.world_size} ranks, --world-size says {world_size}",
             without=("--world-size",),
         )
-    wanted = Wanted(arranged, parse_rules(shard), None, fate, only_model)
-    return _Asked(wanted, None, fate, only_model)
+    wanted = Wanted(arranged, parse_rules(shard), None, action, only_model)
+    return _Asked(wanted, None, action, only_model)
 
 
 def _reshard(
@@ -244,20 +244,20 @@ def _reshard(
             written=True,
             report=written.report,
             continued=written.continued,
-            message=f"resharded for {answer.world_size} ranks: proven at level content, sealed",
+            message=f"resharded for {answer.world_size} ranks: verified at level content, sealed",
             next_command=f"ckptctl diff {shlex.quote(found.url)} {shlex.quote(place.url)} --values",
         )
 
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors, or of all where there is no model."""
+    """The shapes of the model's tensors, or of all tensors if there is no model."""
     tensors = [tensor for part in source.parts for tensor in part.tensors]
     model = [tensor for tensor in tensors if tensor.kind == "model"]
     return {tensor.entry.fqn: tensor.entry.shape for tensor in model or tensors}
 
 
 def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:
-    """Refuse a name that calls the new step another one: `pick` goes by the number."""
+    """Refuse a target name with another step number, which `pick` would order by."""
     named = step_name(base_name(place.url), compile_pattern(pattern))
     if isinstance(found.named, str) or named is None or named.number == found.named.number:
         return
@@ -275,22 +275,22 @@ def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | Non
 def opened_step(
     step: str, pattern: str | None, grace_s: float, opening: Opening
 ) -> Iterator[tuple[OpenTarget, Conditions]]:
-    """The step that an argument names, open, and the conditions that it is looked at by."""
+    """The step that an argument names, open, and the conditions for its inspection."""
     checked = conditions((), None, None, grace_s)
     with open_target(step, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
         if found.is_file:
             raise UsageError(
-                f"{found.url} is one file, and no sharded DCP that could be cut anew",
+                f"{found.url} is one file, not a step of sharded DCP that can be resharded",
                 next_command=f"ckptctl show {shlex.quote(found.url)}",
             )
         yield found, checked
 
 
 def look_whole(found: OpenTarget, checked: Conditions, *, accept_unverifiable: bool) -> Looked:
-    """Look at a step as deep as it takes to trust it, but for the checksums of its elements.
+    """Inspect a step as deep as needed to trust all but its elements.
 
-    Those are compared while copying, unless there are none: then only a seal can prove
-    the step, and that takes a look at every byte.
+    Their checksums are compared while copying, unless there are none: then only a seal
+    can verify the step, and that takes reading every byte.
     """
     looked = look(found.store, found.named, checked, level=Level.STRUCTURE, files=found.files)
     whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
@@ -309,7 +309,7 @@ def look_whole(found: OpenTarget, checked: Conditions, *, accept_unverifiable: b
 
 @contextmanager
 def target_place(target: str, opening: Opening) -> Iterator[Place]:
-    """Where the new step goes; its root is made where the folder above it is there."""
+    """The place of the new step; its root is created if its parent folder exists."""
     named = parse_target(target)
     if named.name is None:
         path = join_url(named.root, "step_1200")
@@ -324,7 +324,7 @@ def target_place(target: str, opening: Opening) -> Iterator[Place]:
 
 
 def _like(asked: _Asked, opening: Opening) -> Wanted:
-    """The layout of the step that `--like` names: its boxes, and the ranks that wrote them."""
+    """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
     with opened_step(asked.like, None, 600.0, opening) as (found, checked):
         looked = look(found.store, found.named, checked, level=Level.LISTING, files=found.files)
@@ -354,13 +354,13 @@ def _like(asked: _Asked, opening: Opening) -> Wanted:
                     more = tuple(one for one in held if one.elements.offsets not in known)
                     slices[key] = (*slices.get(key, ()), *more)
     if not n_ranks:
-        raise UsageError(f"--like {found.url} has no shard files whose layout could be taken")
+        raise UsageError(f"--like {found.url} has no shard files to take a layout from")
     mesh = Mesh((("dp", n_ranks),))
     return Wanted(mesh, (), slices, asked.per_rank, asked.only_model)
 
 
 def with_finding(report: Report, finding: Finding) -> Report:
-    """The report with one finding more, and the verdict that follows."""
+    """The report with one more finding, and the verdict that follows from it."""
     findings = in_order((*report.findings, finding))
     verdict = verdict_of(findings)
     return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)

@@ -15,7 +15,7 @@ from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store, Upload
 
 
 class WithFiles:
-    """A store with a few small files in it that are not there yet; see `Store`."""
+    """A store with a few small files in memory that are not written yet; see `Store`."""
 
     def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
         self._store = store
@@ -129,7 +129,7 @@ class _InMemory:
         buffer[:] = self._data[offset : offset + len(buffer)]
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     def __enter__(self) -> _InMemory:
         return self

@@ -26,7 +26,7 @@ from ckptctl.resharding.proving import prove
 from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
-from ckptctl.resharding.writing import Budget, Told, in_threads
+from ckptctl.resharding.writing import Budget, WriteProgress, in_threads
 from ckptctl.storage.local import LocalStore
 
 
@@ -45,7 +45,7 @@ class WholeTensor:
 
 
 class WholeFile(Protocol):
-    """A file of the result. `name` is below the target; empty where that is the file itself."""
+    """A file of the result. `name` is below the target; empty if that is the file itself."""
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class WholeFile(Protocol):
 
     @property
     def tensors(self) -> Sequence[WholeTensor]:
-        """What it holds, in order."""
+        """The tensors in it, in order."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class WholeFile(Protocol):
         ...
 
     def between(self, crcs: Sequence[int]) -> bytes:
-        """What stands behind the first tensors, whose checksums are `crcs`, up to the next."""
+        """The bytes between the first tensors, whose checksums are `crcs`, and the next one."""
         ...
 
 
@@ -77,7 +77,7 @@ def write_whole(
     identity: str,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write, prove, read again, publish.
+    """Write, verify, read again, publish.
 
     `beside` are small files that are put last, `files` the records of each part by its
     path. Raises `Damage` where the source is not what was saved, `UsageError` where
@@ -87,7 +87,7 @@ def write_whole(
     with suppress(PathNotFound):
         list_step(store, place.name)
         raise UsageError(
-            f"{place.url} is there already, and nothing is replaced; remove it, or take another "
+            f"{place.url} exists already, and nothing is replaced; remove it, or choose another "
             "name",
             next_command=f"ckptctl show {shlex.quote(place.url)}",
         )
@@ -95,9 +95,9 @@ def write_whole(
     if isinstance(store, LocalStore):
         check_space(store, place.name, n_bytes)
     work = _Work(planned, beside, place, identity)
-    told, proving = Told(), threading.Lock()
-    copies = [_Copy(file, files, room, told, proving) for file in planned]
-    in_threads([work.task(copy) for copy in copies], room.jobs, told, n_bytes, on_progress)
+    progress, proving = WriteProgress(), threading.Lock()
+    copies = [_Copy(file, files, room, progress, proving) for file in planned]
+    in_threads([work.task(copy) for copy in copies], room.jobs, progress, n_bytes, on_progress)
     work.read_again(copies, Limits(room.jobs))
     for name, data in beside.items():
         store.put(work.path(name), data, replace=True)
@@ -105,7 +105,7 @@ def write_whole(
 
 
 class _Work:
-    """Where the files are while they are written, and where they go."""
+    """The paths of the files while they are written, and after publication."""
 
     def __init__(
         self,
@@ -120,16 +120,16 @@ class _Work:
         self._target = f"{self._aside}/{place.name}" if place.is_moved else place.name
 
     def path(self, name: str) -> str:
-        """Where a file is written."""
+        """The path to which a file is written."""
         return f"{self._target}/{name}" if name else self._target
 
     def task(self, copy: _Copy) -> Callable[[], None]:
-        """What writes a file."""
+        """The task that writes a file."""
         path = self.path(copy.file.name)
         return lambda: self._place.store.put_pieces(path, copy.pieces, copy.file.n_bytes)
 
     def read_again(self, copies: Sequence[_Copy], limits: Limits) -> None:
-        """Raise `StorageUnavailable` where a file does not read as it was written."""
+        """Raise `StorageUnavailable` if a file does not read back as it was written."""
         runs = [_Again(self.path(copy.file.name), copy) for copy in copies]
         read_runs(self._place.store, runs, limits)
         for run in runs:
@@ -141,7 +141,7 @@ class _Work:
                 )
 
     def publish(self) -> None:
-        """Make the result be there in one instant, where the storage can do that."""
+        """Publish the result, atomically where the storage can."""
         store = self._place.store
         if not isinstance(store, LocalStore):
             return
@@ -155,21 +155,21 @@ class _Work:
                 folder = folder.rpartition("/")[0]
 
     def _clear(self, store: LocalStore) -> None:
-        """Remove what a call that was killed left half written."""
+        """Remove the incomplete files of a call that was killed."""
         for file in list_step(store, self._target):
             if file.path not in self._names:
                 store.remove(f"{self._target}/{file.path}")
 
 
 class _Copy:
-    """Makes one file; `crc` is the checksum of all that was written."""
+    """Produces one file; `crc` is the checksum of all that was written."""
 
     def __init__(
         self,
         file: WholeFile,
         files: Mapping[str, SourceFiles],
         room: Budget,
-        told: Told,
+        progress: WriteProgress,
         proving: threading.Lock,
     ) -> None:
         self.file = file
@@ -177,7 +177,7 @@ class _Copy:
         self._proving = proving
         self._files = files
         self._room = room
-        self._told = told
+        self._written = progress
 
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
@@ -195,7 +195,7 @@ class _Copy:
         for one in self.file.tensors:
             files = self._files[one.part.path]
             copy = FileCopy(
-                TargetFile(self.file.name, 0), files, self._room.buffers, self._told.add
+                TargetFile(self.file.name, 0), files, self._room.buffers, self._written.add
             )
             every = TensorSlice.whole(one.tensor.entry.shape)
             crc = 0
@@ -213,9 +213,9 @@ class _Copy:
                 yield memoryview(behind)
 
     def _prove(self, proof: Mapping[str, Sequence[Run]]) -> None:
-        """Hold every record that went into the file against its checksum."""
+        """Compare every record that went into the file with its checksum."""
         for part in {one.part.path: one.part for one in self.file.tensors}.values():
-            # One file at a time: what is read again takes memory too.
+            # One file at a time: reading records again takes memory too.
             with self._proving:
                 prove(
                     part,

@@ -24,29 +24,29 @@ DEFAULT_MEMORY = 256 << 20
 """Bytes that a reshard may take, unless the caller says otherwise."""
 
 MIN_MEMORY = 96 << 20
-"""Bytes below which there is no work: the interpreter and the plan take up half of it."""
+"""The smallest memory limit, in bytes: the interpreter and the plan take up half of it."""
 
 _OWN_BYTES = 48 << 20
 _MAX_JOBS = 8
 _LARGEST_BLOCK = 2 << 20
 _SMALLEST_BLOCK = 64 << 10
-_TELL_EVERY_S = 0.1
+_PROGRESS_EVERY_S = 0.1
 _PARTS_IN_FLIGHT = 5
 
 _TIDY_S = 2.0
-"""How long threads have to remove what they were writing, when the command is to end."""
+"""How long threads may take to remove incomplete files when the command ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many threads there are, and what each may hold."""
+    """How many threads write, and what each may hold."""
 
     jobs: int
     buffers: Buffers
 
 
 def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budget:
-    """What `memory` bytes allow; raises `UsageError` where that is too little.
+    """The threads and buffers that `memory` bytes allow; raises `UsageError` for too little.
 
     An upload holds a few parts besides.
     """
@@ -68,7 +68,7 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budge
 
 
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
-    """The files that process `rank` of `size` makes: about as many bytes as the others."""
+    """The files that process `rank` of `size` writes: about as many bytes as the others."""
     loads = [0] * size
     own = []
     for file in sorted(files, key=lambda each: -each.n_bytes):
@@ -79,12 +79,12 @@ def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetF
     return tuple(own)
 
 
-class GivenUp(Exception):
-    """Another thread failed, or somebody stopped the command: what is half written goes."""
+class Cancelled(Exception):
+    """Another thread failed, or the command was stopped; incomplete files are removed."""
 
 
-class Told:
-    """Counts bytes of several threads, and ends them where they are."""
+class WriteProgress:
+    """Counts the bytes that several threads have written, and stops these threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,32 +92,32 @@ class Told:
         self.n_bytes = 0
 
     def add(self, n_bytes: int) -> None:
-        """So many more are done; raises `GivenUp` where there is no point in going on."""
+        """Count more bytes; raises `Cancelled` once the threads are to stop."""
         if self._ended.is_set():
-            raise GivenUp
+            raise Cancelled
         with self._lock:
             self.n_bytes += n_bytes
 
     def end(self) -> None:
-        """Nobody is to go on."""
+        """Stop all threads."""
         self._ended.set()
 
     @property
     def ended(self) -> bool:
-        """Nobody is to go on."""
+        """Whether the threads are to stop."""
         return self._ended.is_set()
 
 
 def in_threads(
     tasks: Sequence[Callable[[], None]],
     n_threads: int,
-    told: Told,
+    progress: WriteProgress,
     total: int,
     on_progress: OnProgress | None,
 ) -> None:
-    """Do all tasks; the first error of any ends the others at their next block, and is raised.
+    """Run all tasks; the first error stops the others at their next block, and is raised.
 
-    Progress is told in the caller's thread.
+    `on_progress` is called in the caller's thread.
     """
     waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -126,7 +126,7 @@ def in_threads(
 
     def work() -> None:
         try:
-            while not told.ended:
+            while not progress.ended:
                 waiting.get_nowait()()
         except Empty:
             pass
@@ -146,7 +146,7 @@ def in_threads(
     try:
         while n_left:
             try:
-                error = ended.get(timeout=_TELL_EVERY_S)
+                error = ended.get(timeout=_PROGRESS_EVERY_S)
             except Empty:
                 error, n_ended = None, 0
             else:
@@ -155,10 +155,10 @@ def in_threads(
                 raise error
             n_left -= n_ended
             if on_progress is not None and time.monotonic() >= next_s:
-                on_progress(told.n_bytes, total)
-                next_s = time.monotonic() + _TELL_EVERY_S
+                on_progress(progress.n_bytes, total)
+                next_s = time.monotonic() + _PROGRESS_EVERY_S
     finally:
-        told.end()
+        progress.end()
         until_s = time.monotonic() + _TIDY_S
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))

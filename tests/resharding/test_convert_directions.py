@@ -160,7 +160,7 @@ def test_damage_ends_it_before_the_file_appears(tmp_path, target):
 
 def test_a_file_that_is_there_is_kept(checkpoints, tmp_path):
     (tmp_path / "flat.pt").write_text("mine")
-    with pytest.raises(ckptctl.UsageError, match="is there already"):
+    with pytest.raises(ckptctl.UsageError, match="exists already"):
         ckptctl.convert(str(checkpoints / "fsdp_2" / "step_100"), str(tmp_path / "flat.pt"))
     assert (tmp_path / "flat.pt").read_text() == "mine"
 
@@ -389,8 +389,8 @@ def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("STEP", "out/step_7"), "is a name for one"),
-        (("STEP", "a.pt", "--world-size", "2"), "cut for no world size"),
+        (("STEP", "out/step_7"), "is a step's name"),
+        (("STEP", "a.pt", "--world-size", "2"), "use reshard for another world size"),
         (("STEP", "a.pt", "--strip", "model."), "is named as a file of torch.save"),
         (("STEP", "a.safetensors", "--file-size", "2G"), "is named as one file"),
         (("STEP", "out", "--under", "model"), "--under is for safetensors"),

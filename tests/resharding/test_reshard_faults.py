@@ -118,7 +118,7 @@ def test_a_rejected_step_is_refused(source, target):
 def test_what_is_there_is_never_replaced(source, target):
     target.mkdir()
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(ckptctl.UsageError, match="it is there already"):
+    with pytest.raises(ckptctl.UsageError, match="it exists already"):
         ckptctl.reshard(str(source), str(target), world_size=3)
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 

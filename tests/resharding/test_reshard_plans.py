@@ -121,7 +121,7 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
             "--mesh dp=2",
         ),
         (("--world-size", "3", "--shard", "up"), "is not PATTERN=DIM", "=1"),
-        (("--world-size", "3", "--shard", "nothing.*=0"), "fits no tensor", "--tensors"),
+        (("--world-size", "3", "--shard", "nothing.*=0"), "matches no tensor", "--tensors"),
         (
             ("--world-size", "3", "--shard", "model.up.weight=2"),
             "has 2 dimensions",
