@@ -89,5 +89,5 @@ def test_a_folder_without_metadata_cannot_be_compared(tmp_path):
     a = step(tmp_path / "a", cuts=[10])
     (tmp_path / "b" / "step_1").mkdir(parents=True)
     (tmp_path / "b" / "step_1" / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(ckptctl.UsageError, match="no metadata of DCP"):
+    with pytest.raises(ckptctl.UsageError, match="no DCP metadata to compare"):
         ckptctl.diff(a, str(tmp_path / "b" / "step_1"))
