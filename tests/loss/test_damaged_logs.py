@@ -1,4 +1,4 @@
-"""A log that is damaged in the middle is judged by the rows that can be read."""
+"""A log that is damaged in the middle is checked by the rows that can be read."""
 
 from __future__ import annotations
 

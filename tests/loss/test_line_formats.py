@@ -48,7 +48,7 @@ def test_a_sample_is_known_by_itself_and_read_whole(sample):
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["format"])
-def test_a_sample_is_read_alike_when_its_format_is_said(sample):
+def test_a_sample_is_read_alike_when_its_format_is_stated(sample):
     text = "\n".join(sample["lines"]) + "\n"
     assert rows(text, name=sample["format"]) == rows(text)
 
@@ -77,7 +77,7 @@ def test_a_format_that_is_not_there_is_refused_with_those_that_are():
         LogFormat("gpt2")
 
 
-def test_steps_that_are_counted_anew_in_each_epoch_go_on():
+def test_steps_that_are_counted_again_in_each_epoch_go_on():
     lines = [
         f"Epoch [{epoch}/3], Step [{step}/40], Loss: {4 - (epoch * 40 + step) / 100:.4f}"
         for epoch in (1, 2, 3)

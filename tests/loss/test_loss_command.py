@@ -78,7 +78,7 @@ def test_the_document_of_a_log_without_a_loss_is_as_its_schema_says(tmp_path):
     assert validated(done.stdout)["findings"][0]["code"] == "loss.none"
 
 
-def test_the_resume_report_gives_the_boundary_and_the_next_commands(tmp_path, log):
+def test_the_resume_report_gives_the_resume_point_and_the_next_commands(tmp_path, log):
     attempts = tmp_path / "run" / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
     step = str(tmp_path / "run" / "step_200")
@@ -236,7 +236,7 @@ def test_a_job_that_loaded_another_step_than_was_named_is_discontinuous(tmp_path
 
 
 @pytest.mark.parametrize("what", ["tokens", "samples"])
-def test_the_counts_of_the_checkpoint_are_held_against_the_new_log(tmp_path, what):
+def test_the_counts_of_the_checkpoint_are_compared_with_the_new_log(tmp_path, what):
     new = tmp_path / "new.jsonl"
     lines = [{"step": n, "loss": loss_at(n), what: n * TOKENS} for n in range(SAVED + 1, 260)]
     new.write_text("".join(f"{json.dumps(each)}\n" for each in lines))

@@ -66,7 +66,7 @@ def test_wrong_weights_are_never_continuous(verdicts, fault):
 
 
 @pytest.mark.parametrize("fault", ["other batch order", "data restarted", "data skipped"])
-def test_other_batches_are_told_and_not_blamed(verdicts, fault):
+def test_other_batches_are_reported_and_not_blamed(verdicts, fault):
     assert set(verdicts()[fault]) == {"inconclusive"}
 
 

@@ -166,7 +166,7 @@ def test_logs_that_differ_in_a_number_are_read_by_that_number(tmp_path):
     assert steps(list(read_logs(paths))) == [0, 2, 10]
 
 
-def test_a_folder_in_which_nothing_is_a_log_is_told(tmp_path):
+def test_a_folder_in_which_nothing_is_a_log_is_reported(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(PathNotFound, match="no file in this folder has the name of a log"):
         list(read_logs([str(tmp_path)]))
@@ -193,7 +193,7 @@ def test_a_folder_in_which_nothing_is_a_log_is_told(tmp_path):
     ],
     ids=["empty", "blank", "binary", "zeros", "endless", "words", "no step", "no loss", "eval"],
 )
-def test_what_holds_no_loss_is_told_with_what_was_found(tmp_path, data, words):
+def test_what_holds_no_loss_is_reported_with_what_was_found(tmp_path, data, words):
     path = tmp_path / "train.log"
     path.write_bytes(data)
     with pytest.raises(LogWithoutLoss, match=words) as caught:

@@ -90,7 +90,7 @@ def test_an_image_between_scalars_is_passed_over():
         assert reader.damage is None
 
 
-def test_a_flipped_byte_ends_the_reading_of_an_event_file_and_is_told():
+def test_a_flipped_byte_ends_the_reading_of_an_event_file_and_is_reported():
     data = bytearray(events(range(1, 9)))
     data[len(data) // 2] ^= 0xFF
     reader, found = read(bytes(data))
@@ -139,7 +139,7 @@ def test_the_history_of_an_offline_run_is_read(typed, piece):
     assert found[0].at == 1.7e9
 
 
-def test_a_flipped_byte_ends_the_reading_of_an_offline_run_and_is_told():
+def test_a_flipped_byte_ends_the_reading_of_an_offline_run_and_is_reported():
     data = bytearray(wandb_file(wandb_history(step, {"loss": 1.5}) for step in range(1, 50)))
     data[len(data) // 2] ^= 0xFF
     reader, found = read(bytes(data))
@@ -265,7 +265,7 @@ def test_the_unit_of_a_column_is_that_of_its_finest_number():
     assert [row.loss.quantum for row in found] == pytest.approx([1e-4, 1e-4, 1e-3])
 
 
-def test_damage_in_the_middle_is_raised_after_the_rows_or_told(tmp_path):
+def test_damage_in_the_middle_is_raised_after_the_rows_or_reported(tmp_path):
     data = bytearray(events(range(1, 9)))
     data[len(data) // 2] ^= 0xFF
     path = Path(tmp_path, "events.out.tfevents.1.host.2.0")

@@ -103,7 +103,9 @@ def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
         word = Span(assessment.verdict.value, _STYLES[assessment.verdict])
         yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
     yield line(f"  {_resume_point_text(resume)}", hang=4)
-    yield line(f"  first row after it: {resume.position.file}:{resume.position.line}", solid=True)
+    yield line(
+        f"  first row after the resume: {resume.position.file}:{resume.position.line}", solid=True
+    )
     if resume.marker is not None and resume.marker.text:
         yield line(f"  line in the log: {resume.marker.text.strip()}", hang=4)
     yield EMPTY

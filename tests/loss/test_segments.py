@@ -1,4 +1,4 @@
-"""Where a log is split, and which rows are compared."""
+"""Segments of a log, and the rows of each resume."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def marker(step=None, *, fresh=False):
     return Marker(LogPosition("train.log", 1), "loaded", step=step, fresh=fresh)
 
 
-def test_a_step_that_goes_back_begins_a_leg():
+def test_a_step_that_goes_back_begins_a_segment():
     assert spans([*rows(1, 9), *rows(6, 12)]) == [(1, 9, "start"), (6, 12, "step")]
 
 
-def test_a_marker_begins_a_leg_even_where_the_steps_go_on():
+def test_a_marker_begins_a_segment_even_where_the_steps_go_on():
     assert spans([*rows(1, 9), marker(9), *rows(10, 12)]) == [(1, 9, "start"), (10, 12, "marker")]
 
 
-def test_a_file_begins_a_leg():
+def test_a_file_begins_a_segment():
     assert spans([*rows(1, 9), *rows(10, 12, file="b.log")]) == [(1, 9, "start"), (10, 12, "file")]
 
 
@@ -46,20 +46,20 @@ def test_one_step_logged_twice_is_a_resume():
     assert spans([*rows(1, 9), *rows(9, 12)]) == [(1, 9, "start"), (9, 12, "step")]
 
 
-def test_rows_of_several_ranks_in_one_log_are_one_leg():
+def test_rows_of_several_ranks_in_one_log_are_one_segment():
     items = [copy for each in rows(1, 20) for copy in (each, each, each)]
     (segment,) = split(items).segments
     assert [each.step for each in segment.rows] == list(range(1, 21))
 
 
-def test_rows_of_one_step_that_say_different_things_become_one():
+def test_rows_of_one_step_with_different_values_become_one():
     whole = row(1, 3.0)
     parts = [replace(whole, lr=None), replace(whole, loss=None)]
     (segment,) = split(parts).segments
     assert segment.rows == (whole,)
 
 
-def test_what_is_kept_of_a_leg_is_bounded_and_keeps_both_ends(monkeypatch):
+def test_what_is_kept_of_a_segment_is_bounded_and_keeps_both_ends(monkeypatch):
     monkeypatch.setattr(segments_module, "KEEP_FIRST", 10)
     monkeypatch.setattr(segments_module, "KEEP_LAST", 20)
     (segment,) = split(rows(1, 1000)).segments
@@ -80,7 +80,7 @@ def test_the_neighbours_of_a_step_that_was_asked_for_are_kept(monkeypatch):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=80))
-def test_within_a_leg_steps_rise_and_no_row_with_a_new_step_is_lost(steps):
+def test_within_a_segment_steps_rise_and_no_row_with_a_new_step_is_lost(steps):
     parts = split(row(step, 3.0, line=i) for i, step in enumerate(steps))
     for segment in parts.segments:
         own = [each.step for each in segment.rows]
@@ -89,7 +89,7 @@ def test_within_a_leg_steps_rise_and_no_row_with_a_new_step_is_lost(steps):
         assert {each.step for segment in parts.segments for each in segment.rows} == set(steps)
 
 
-def test_a_log_can_be_judged_while_it_is_being_read():
+def test_a_log_can_be_checked_while_it_is_being_read():
     splitter = Splitter()
     for each in [*rows(1, 9), *rows(6, 7)]:
         splitter.feed(each)
@@ -105,7 +105,7 @@ def test_two_runs_in_one_log_are_recognised():
     assert not split([*rows(1, 50), *rows(30, 80), *rows(70, 90)]).interleaved
 
 
-def test_a_clock_that_goes_back_is_told_with_its_line():
+def test_a_clock_that_goes_back_is_reported_with_its_line():
     late = [replace(each, at=each.at - 3600) for each in rows(5, 9)]
     (segment,) = split([*rows(1, 4), *late]).segments
     assert segment.clock_jump.back_s == 3599
@@ -120,14 +120,14 @@ def test_the_interval_is_that_of_most_rows():
 # Resumes.
 
 
-def test_rows_before_twice_and_after_are_told_apart():
+def test_rows_before_twice_and_after_are_separated():
     (resume,) = resumes(split([*rows(1, 9), *rows(6, 12)]))
     assert [each.step for each in resume.before] == [1, 2, 3, 4, 5]
     assert [each.step for each in resume.overwritten] == [6, 7, 8, 9]
     assert resume.first_step == 6
 
 
-def test_a_job_that_dies_twice_is_compared_with_the_leg_that_made_the_checkpoint():
+def test_a_job_that_dies_twice_is_compared_with_the_segment_that_made_the_checkpoint():
     bad = rows(6, 8, seed=2)
     first, second = resumes(split([*rows(1, 9), *bad, marker(5), *rows(6, 12)]))
     assert first.overwritten == second.overwritten
@@ -135,56 +135,56 @@ def test_a_job_that_dies_twice_is_compared_with_the_leg_that_made_the_checkpoint
     assert second.number == 2
 
 
-def test_a_short_leg_is_filled_up_with_those_that_it_came_from():
+def test_a_short_segment_is_filled_up_with_those_that_it_came_from():
     _, second = resumes(split([*rows(1, 50), marker(50), *rows(51, 55), marker(55), *rows(56, 60)]))
     assert [each.step for each in second.before] == list(range(1, 56))
     assert second.overwritten == ()
 
 
-def test_a_job_that_began_anew_did_not_resume():
+def test_a_job_that_started_from_the_beginning_did_not_resume():
     (resume,) = resumes(split([*rows(1, 50), *rows(1, 20)]))
     assert resume.restarted
 
 
-def test_a_second_resume_from_one_checkpoint_is_no_job_that_began_anew():
+def test_a_second_resume_from_one_checkpoint_is_no_fresh_start():
     (resume,) = resumes(split([*rows(51, 58), marker(50), *rows(51, 60)]))
     assert not resume.restarted
     assert (resume.before, resume.overwritten) == ((), ())
 
 
-def test_a_marker_gives_the_boundary():
+def test_a_marker_gives_the_resume_point():
     (resume,) = resumes(split([*rows(1, 9), marker(5), *rows(6, 12)]))
     assert resume.resume_point == ResumePoint(5, "log")
 
 
-def test_a_log_without_a_trace_of_the_resume_is_parted_where_it_is_asked():
+def test_a_log_without_a_trace_of_the_resume_is_divided_at_the_named_step():
     resume = resume_at(split(rows(1, 100)), ResumePoint(60, "asked"))
     assert resume.boundary is Boundary.ASKED
     assert resume.before[-1].step == 60
     assert resume.first_step == 61
 
 
-def test_the_leg_just_behind_the_boundary_is_preferred():
+def test_the_segment_just_after_the_resume_point_is_preferred():
     parts = split([*rows(1, 60), *rows(41, 80), *rows(71, 90)])
     assert resume_at(parts, ResumePoint(40, "asked")).number == 1
     assert resume_at(parts, ResumePoint(70, "report")).number == 2
 
 
-def test_a_report_that_fits_no_leg_means_the_last_one():
+def test_a_report_that_fits_no_segment_means_the_last_one():
     resume = resume_at(split([*rows(1, 60), *rows(41, 80)]), ResumePoint(50, "report"))
     assert resume.first_step == 41
 
 
-def test_nothing_logged_after_a_boundary_is_no_resume():
+def test_nothing_logged_after_a_resume_point_is_no_resume():
     assert resume_at(split(rows(1, 60)), ResumePoint(60, "report")) is None
 
 
-def test_a_report_parts_a_log_only_where_the_clock_says_that_the_resume_lies_there():
+def test_a_report_divides_a_log_only_where_the_clock_shows_that_the_resume_lies_there():
     parts = split(rows(1, 100))
     assert resume_at(parts, ResumePoint(60, "report")) is None
     assert resume_at(parts, ResumePoint(60, "report", at_s=1_000.0)) is None
     assert resume_at(parts, ResumePoint(60, "report", at_s=1_060.5)).first_step == 61
 
 
-def test_what_must_not_be_parted_is_not():
+def test_a_log_is_not_divided_where_that_is_not_allowed():
     assert resume_at(split(rows(1, 100)), ResumePoint(60, "asked"), may_divide=False) is None

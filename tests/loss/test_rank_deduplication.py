@@ -1,4 +1,4 @@
-"""Ranks, wrapped lines, bars and markers: each step is told once, and where segments begin."""
+"""Ranks, wrapped lines, bars and markers: each step is read once, each start is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def titan(step: int, loss: float = 5.0) -> str:
     return TITAN.format(step=step, loss=loss + step / 16, second=step % 60)
 
 
-def test_of_several_ranks_the_first_speaks():
+def test_of_several_ranks_the_first_is_read():
     lines = [f"[rank{rank}]:{titan(step, loss=rank)}" for step in range(1, 9) for rank in (2, 0, 1)]
     found = read("\n".join(lines))
     assert steps(found) == list(range(1, 9))
@@ -35,13 +35,13 @@ def test_a_rank_that_lags_behind_adds_nothing():
     assert steps(read("\n".join(lines))) == list(range(1, 20))
 
 
-def test_another_rank_speaks_once_the_first_is_silent():
+def test_another_rank_is_read_once_the_first_is_silent():
     lines = [f"31: {titan(step)}" for step in range(1, 11)]
     lines += [f"15: {titan(step)}" for step in range(6, 16)]
     assert steps(read("\n".join(lines))) == [*range(1, 11), *range(6, 16)]
 
 
-def test_ranks_without_a_prefix_are_one_voice():
+def test_ranks_without_a_prefix_are_read_once():
     lines = [titan(step, loss=rank) for step in range(1, 9) for rank in range(4)]
     found = read("\n".join(lines))
     assert steps(found) == list(range(1, 9))
@@ -116,7 +116,7 @@ def test_a_row_of_skipped_steps_has_no_loss():
     assert [row.loss is None for row in found] == [False, True, False]
 
 
-def test_the_second_row_of_megatron_is_told_as_a_mean_of_one_step_more():
+def test_the_second_row_of_megatron_is_read_as_a_mean_of_one_step_more():
     marker = " successfully loaded checkpoint from /c [ t 1/1, p 1/1 ] at iteration 5\n"
     found = read(megatron(range(1, 9)) + marker + megatron(range(6, 10)))
     rows = [row for row in found if isinstance(row, Row)]

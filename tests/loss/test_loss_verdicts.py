@@ -1,4 +1,4 @@
-"""What is said of a resume: break one thing, and exactly that is found."""
+"""The verdict and the findings of a resume: each test breaks one thing and expects that finding."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_the_order_of_additions_does_is_continuous():
     assert report.assessments[0].replay.agreement is Agreement.WITHIN_NUMERICS
 
 
-def test_without_a_step_logged_twice_there_is_no_plain_yes():
+def test_without_a_step_logged_twice_there_is_no_continuous():
     report = assess(died=CLEAN, noise=0.004)
     assert found(report) == ("no-jump", [])
     assert report.exit_code == 0
@@ -87,13 +87,13 @@ def test_counting_from_zero_or_from_one_are_both_right(first):
 # Counters.
 
 
-def test_a_job_that_began_anew_is_told():
+def test_a_job_that_started_from_the_beginning_is_reported():
     report = check_rows([*rows(1, 100), *rows(1, 60)])
     assert found(report) == ("discontinuous", ["loss.restarted"])
     assert report.exit_code == 30
 
 
-def test_logs_named_newest_first_are_told_from_a_job_that_began_anew():
+def test_logs_named_newest_first_are_distinguished_from_a_fresh_start():
     newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
     assert newest_first.message.endswith("or the logs were not named oldest first")
     anew = check_rows([*rows(1, 100), *rows(1, 60)])
@@ -101,14 +101,14 @@ def test_logs_named_newest_first_are_told_from_a_job_that_began_anew():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_told(value):
+def test_a_loss_that_is_not_finite_is_reported(value):
     def broken(each):
         return replace(each, loss=Number(value, 0)) if each.step > 230 else each
 
     assert found(assess(broken)) == ("discontinuous", ["loss.not-finite"])
 
 
-def test_a_counter_that_goes_back_behind_the_checkpoint_is_told():
+def test_a_counter_that_goes_back_before_the_checkpoint_is_reported():
     report = check_rows(resumed(first=191), CheckOptions(ResumePoint(SAVED, "report")))
     assert "loss.step" in found(report)[1]
 
@@ -124,12 +124,12 @@ def test_rows_that_are_missing_in_the_log_are_no_gap_where_tokens_go_on():
 
 
 @pytest.mark.parametrize("died", [DIED, CLEAN])
-def test_tokens_that_begin_anew_are_told(died):
+def test_tokens_that_start_again_are_reported(died):
     lost = changed(tokens=lambda each: Number((each.step - SAVED) * TOKENS, 1))
     assert found(assess(lost, died=died, noise=0.004)) == ("discontinuous", ["loss.tokens"])
 
 
-def test_tokens_are_held_against_the_checkpoint_where_the_log_of_before_has_none():
+def test_tokens_are_compared_with_the_checkpoint_where_the_log_of_before_has_none():
     untold = changed(tokens=lambda _: None)
     before = [untold(each) for each in rows(1, DIED)]
     saved = ResumePoint(SAVED, "report", tokens=SAVED * TOKENS)
@@ -139,7 +139,7 @@ def test_tokens_are_held_against_the_checkpoint_where_the_log_of_before_has_none
     assert found(report) == ("discontinuous", ["loss.tokens"])
 
 
-def test_half_the_batch_is_told_by_the_tokens_of_a_step():
+def test_half_the_batch_is_detected_by_the_tokens_of_a_step():
     half = changed(tokens=lambda each: Number(SAVED * TOKENS + (each.step - SAVED) * TOKENS / 2, 1))
     assert found(assess(half, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.batch"])
     assert found(assess(half)) == ("discontinuous", ["loss.tokens"])
@@ -156,7 +156,7 @@ def test_batches_that_vary_by_themselves_are_no_other_batch():
 
 
 @pytest.mark.parametrize("died", [DIED, CLEAN])
-def test_a_learning_rate_that_warms_up_again_is_told(died):
+def test_a_learning_rate_that_warms_up_again_is_reported(died):
     warm = changed(lr=lambda each: Number(1e-6 * (each.step - SAVED), 1e-12))
     assert found(assess(warm, died=died, noise=0.004)) == ("discontinuous", ["loss.lr"])
 
@@ -214,7 +214,7 @@ def test_data_that_is_skipped_is_found_exactly():
     assert "skips 3 steps" in report.message
 
 
-def test_samples_that_nobody_consumed_before_are_a_suspicion():
+def test_samples_that_no_step_consumed_before_are_a_suspicion():
     assert found(check_rows(with_digests(unknown=True))) == ("suspect", ["loss.other-samples"])
 
 
@@ -252,7 +252,7 @@ def test_other_batches_cannot_be_compared():
     assert report.exit_code == 31
 
 
-def test_other_batches_that_all_stand_higher_are_no_mere_other_order():
+def test_other_batches_that_all_are_higher_are_no_mere_other_order():
     after = [times(1.15)(each) for each in rows(SAVED + 1, 260, seed=5, noise=0.02)]
     report = check_rows([*rows(1, DIED, noise=0.02), *after])
     assert found(report)[0] == "discontinuous"
@@ -296,7 +296,7 @@ def test_means_over_different_numbers_of_steps_are_not_compared():
 # The level.
 
 
-def test_a_loss_that_jumps_up_is_told_without_any_replay():
+def test_a_loss_that_jumps_up_is_reported_without_any_replay():
     report = assess(times(1.2), died=CLEAN, noise=0.004)
     assert found(report) == ("discontinuous", ["loss.jump"])
 
@@ -315,7 +315,7 @@ def test_two_spikes_are_one():
     assert found(assess(spike, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.spike"])
 
 
-def test_a_rise_after_steps_that_agree_is_not_held_against_the_resume():
+def test_a_rise_after_steps_that_agree_does_not_blame_the_resume():
     report = assess(times(1.5, since=SAVED + 6), died=SAVED + 5)
     assert found(report) == ("continuous", [])
     assert {f.code for f in report.assessments[0].findings} == {"loss.later"}
@@ -326,12 +326,12 @@ def test_a_gradient_norm_ten_times_as_large_is_a_suspicion():
     assert found(assess(large, died=CLEAN, noise=0.004)) == ("suspect", ["loss.grad-norm"])
 
 
-def test_a_loss_that_wobbles_too_much_shows_nothing():
+def test_a_loss_that_varies_too_much_shows_nothing():
     report = assess(died=CLEAN, noise=0.08)
     assert found(report) == ("inconclusive", ["loss.noisy"])
 
 
-def test_too_few_rows_say_nothing_and_how_many_are_needed():
+def test_too_few_rows_are_inconclusive_with_how_many_are_needed():
     report = check_rows(
         [*rows(1, 10), Marker(LogPosition("a", 1), "loaded", step=10), *rows(11, 13)]
     )
@@ -339,7 +339,7 @@ def test_too_few_rows_say_nothing_and_how_many_are_needed():
     assert "10 more rows before the resume and 2 more rows after it" in report.message
 
 
-def test_a_loss_that_may_be_negative_is_judged_too():
+def test_a_loss_that_may_be_negative_is_checked_too():
     def lowered(items):
         return [
             each if isinstance(each, Marker) else replace(each, loss=printed(each.loss.value - 4))
@@ -363,12 +363,12 @@ def test_an_empty_log_has_no_loss():
     assert found(check_rows([])) == ("inconclusive", ["loss.none"])
 
 
-def test_a_log_without_a_loss_is_told():
+def test_a_log_without_a_loss_is_reported():
     items = [row(step, None) for step in range(1, 50)]
     assert found(check_rows(items)) == ("inconclusive", ["loss.none"])
 
 
-def test_two_runs_in_one_log_are_not_judged():
+def test_two_runs_in_one_log_are_not_checked():
     pairs = zip(rows(1, 40), rows(1001, 1040), strict=True)
     report = check_rows([each for pair in pairs for each in pair])
     assert found(report) == ("inconclusive", ["loss.interleaved"])
@@ -386,14 +386,14 @@ def twice():
             *rows(101, 150)]  # fmt: skip
 
 
-def test_of_several_resumes_the_last_is_judged_and_the_number_is_said():
+def test_of_several_resumes_the_last_is_checked_and_the_number_is_stated():
     report = check_rows(twice())
     assert report.verdict is LossVerdict.CONTINUOUS
     assert "loss.several" in {f.code for f in report.findings}
     assert report.assessments[0].resume.number == 2
 
 
-def test_every_resume_can_be_judged_and_the_worst_counts():
+def test_every_resume_can_be_checked_and_the_worst_counts():
     report = check_rows(twice(), CheckOptions(which="all"))
     assert [each.verdict.value for each in report.assessments] == ["discontinuous", "continuous"]
     assert report.verdict is LossVerdict.DISCONTINUOUS
@@ -403,7 +403,7 @@ def test_a_resume_can_be_chosen_by_its_number():
     assert check_rows(twice(), CheckOptions(which=1)).verdict is LossVerdict.DISCONTINUOUS
 
 
-def test_steps_trained_again_too_often_are_told():
+def test_steps_trained_again_too_often_are_reported():
     assert "loss.cadence" in {f.code for f in check_rows(twice()).findings}
 
 
@@ -420,7 +420,7 @@ def test_a_slower_job_is_a_remark():
 # What the answer says of itself.
 
 
-def test_what_is_excluded_and_what_is_missing_is_said():
+def test_what_is_excluded_and_what_is_missing_is_stated():
     report = assess()
     excluded = {fault.name for fault in report.faults if fault.excluded}
     assert "optimizer state lost" in excluded
