@@ -1,18 +1,16 @@
-"""What marks does a file hold, for steps that cannot be written to?
+"""Read and write a file of marks, for steps that cannot be written to.
 
 One mark a line, of any step of any root; new ones are only ever added at the end.
-A line that cannot be read may speak of the very step that is looked at, so it is
-told wherever the file is used.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
-from ckptctl.findings import Finding
 from ckptctl.formats.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.opening import absolute_url
@@ -22,11 +20,10 @@ MAX_FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MarksInFile:
-    """The marks of a file, and a finding for each line that is not one."""
+    """The marks of a file."""
 
     path: str
     marks: tuple[Mark, ...] = ()
-    findings: tuple[Finding, ...] = ()
 
     def on_step(self, url: str, number: int | None, metadata: str | None) -> tuple[Mark, ...]:
         """The marks on a step, of whichever save: by its metadata, or by where it lies.
@@ -44,11 +41,10 @@ class MarksInFile:
 def read_marks_file(path: str) -> MarksInFile:
     """All marks in a file; none where there is no file yet.
 
-    Raises `UsageError` where it cannot be read: a rejection that was asked for and is
-    not seen would be worse than no answer.
+    Raises `UsageError` where the file, or a line of it, cannot be read: that line may be a
+    rejection of any step, and a rejection must not be passed over.
     """
-    marks: list[Mark] = []
-    damaged: list[Finding] = []
+    marks = []
     for number, line in enumerate(_content(path).split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -57,8 +53,13 @@ def read_marks_file(path: str) -> MarksInFile:
                 raise OwnFileUnreadable(f"it is {len(line):,} bytes long")
             marks.append(parse_mark(line))
         except OwnFileUnreadable as error:
-            damaged.append(_damaged(path, number, error.message))
-    return MarksInFile(path, tuple(marks), tuple(damaged))
+            raise UsageError(
+                f"the file of marks {path} cannot be read: line {number} is no mark: "
+                f"{error.message}. It may reject any step, so nothing is decided without it: "
+                "correct the line, or delete it and reject the step again",
+                next_command=f"sed -n {number}p {shlex.quote(path)}",
+            ) from error
+    return MarksInFile(path, tuple(marks))
 
 
 def _content(path: str) -> bytes:
@@ -80,17 +81,6 @@ def _content(path: str) -> bytes:
 
 def _unreadable(path: str, why: str) -> UsageError:
     return UsageError(f"the file of marks {path} cannot be read: {why}")
-
-
-def _damaged(path: str, number: int, why: str) -> Finding:
-    return Finding(
-        "mark.damaged",
-        f"{path}:{number}",
-        f"line {number} of {path} is no mark: {why}; it may have spoken of this step",
-        expected="one mark a line",
-        found=why,
-        next_command="ckptctl explain mark.damaged",
-    )
 
 
 def add_mark(path: str, mark: Mark) -> None:

@@ -82,7 +82,6 @@ def read_notes(
     marks, damaged = _marks_of(store, step, current)
     if conditions.marks is not None:
         marks += conditions.marks.on_step(step.url, step.number, current)
-        damaged += conditions.marks.findings
     found = [*damaged, *check_marks(marks, step, current)]
     own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
     named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}

@@ -114,7 +114,7 @@ def marks(root: Path, data: bytes) -> None:
 
 def marks_in_a_file(root: Path, data: bytes) -> None:
     file = put(root.parent / "marks.jsonl", data.replace(b"\n", b" ") + b"\n")
-    answers("pick", root, "--marks", file, codes=(0,))
+    answers("pick", root, "--marks", file, codes=(2,))
 
 
 def fence(root: Path, data: bytes) -> None:

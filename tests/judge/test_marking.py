@@ -296,29 +296,31 @@ def test_a_rejection_is_not_forgotten_behind_later_marks(root: Path, later: str)
 
 
 @pytest.mark.parametrize("line", [b"{", b"\x00" * 50, b"[]", b'{"schema":"ckptctl.mark/2"}'])
-def test_a_damaged_line_is_a_warning_on_every_step_and_the_others_count(
+def test_a_damaged_line_of_a_file_of_marks_is_an_error_for_every_step(
     root: Path, tmp_path: Path, line: bytes
 ) -> None:
     marks = tmp_path / "marks.jsonl"
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
-    marks.write_bytes(line + b"\n\n" + marks.read_bytes())
-    assert codes(ckptctl.verify(f"{root}@500", marks=str(marks))) == [
-        "step.rejected",
-        "mark.damaged",
-    ]
-    report = ckptctl.verify(f"{root}@400", marks=str(marks))
-    assert (report.exit_code, report.findings[0].where) == (0, f"{marks}:1")
+    marks.write_bytes(marks.read_bytes() + line + b"\n\n")
+    for decide in (ckptctl.verify, ckptctl.pick):
+        with pytest.raises(UsageError, match="line 2 is no mark") as raised:
+            decide(f"{root}@400" if decide is ckptctl.verify else str(root), marks=str(marks))
+        assert raised.value.next_command == f"sed -n 2p {marks}"
 
 
-def test_a_line_that_a_crash_cut_short_does_not_take_the_next_with_it(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_rejection_that_a_crash_cut_short_is_not_passed_over(root: Path, tmp_path: Path) -> None:
     marks = tmp_path / "marks.jsonl"
-    ckptctl.mark(f"{root}@400", "rejected", reason="spike", marks=str(marks))
-    os.truncate(marks, marks.stat().st_size - 7)
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
-    assert ckptctl.verify(f"{root}@500", marks=str(marks)).exit_code == 27
-    assert len(marks.read_bytes().splitlines()) == 2
+    os.truncate(marks, marks.stat().st_size - 7)
+    with pytest.raises(UsageError, match="line 1 is no mark"):
+        ckptctl.pick(str(root), marks=str(marks))
+
+
+def test_a_mark_begins_a_line_of_its_own_behind_one_that_was_cut_short(tmp_path: Path) -> None:
+    marks = tmp_path / "marks.jsonl"
+    marks.write_bytes(b"{")
+    append_line(str(marks), b"{}\n")
+    assert marks.read_bytes() == b"{\n{}\n"
 
 
 def test_a_file_of_marks_that_cannot_be_read_is_an_error(root: Path, tmp_path: Path) -> None:

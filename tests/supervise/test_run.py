@@ -162,7 +162,10 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
 ):
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     # What a life leaves in its process group is killed: `setsid` takes it out of there.
-    mount = "setsid bash -c 'sleep 2; mv away ckpt' >/dev/null 2>&1 & "
+    mount = (
+        "setsid bash -c 'touch detached; sleep 2; mv away ckpt' >/dev/null 2>&1 & "
+        "until [ -e detached ]; do sleep 0.1; done; "
+    )
     back = mount if comes_back else ""
     text = f'[ "$n" = 1 ] && exit 0; mv ckpt away; {back}exit 1'
     said: list[str] = []
