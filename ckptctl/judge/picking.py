@@ -20,6 +20,7 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.layouts import StepName, compile_pattern
 from ckptctl.judge.arguments import conditions, known_level, not_negative
+from ckptctl.judge.branches import Resume, left_behind, ruled_out
 from ckptctl.judge.choosing import (
     Candidate,
     Choice,
@@ -165,8 +166,27 @@ class Looker:
                 older=partial(self._older, candidate),
                 confirm=self.confirm,
             )
+            left = left_behind(known, self._resumes_beside(candidate))
+            if left is not None and not self._stands_in(left.root, known.report):
+                known = ruled_out(known, left)
             self.looked[candidate] = known
         return known.report
+
+    def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
+        """The resumes that the other roots record; in its own a mark rules a step out."""
+        others = (tier for place, tier in enumerate(self._tiers) if place != candidate.tier)
+        return [one for tier in others for one in tier.resumes]
+
+    def _stands_in(self, root: str, report: Report) -> bool:
+        """Whether a root holds the same save, and no mark there rules it out."""
+        for tier in self._tiers:
+            for named in tier.listing.steps if tier.store.url == root else ():
+                if named.number == report.number:
+                    other = look(tier.store, named, self._asked, level=Level.LISTING).report
+                    is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
+                    if report.digests and other.digests == report.digests and not is_out:
+                        return True
+        return False
 
     def found(self, candidate: Candidate) -> Report | None:
         """The report on a candidate that was inspected already."""

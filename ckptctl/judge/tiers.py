@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
+from ckptctl.judge.branches import Resume, read_resumes
 from ckptctl.judge.roots import RootListing
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
@@ -46,7 +47,7 @@ class Roots:
 
     @property
     def first(self) -> str:
-        """The first mandatory root."""
+        """The root that steps are saved to: the first mandatory one."""
         return self.mandatory[0]
 
 
@@ -70,13 +71,17 @@ def roots_in(given: str | Sequence[str], optional: Collection[str] = ()) -> Root
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One root, open and listed; `error` is why an optional one could not be."""
+    """One root, open and listed; `error` is why an optional one could not be.
+
+    `resumes` are those that it records, for the steps of the other roots.
+    """
 
     store: Store
     listing: RootListing
     optional: bool = False
     trees: Trees = field(default_factory=dict)
     error: StorageError | None = None
+    resumes: tuple[Resume, ...] = ()
 
     @property
     def is_there(self) -> bool:
@@ -97,7 +102,7 @@ def open_tiers(
 
     Raises `StorageError` where a mandatory root does not answer, and where one does
     not exist while another root holds steps or was written to before. Cost: one call
-    of `list_all` for each root.
+    of `list_all` for each root; where there are several, `read_resumes` of each besides.
     """
     tiers = []
     for url in roots.urls:
@@ -112,6 +117,8 @@ def open_tiers(
         optional = url in roots.optional
         try:
             listing, trees = list_all(store)
+            several = len(roots.urls) > 1 and listing.known
+            resumes = read_resumes(store) if several else ()
         except StorageError as error:
             if not optional:
                 raise
@@ -120,7 +127,7 @@ def open_tiers(
             absent = is_local(url) and not os.path.lexists(absolute_url(url))
             tiers.append(Tier(store, listing, optional=True, error=None if absent else error))
         else:
-            tiers.append(Tier(store, listing, optional, trees))
+            tiers.append(Tier(store, listing, optional, trees, resumes=resumes))
     _check_mandatory(tiers, roots)
     return tuple(tiers)
 

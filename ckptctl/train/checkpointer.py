@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.judge.arguments import conditions, known_level
 from ckptctl.judge.choosing import Policy
+from ckptctl.judge.tiers import roots_in
 from ckptctl.model import Level
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
@@ -48,6 +49,10 @@ class Checkpointer:
     `resume` once, before the first step. Used with `with`, or closed with `close`; what is
     in flight is waited for when the process ends, too.
 
+    `root` may be several roots of one run in order of preference, such as a local disk and
+    shared storage: `resume` decides over all of them, as `pick` does. Steps are saved to the
+    first that is not optional; `keep` and seals concern that root alone. `optional_roots` may
+    be absent.
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
     `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
     `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps
@@ -60,8 +65,9 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str,
+        root: str | Sequence[str],
         *,
+        optional_roots: Collection[str] = (),
         model: Any = None,
         optimizer: Any = None,
         scheduler: Stateful | None = None,
@@ -94,7 +100,9 @@ class Checkpointer:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
         check_step_format(step_format)
         group = make_group(patience_s)
+        roots = roots_in(root, optional_roots)
         looking = Looking(
+            roots,
             level=known_level(level),
             require=require,
             max_fallback=max_fallback,
@@ -105,9 +113,10 @@ class Checkpointer:
             timeout_s=timeout_s,
             settle_s=settle_s,
         )
+        stores = {url: open_store(url, **looking.storage) for url in roots.urls}
         self._job = Job(
-            root,
-            open_store(root, **looking.storage),
+            roots.first,
+            stores[roots.first],
             group,
             Place(
                 group.rank,
@@ -119,10 +128,11 @@ class Checkpointer:
             Policies(rng, accept_repetition, tuple(accept_lost)),
             looking,
             tell,
-            open_store(root, **looking.storage | {"timeout_s": RECORD_TIMEOUT_S}, retries=0),
+            open_store(roots.first, **looking.storage | {"timeout_s": RECORD_TIMEOUT_S}, retries=0),
+            stores,
         )
         # An outage of a minute must not end a run that could save after it.
-        self._save_store = open_store(root, **looking.storage, retry_for_s=SAVE_RETRY_S)
+        self._save_store = open_store(roots.first, **looking.storage, retry_for_s=SAVE_RETRY_S)
         self._later = make_group(patience_s)  # for what runs beside the training
         self._keep, self._seed, self._seal, self._key = keep, seed, seal, key
         self._step_format = step_format
@@ -400,5 +410,6 @@ class Checkpointer:
             self._attempt.leave(how)
         else:
             self._job.later.close()
-        self._job.store.close()
+        for store in self._job.stores.values():
+            store.close()
         self._save_store.close()

@@ -13,6 +13,7 @@ import os
 import shlex
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
 from ckptctl.judge.picking import pick
 from ckptctl.judge.results import Answer, PassedOver
 from ckptctl.judge.roots import list_root
-from ckptctl.judge.tiers import Tier
+from ckptctl.judge.tiers import Roots, open_tiers
 from ckptctl.judge.verifying import verify
 from ckptctl.model import Level
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -73,13 +74,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Looking:
-    """How rank 0 looks: what `pick` takes, by the same names.
+    """How rank 0 looks: what `pick` takes, by the same names."""
 
-    `more_roots` are the roots of the run beside the first, in order of preference.
-    """
-
-    more_roots: tuple[str, ...] = ()
-    optional_roots: Collection[str] = ()
+    roots: Roots
     before: int | None = None
     level: Level | str | None = None
     require: Collection[str] = ()
@@ -104,30 +101,33 @@ class Looking:
         }
 
 
-def check_root(root: str, looking: Looking) -> None:
-    """Raise where a root without steps is not that of a run that has saved nothing yet.
+def check_roots(looking: Looking) -> int:
+    """Raise where roots without steps are not those of a run that has saved nothing yet.
 
-    Asked before anything is written there: a root that ckptctl has marked would pass for
-    one that is known. Raises `StorageError`, `UsageError`. Cost: one listing.
+    The number of steps that the roots hold. Asked before anything is written there: a root
+    that ckptctl has marked would pass for one that is known. Raises `StorageError`,
+    `UsageError`. Cost: one listing of each root.
     """
-    with open_store(root, **looking.storage) as store:
-        pattern = compile_pattern(looking.pattern)
-        listing = list_root(store, pattern)
-        if not listing.steps:
-            begins = judge_empty(
-                [Tier(store, listing)], pattern, open_other=partial(open_store, **looking.storage)
-            )
+    pattern = compile_pattern(looking.pattern)
+    with ExitStack() as stack:
+        tiers = open_tiers(
+            stack, looking.roots, lambda store: (list_root(store, pattern), {}), **looking.storage
+        )
+        n_steps = sum(len(tier.listing.steps) for tier in tiers)
+        if not n_steps:
+            opened = partial(open_store, **looking.storage)
+            begins = judge_empty(tiers, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,
                     exit_code=begins.exit_code,
-                    next_command=f"ckptctl scan {shlex.quote(root)}",
+                    next_command=f"ckptctl scan {looking.roots.words}",
                 )
+        return n_steps
 
 
 def decide(
     resume_from: str | int | None,
-    root: str,
     looking: Looking,
     *,
     skip: Collection[int] = (),
@@ -138,18 +138,20 @@ def decide(
     `NothingToResume` where steps are there and none is usable (11), or one could not be
     looked at (75), and for a named step that is not usable (its verdict's code).
     """
-    wanted = wanted_step(resume_from, root)
+    wanted = wanted_step(resume_from, looking.roots)
     if wanted == "none":
         return _fresh()
     if wanted == "auto":
-        return _newest(root, looking, skip)
+        return _newest(looking, skip)
     if not wanted.isdecimal():
         return _named(wanted, looking, skip)
     failed: CkptctlError | None = None
-    for url in dict.fromkeys((root, *looking.more_roots, *looking.optional_roots)):
+    for url in looking.roots.urls:
         try:
             return _named(f"{url.rstrip('/')}@{wanted}", looking, skip)
         except CkptctlError as error:
+            if error.exit_code == Verdict.SUPERSEDED.exit_code:
+                raise  # a copy in another root, without the mark, would be taken
             # What is wrong with a step that is there says more than that another root lacks it.
             if failed is None or isinstance(failed, UsageError):
                 failed = error
@@ -157,7 +159,7 @@ def decide(
     raise failed
 
 
-def wanted_step(resume_from: str | int | None, root: str) -> str:
+def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     """What was asked for: `auto`, `none`, digits, or what can be the path of a step.
 
     Raises `UsageError` for a word that is none of them: no such path is there.
@@ -168,7 +170,7 @@ def wanted_step(resume_from: str | int | None, root: str) -> str:
         return wanted
     raise UsageError(
         f"resume_from is {wanted!r}; it can be auto, none, a step number, or the path of a step",
-        next_command=f"ckptctl scan {shlex.quote(root)}",
+        next_command=f"ckptctl scan {roots.words}",
     )
 
 
@@ -176,11 +178,10 @@ def _fresh() -> Decision:
     return Decision(None, None)
 
 
-def _newest(root: str, looking: Looking, skip: Collection[int]) -> Decision:
+def _newest(looking: Looking, skip: Collection[int]) -> Decision:
     found = pick(
-        root,
-        *looking.more_roots,
-        optional_roots=looking.optional_roots,
+        *looking.roots.urls,
+        optional_roots=looking.roots.optional,
         level=_first_level(looking),
         require=looking.require,
         weights_ok=looking.weights_ok,
@@ -200,7 +201,7 @@ def _newest(root: str, looking: Looking, skip: Collection[int]) -> Decision:
         raise NothingToResume(
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
-            next_command=found.next_command or f"ckptctl scan {shlex.quote(root)}",
+            next_command=found.next_command or f"ckptctl scan {looking.roots.words}",
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
     return _chosen(found.chosen, rejected, fell_back=fell_back)
@@ -363,14 +364,14 @@ def prove_content(decision: Decision, group: Group, looking: Looking) -> LoadFai
     return LoadFailed(f"{report.verdict.value} at level content: {first.message}")
 
 
-def too_many(failed: Collection[int], root: str) -> NothingToResume:
+def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
     """What it means that several steps looked whole and were not."""
     steps = ", ".join(str(step) for step in failed)
     return NothingToResume(
         f"{len(failed)} steps looked whole and are not ({steps}): suspect the storage path itself "
         "before you trust an older step",
         exit_code=11,
-        next_command=f"ckptctl scan {shlex.quote(root)}",
+        next_command=f"ckptctl scan {roots.words}",
     )
 
 

@@ -106,10 +106,11 @@ def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
     return {step: tuple(each) for step, each in found.items()}
 
 
-def reject_proven(store: Store, token: Token, attempts: Attempts) -> tuple[int, ...]:
-    """Mark the steps rejected that the ledgers prove bad; their numbers.
+def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[Report, bool], ...]:
+    """Mark the steps of a root rejected that the ledgers prove bad; each, and whether it was.
 
-    A step that bears a word of a person already keeps it. Raises `Fenced`, `StorageError`.
+    A step that bears a word of a person already keeps it. No mark is written where the root
+    is another than the held one and cannot be written to. Raises `Fenced`, `StorageError`.
     Cost: a look at `listing` and a write for each step that is marked.
     """
     against = proven(attempts)
@@ -124,20 +125,26 @@ def reject_proven(store: Store, token: Token, attempts: Attempts) -> tuple[int, 
         failures = next((one for one in against[named.number] if one[0].metadata == there), None)
         if failures is None:
             continue
-        mark_held(
-            store,
-            token,
-            named.name,
-            report,
-            Word.REJECTED,
-            reason=f"{len(failures)} attempts that resumed from it failed alike within "
-            f"{WITHIN_STEPS} steps: {failures[0].evidence}",
-            evidence=[
-                join_url(store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
-                for one in failures[:8]
-            ],
-        )
-        done.append(named.number)
+        try:
+            mark_held(
+                held,
+                store,
+                named.name,
+                report,
+                Word.REJECTED,
+                reason=f"{len(failures)} attempts that resumed from it failed alike within "
+                f"{WITHIN_STEPS} steps: {failures[0].evidence}",
+                evidence=[
+                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
+                    for one in failures[:8]
+                ],
+            )
+        except StorageError:
+            if store is held.store:
+                raise
+            done.append((report, False))
+        else:
+            done.append((report, True))
     return tuple(done)
 
 
@@ -149,6 +156,18 @@ def _spoken(store: Store, name: str) -> bool:
         return False
     words = (Word.REJECTED.value, Word.ACCEPTED.value)
     return any(f"-{word}-" in base_name(entry.path) for entry in entries for word in words)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The root that an attempt holds, by its token: it may write there, and mark elsewhere."""
+
+    store: Store
+    token: Token
+
+    def check(self) -> None:
+        """Raise `Fenced` where another attempt holds the root."""
+        check_token(self.store, self.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +186,53 @@ class NewerStep:
     @property
     def state(self) -> tuple[object, ...]:
         """What differs where somebody has saved, completed or marked the step since."""
-        return self.name, self.report.digests, self.marks
+        return self.report.url, self.report.digests, self.marks
 
 
-def newer_steps(store: Store, step: int | None, path: str | None) -> tuple[NewerStep, ...]:
-    """The steps that come before `step`, newest first; all of them where the run begins.
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What one root holds of the branch that a resume abandons.
 
-    Of one number the later attempt comes first. Raises `StorageError` for a step that
-    cannot be inspected. Cost: one listing, and a look at `listing` for each of them.
+    `warning` is why that is not known, of an optional root alone.
     """
-    chosen = step_name(base_name(path)) if path else None
-    last_attempt = chosen.attempt if chosen else math.inf
+
+    store: Store
+    steps: tuple[NewerStep, ...]
+    warning: str | None = None
+
+    @property
+    def states(self) -> tuple[object, ...]:
+        """What differs where the branch has changed since."""
+        return tuple(one.state for one in self.steps)
+
+
+def newer_steps(
+    store: Store,
+    step: int | None,
+    path: str | None,
+    digests: tuple[tuple[str, str], ...] = (),
+    *,
+    preferred: bool = False,
+) -> tuple[NewerStep, ...]:
+    """The steps of a root that come before `step`, newest first; all where the run begins.
+
+    Of one number the later attempt comes first, and so does another save of it in a root
+    that is `preferred` to that of `path`; `digests` are those of the save that lies there.
+    Raises `StorageError` for a step that cannot be inspected. Cost: one listing, and a look
+    at `listing` for each of them.
+    """
+    own = path is not None and path == join_url(store.url, base_name(path))
+    chosen = step_name(base_name(path)) if path is not None and own else None
+    last_attempt = -1.0 if preferred else math.inf
+    last_attempt = chosen.attempt if chosen else last_attempt
     newer = []
     for named in list_root(store).steps:
         if step is not None and (named.number, named.attempt) <= (step, last_attempt):
             continue
         looked = _inspect(store, named)
         check_inspected(looked.report)
+        if named.number == step and not own and looked.report.digests == digests:
+            continue
         marks = looked.notes.marks if looked.notes else ()
         superseded = any(one.word is Word.SUPERSEDED for one in marks)
         ids = tuple(one.id for one in marks)
@@ -191,12 +240,10 @@ def newer_steps(store: Store, step: int | None, path: str | None) -> tuple[Newer
     return tuple(newer)
 
 
-def supersede(
-    store: Store, token: Token, newer: Sequence[NewerStep], step: int | None
-) -> tuple[int, ...]:
-    """Rule out the steps of the abandoned branch; their numbers, oldest first.
+def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
+    """Rule out the steps of the abandoned branch in one root; their numbers, oldest first.
 
-    `newer` is what `newer_steps` gave when the step to resume from was decided: what an
+    `branch` is what was found when the step to resume from was decided: what an
     attempt that took the root over since has saved is not in it. A step with metadata is
     marked, and so is an interrupted save on an object store, where its metadata may still
     be on the way. On a file system an interrupted save is moved aside: a process that
@@ -206,15 +253,16 @@ def supersede(
     """
     why = "the run began anew" if step is None else f"the run went on from step {step}"
     done = []
-    for one in reversed(newer):
+    for one in reversed(branch.steps):
         number = one.report.number
         if one.superseded or number is None:
             continue
+        store = branch.store
         if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
-            mark_held(store, token, one.name, one.report, Word.SUPERSEDED, reason=why)
+            mark_held(held, store, one.name, one.report, Word.SUPERSEDED, reason=why)
         elif one.report.interrupted and not one.marks and isinstance(store, LocalStore):
-            check_token(store, token)
-            move_aside(store, token, one.name)
+            held.check()
+            move_aside(store, held.token, one.name)
         else:
             continue
         done.append(number)
@@ -222,8 +270,8 @@ def supersede(
 
 
 def mark_held(
+    held: Held,
     store: Store,
-    token: Token,
     name: str,
     report: Report,
     word: Word,
@@ -231,13 +279,13 @@ def mark_held(
     reason: str,
     evidence: Sequence[str] = (),
 ) -> None:
-    """Mark the save that `report` is about, while the root is held; raises `Fenced`.
+    """Mark the save that `report` is about, in whichever root; raises `Fenced`.
 
     A save that took its place meanwhile has other metadata, and the mark lapses.
     """
-    by = f"attempt {token.attempt}"
+    by = f"attempt {held.token.attempt}"
     made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
-    check_token(store, token)
+    held.check()
     put_mark(store, name, made)
 
 

@@ -45,11 +45,8 @@ def resolve(
     Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
     """
     group = make_group(patience_s)
-    named = roots_in(root, optional_roots)
-    first = named.urls[0]
     looking = Looking(
-        more_roots=named.urls[1:],
-        optional_roots=tuple(named.optional),
+        roots_in(root, optional_roots),
         level=known_level(level),
         require=require,
         max_fallback=max_fallback,
@@ -64,10 +61,10 @@ def resolve(
 
     failed: list[int] = []
     while True:
-        decision = group.from_first(lambda: decide(resume_from, first, looking, skip=tuple(failed)))
+        decision = group.from_first(lambda: decide(resume_from, looking, skip=tuple(failed)))
         prove_seen(decision, group, looking)
         if decision.step is None or prove_content(decision, group, looking) is None:
             return decision.path
         failed.append(decision.step)
         if len(failed) > max_fallback:
-            raise too_many(failed, first)
+            raise too_many(failed, looking.roots)

@@ -11,7 +11,6 @@ A replay goes the same way and writes nothing: it takes no root over, and leaves
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,8 +25,10 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.findings import Report
+from ckptctl.judge.branches import put_resume
 from ckptctl.judge.fencing import check_token, take_token
-from ckptctl.judge.history import ATTEMPTS_FOLDER, record_usable
+from ckptctl.judge.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.judge.roots import list_root
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.storage.contract import Store
@@ -39,7 +40,7 @@ from ckptctl.train.deciding import (
     Looking,
     Rejected,
     changed,
-    check_root,
+    check_roots,
     decide,
     prove_content,
     prove_seen,
@@ -47,7 +48,8 @@ from ckptctl.train.deciding import (
     wanted_step,
 )
 from ckptctl.train.evidence import (
-    NewerStep,
+    Branch,
+    Held,
     newer_steps,
     reject_proven,
     supersede,
@@ -94,9 +96,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a resume works with: the root, the ranks, what they hold, and the caller's policies.
+    """What a resume works with: the roots, the ranks, what they hold, and the caller's policies.
 
-    `later` opens the same root with one short try, for what is written beside training.
+    `root` is the one that is held and saved to, `stores` are all roots by address, in
+    order of preference. `later` opens `root` with one short try, for what is written beside
+    training.
     """
 
     root: str
@@ -108,6 +112,7 @@ class Job:
     looking: Looking
     tell: Tell
     later: Store
+    stores: Mapping[str, Store]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class Restored:
     rejected: tuple[Rejected, ...]
     saved: Progress
     inventory: Inventory
-    newer: tuple[NewerStep, ...] = ()
+    newer: tuple[Branch, ...] = ()
 
 
 def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]:
@@ -132,8 +137,9 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     done = _resumed(job, resume_from)
     token = first(lambda: take_token(job.store, new_attempt))
     attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
-    if first(lambda: _started(job, attempt, resume_from, done)):
-        done = _resumed(job, resume_from)
+    anew = first(lambda: _started(job, attempt, resume_from, done))
+    if anew is not None:
+        done = _resumed(job, resume_from, anew)
     report = first(lambda: _reported(job, attempt, done, history[-1][0] if history else None))
     attempt.resumed_from = done.decision.step
     attempt.step = attempt.saved = done.saved.step
@@ -141,9 +147,9 @@ def resume_job(job: Job, resume_from: str | int | None) -> tuple[Attempt, Start]
     return attempt, _start(done.saved, done.rejected, report, path)
 
 
-def _resumed(job: Job, resume_from: str | int | None) -> Restored:
-    """Decide, load and restore; nothing is written into the root."""
-    decision, loaded, rejected, newer = _loaded(job, resume_from, with_newer=True)
+def _resumed(job: Job, resume_from: str | int | None, bad: tuple[Rejected, ...] = ()) -> Restored:
+    """Decide, load and restore; nothing is written into the root. `bad` steps are passed over."""
+    decision, loaded, rejected, newer = _loaded(job, resume_from, bad, with_newer=True)
     saved, inventory = _restored(job, decision, loaded)
     return Restored(decision, rejected, saved, inventory, newer)
 
@@ -168,16 +174,16 @@ def replay_job(job: Job, resume_from: str | int | None, n_steps: int) -> Start:
 
 def _replay_before(job: Job, n_steps: int) -> int:
     """What a replay's step must lie before, so that the run has trained all of its steps."""
-    newest = decide("auto", job.root, job.looking).step
+    newest = decide("auto", job.looking).step
     if newest is None:
         raise NothingToResume(
             f"{job.root} holds no whole step, so there is nothing to train again",
             exit_code=11,
-            next_command=f"ckptctl scan {shlex.quote(job.root)}",
+            next_command=f"ckptctl scan {job.looking.roots.words}",
         )
     before = newest - n_steps + 1
     try:
-        decide("auto", job.root, replace(job.looking, before=before))
+        decide("auto", replace(job.looking, before=before))
     except NothingToResume as error:
         if error.exit_code != 11:
             raise
@@ -206,24 +212,26 @@ def _start(
 
 
 def _check_before(job: Job, resume_from: str | int | None) -> None:
-    wanted = wanted_step(resume_from, job.root)
-    check_root(job.root, job.looking)
-    if wanted == "none":
-        steps = list_root(job.store).steps
-        if steps:
-            raise UsageError(
-                f"{job.root} holds {len(steps)} steps, {steps[0].name} the newest: a run "
-                "from the beginning needs a root of its own",
-                next_command=f"ckptctl scan {shlex.quote(job.root)}",
-            )
+    wanted = wanted_step(resume_from, job.looking.roots)
+    n_steps = check_roots(job.looking)
+    if wanted == "none" and n_steps:
+        where = ", ".join(job.looking.roots.urls)
+        raise UsageError(
+            f"{where}: there are {n_steps} steps, and a run from the beginning needs a root of "
+            "its own",
+            next_command=f"ckptctl scan {job.looking.roots.words}",
+        )
 
 
-def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Restored) -> bool:
-    """Begin the record of this attempt; whether the step must be decided anew.
+def _started(
+    job: Job, attempt: Attempt, resume_from: str | int | None, done: Restored
+) -> tuple[Rejected, ...] | None:
+    """Begin the record of this attempt; None where the decision stands.
 
-    It must where the step that was loaded is gone, where the attempt before has saved on
-    until the root was taken over, where somebody has marked a step, and where a step is
-    rejected now.
+    The step is decided anew where the one that was loaded is gone, where the attempt before
+    has saved on until the root was taken over, where somebody has marked a step, and where a
+    step is rejected now. The steps are returned that are to be passed over then, since their
+    root cannot be marked.
     """
     cluster = cluster_context().placed(job.group.rank, job.group.size)
     attempt.cluster = cluster.document()
@@ -238,25 +246,91 @@ def _started(job: Job, attempt: Attempt, resume_from: str | int | None, done: Re
         if one.not_loaded:
             attempt.ledger.add("failed", step=one.step, reason=one.reason, phase="loading")
     # Read again: the attempt before may have failed or ended since.
-    if reject_proven(job.store, attempt.token, read_attempts(job.store)):
-        return True
+    attempts = read_attempts(job.store)
+    held = Held(job.store, attempt.token)
+    rejected: list[tuple[Report, bool]] = []
+    for url, store in job.stores.items():
+        with suppress(*_tolerated(job, url)):
+            rejected += reject_proven(held, store, attempts)
+    if rejected:
+        why = "two attempts that resumed from it failed alike, and its root cannot be written to"
+        unmarked = [report for report, marked in rejected if not marked]
+        return tuple(Rejected(one.number, one.url, "rejected", why) for one in unmarked)
     if changed(done.decision, job.looking) is not None:
-        return True
-    now = newer_steps(job.store, done.decision.step, done.decision.path)
-    return [one.state for one in now] != [one.state for one in done.newer]
+        return ()
+    now = [branch.states for branch in _abandoned(job, done.decision)]
+    return None if now == [branch.states for branch in done.newer] else ()
+
+
+def _tolerated(job: Job, url: str) -> tuple[type[StorageError], ...]:
+    """The errors of a root that do not stop a resume: all of an optional one."""
+    return (StorageError,) if url in job.looking.roots.optional else ()
+
+
+def _abandoned(job: Job, decision: Decision) -> tuple[Branch, ...]:
+    """The steps that come before the one decided on, in each root."""
+    found = []
+    preferred = True
+    path = decision.path
+    for url, store in job.stores.items():
+        preferred = preferred and (path is None or join_url(url, base_name(path)) != path)
+        try:
+            if url in job.looking.roots.optional and not list_root(store).exists:
+                found.append(Branch(store, (), f"{url} does not exist"))
+                continue
+            newer = newer_steps(store, decision.step, path, decision.digests, preferred=preferred)
+        except _tolerated(job, url) as error:
+            found.append(Branch(store, (), error.message))
+        else:
+            found.append(Branch(store, newer))
+    return tuple(found)
+
+
+def _superseded(job: Job, held: Held, done: Restored) -> tuple[list[int], list[str]]:
+    """Record the resume, and rule the abandoned branch out in each root; numbers and warnings.
+
+    The record comes first: it rules out the steps of the other roots for whoever picks over
+    all of them, where a mark cannot be written, and where this process is killed before
+    the last mark.
+    """
+    decision, name = done.decision, held.token.attempt
+    if len(job.stores) > 1:
+        others = (branch for branch in done.newer if branch.store is not job.store)
+        left = [one.report for branch in others for one in branch.steps]
+        put_resume(job.store, name, decision.step, decision.digests, left)
+    numbers: set[int] = set()
+    warnings = []
+    for branch in done.newer:
+        why = branch.warning
+        try:
+            numbers.update(supersede(held, branch, decision.step))
+        except StorageError as error:
+            if branch.store is job.store:
+                raise
+            why = error.message
+        if why is not None:
+            warnings.append(
+                f"{branch.store.url}: steps that this resume abandons were not marked there "
+                f"({why}); {job.root} records them, and pick over these roots passes over them"
+            )
+    return sorted(numbers), warnings
 
 
 def _loaded(
-    job: Job, resume_from: str | int | None, *, with_newer: bool = False
-) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...], tuple[NewerStep, ...]]:
+    job: Job,
+    resume_from: str | int | None,
+    bad: tuple[Rejected, ...] = (),
+    *,
+    with_newer: bool = False,
+) -> tuple[Decision, dict[str, Any], tuple[Rejected, ...], tuple[Branch, ...]]:
     """Decide and load until a step loads on every rank; what it holds, and what did not."""
-    failed: dict[int, Rejected] = {}
-    newer: tuple[NewerStep, ...] = ()
+    failed = {one.step: one for one in bad if one.step is not None}
+    newer: tuple[Branch, ...] = ()
 
     def decided() -> Decision:
         nonlocal newer
-        found = decide(resume_from, job.root, job.looking, skip=tuple(failed))
-        newer = newer_steps(job.store, found.step, found.path) if with_newer else ()
+        found = decide(resume_from, job.looking, skip=tuple(failed))
+        newer = _abandoned(job, found) if with_newer else ()
         return found
 
     while True:
@@ -272,8 +346,8 @@ def _loaded(
             return decision, loaded, (*failed.values(), *decision.rejected), newer
         step = decision.step
         failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
-        if len(failed) > job.looking.max_fallback:
-            raise too_many(failed, job.root)
+        if len(failed) - len(bad) > job.looking.max_fallback:
+            raise too_many(failed, job.looking.roots)
 
 
 def _try_to_load(job: Job, decision: Decision) -> tuple[LoadFailed | None, dict[str, Any]]:
@@ -321,19 +395,20 @@ def _reported(job: Job, attempt: Attempt, done: Restored, earlier: str | None) -
         raise StorageUnavailable(
             f"{decision.path} was removed or saved anew while it was loaded: {wrong}; no step "
             "was marked",
-            next_command=f"ckptctl pick {shlex.quote(job.root)}",
+            next_command=f"ckptctl pick {job.looking.roots.words}",
         )
-    superseded = supersede(job.store, attempt.token, done.newer, decision.step)
+    superseded, warnings = _superseded(job, Held(job.store, attempt.token), done)
     report = _document(job, decision, saved, inventory, rejected) | {
         "attempt": name,
-        "superseded": list(superseded),
+        "superseded": superseded,
+        "warnings": warnings,
         "previous_attempt": earlier,
         "cluster": attempt.cluster,
     }
     put_report(job.store, name, report)
-    if decision.step is not None:
-        with suppress(StorageError):  # the ledger holds it too
-            record_usable(job.store, decision.step)
+    # The ledger names the step too.
+    mandatory = [job.stores[url] for url in job.looking.roots.mandatory]
+    begin_run(mandatory, decision.step)
     attempt.ledger.add(
         "resumed",
         step=decision.step,
@@ -392,6 +467,7 @@ def _document(
             for one in rejected
         ],
         "superseded": [],
+        "warnings": [],
         "world_size": job.group.size,
         "saved_world_size": saved.world_size,
         "resharding": None if advice is None else advice.document(),

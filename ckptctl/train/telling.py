@@ -36,6 +36,8 @@ def lines_of(report: Mapping[str, Any], notes: list[str], age_s: float | None) -
     if report["superseded"]:
         steps = ", ".join(str(step) for step in report["superseded"])
         yield f"superseded from now on: step {steps}"
+    for warning in report["warnings"]:
+        yield f"warning: {warning}"
     for word, names in report["state"].items():
         if names:
             yield f"{word}: {', '.join(names)}"

@@ -114,7 +114,7 @@ def marks(root: Path, data: bytes) -> None:
 
 def marks_in_a_file(root: Path, data: bytes) -> None:
     file = put(root.parent / "marks.jsonl", data.replace(b"\n", b" ") + b"\n")
-    answers("pick", root, "--marks", file, codes=(2,))
+    answers("pick", root, "--marks", file, codes=(2,) if data.strip() else (0,))
 
 
 def fence(root: Path, data: bytes) -> None:
@@ -187,6 +187,13 @@ def classify_reads_a_log(root: Path, data: bytes) -> None:
     answers("classify", put(root.parent / "job.log", data + b"\n"), codes=(0,))
 
 
+def branch(root: Path, data: bytes) -> None:
+    name = "20260101T000000.000000Z-00000000.from-10.json"
+    put(root / ".ckptctl" / "branches" / name, data)
+    (root.parent / "other").mkdir()
+    answers("pick", root, root.parent / "other", codes=(0,))
+
+
 def ledger(root: Path, data: bytes) -> None:
     from ckptctl.train.ledger import read_attempts
 
@@ -257,7 +264,7 @@ def runbook_report(root: Path, data: bytes) -> None:
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
-    "formats/own_files.py": (seals, marks, marks_in_a_file, fence),
+    "formats/own_files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/safetensors.py": (safetensors_header, safetensors_index),
     "gate/launching.py": (node_report,),
     "gate/suspects.py": (preflight_reads_a_resume_report,),

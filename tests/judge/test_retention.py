@@ -23,7 +23,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level
-from ckptctl.errors import AccessDenied
+from ckptctl.errors import AccessDenied, UsageError
 from ckptctl.judge import pruning
 from ckptctl.judge.looking import Looked
 from ckptctl.judge.proofs import write_proof
@@ -223,7 +223,9 @@ def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path
     assert plan.next_command == f"ckptctl prune {root} --keep 1 --marks {marks} --apply"
     with open(marks, "a") as file:
         file.write('{"a line": "that is no mark"}\n')
-    assert not [one for one in ckptctl.prune(str(root), 1, marks=marks).fates if one.goes]
+    with pytest.raises(UsageError, match="line 2 is no mark"):
+        ckptctl.prune(str(root), 1, marks=marks, apply=True)
+    assert {path.name for path in root.iterdir()} >= {"step_100", "step_200", "step_300"}
 
 
 @pytest.mark.parametrize("word", ["pinned", "damaged", "none"])

@@ -18,7 +18,9 @@ N_STEPS = 12
 class Job:
     """The objects of a training script, as they are when it starts."""
 
-    def __init__(self, root: Path | str, *, forget: str = "", batch: int = 8, **options: Any):
+    def __init__(
+        self, root: Path | str | list[str], *, forget: str = "", batch: int = 8, **options: Any
+    ):
         torch.manual_seed(1)
         self.model = build()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -34,7 +36,8 @@ class Job:
         }
         given = {name: part for name, part in given.items() if name != forget}
         self.said: list[str] = []
-        self.ckpt = Checkpointer(str(root), **given, tell=self.said.append, **options)
+        roots = root if isinstance(root, list) else str(root)
+        self.ckpt = Checkpointer(roots, **given, tell=self.said.append, **options)
         self.losses: dict[int, float] = {}
         self.samples: dict[int, list[int]] = {}
         self.start: Any = None
@@ -64,7 +67,7 @@ class Job:
             self.ckpt._leave("killed")
 
 
-def run(root: Path | str, last: int = N_STEPS, **options: Any) -> Job:
+def run(root: Path | str | list[str], last: int = N_STEPS, **options: Any) -> Job:
     """A job that resumes from where the root is, trains up to a step, and is killed."""
     job = Job(root, **options)
     start = job.resume()

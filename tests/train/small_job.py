@@ -55,6 +55,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", required=True)
+    parser.add_argument("--other-root", nargs="*", default=[])
     parser.add_argument("--out", required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--meshes", nargs="+", default=[], help="one for each life, such as 2x2")
@@ -169,7 +170,11 @@ def rank_main(
         with open(options.hook) as file:
             exec(compile(file.read(), options.hook, "exec"), scope)
     ckpt = Checkpointer(
-        options.root, **given, keep=options.keep, seed=7, **json.loads(options.options)
+        [options.root, *options.other_root],
+        **given,
+        keep=options.keep,
+        seed=7,
+        **json.loads(options.options),
     )
     try:
         start = ckpt.resume(options.resume_from, replay=options.replay)
