@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.checkup.examining import doctor
-    from ckptctl.checkup.results import Advice, Diagnosis
-    from ckptctl.cost.estimating import RecoveryCost, recovery_cost
+    from ckptctl.diagnostics.diagnosing import doctor
+    from ckptctl.diagnostics.results import Advice, Diagnosis
     from ckptctl.errors import (
         AccessDenied,
         CkptctlError,
@@ -26,26 +25,27 @@ if TYPE_CHECKING:
     from ckptctl.failures.evidence import Evidence
     from ckptctl.failures.results import Classification
     from ckptctl.findings import Finding, Report, Severity, Verdict
-    from ckptctl.formats.marks import Mark, Word
-    from ckptctl.gate.gating import preflight
-    from ckptctl.gate.results import Check, Preflight
-    from ckptctl.judge.marking import mark
-    from ckptctl.judge.picking import pick
-    from ckptctl.judge.pruning import Pruned, prune
-    from ckptctl.judge.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
-    from ckptctl.judge.retention import Fate
-    from ckptctl.judge.scanning import scan
-    from ckptctl.judge.sealing import seal
-    from ckptctl.judge.showing import show
-    from ckptctl.judge.verifying import verify
+    from ckptctl.formats.marks import Mark, MarkKind
+    from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
+    from ckptctl.preflight_checks.results import Check, Preflight
+    from ckptctl.preflight_checks.running import preflight
     from ckptctl.resharding.comparing import diff
     from ckptctl.resharding.converting import convert
     from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
     from ckptctl.resharding.steps import plan_reshard, reshard
-    from ckptctl.supervise.restarting import Life, Supervised, keep_running
+    from ckptctl.selection.marking import mark
+    from ckptctl.selection.picking import pick
+    from ckptctl.selection.pruning import Pruned, prune
+    from ckptctl.selection.results import Answer, Contents, Marked, PassedOver, Pick, Scan, Sealed
+    from ckptctl.selection.retention import PruneDecision
+    from ckptctl.selection.scanning import scan
+    from ckptctl.selection.sealing import seal
+    from ckptctl.selection.showing import show
+    from ckptctl.selection.verifying import verify
+    from ckptctl.supervisor.restarting import Attempt, Supervised, keep_running
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "AccessDenied",
     "Advice",
     "Answer",
+    "Attempt",
     "Check",
     "CkptctlError",
     "Classification",
@@ -62,13 +63,12 @@ __all__ = [
     "Diff",
     "Difference",
     "Evidence",
-    "Fate",
     "Finding",
     "Level",
-    "Life",
     "LossReport",
     "LossVerdict",
     "Mark",
+    "MarkKind",
     "Marked",
     "MissingExtra",
     "NothingToResume",
@@ -76,6 +76,7 @@ __all__ = [
     "PathNotFound",
     "Pick",
     "Preflight",
+    "PruneDecision",
     "Pruned",
     "RankShare",
     "RecoveryCost",
@@ -91,7 +92,6 @@ __all__ = [
     "TrainState",
     "UsageError",
     "Verdict",
-    "Word",
     "WorldSize",
     "check_loss",
     "classify",
@@ -113,14 +113,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ckptctl.judge.pruning": "Pruned prune",
-    "ckptctl.judge.retention": "Fate",
-    "ckptctl.supervise.restarting": "Life Supervised keep_running",
-    "ckptctl.gate.gating": "preflight",
-    "ckptctl.gate.results": "Check Preflight",
-    "ckptctl.checkup.examining": "doctor",
-    "ckptctl.checkup.results": "Advice Diagnosis",
-    "ckptctl.cost.estimating": "RecoveryCost recovery_cost",
+    "ckptctl.selection.pruning": "Pruned prune",
+    "ckptctl.selection.retention": "PruneDecision",
+    "ckptctl.supervisor.restarting": "Attempt Supervised keep_running",
+    "ckptctl.preflight_checks.running": "preflight",
+    "ckptctl.preflight_checks.results": "Check Preflight",
+    "ckptctl.diagnostics.diagnosing": "doctor",
+    "ckptctl.diagnostics.results": "Advice Diagnosis",
+    "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"
@@ -129,14 +129,14 @@ _HOMES = {
     "ckptctl.failures.evidence": "Evidence",
     "ckptctl.failures.results": "Classification",
     "ckptctl.findings": "Finding Report Severity Verdict",
-    "ckptctl.formats.marks": "Mark Word",
-    "ckptctl.judge.marking": "mark",
-    "ckptctl.judge.picking": "pick",
-    "ckptctl.judge.results": "Answer Contents Marked PassedOver Pick Scan Sealed",
-    "ckptctl.judge.scanning": "scan",
-    "ckptctl.judge.sealing": "seal",
-    "ckptctl.judge.showing": "show",
-    "ckptctl.judge.verifying": "verify",
+    "ckptctl.formats.marks": "Mark MarkKind",
+    "ckptctl.selection.marking": "mark",
+    "ckptctl.selection.picking": "pick",
+    "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick Scan Sealed",
+    "ckptctl.selection.scanning": "scan",
+    "ckptctl.selection.sealing": "seal",
+    "ckptctl.selection.showing": "show",
+    "ckptctl.selection.verifying": "verify",
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",

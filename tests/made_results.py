@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
-from ckptctl.judge.results import (
+from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
+from ckptctl.selection.results import (
     Answer,
     Contents,
     PassedOver,
@@ -14,7 +15,6 @@ from ckptctl.judge.results import (
     ShardRow,
     TensorRow,
 )
-from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 
 NOW_S = 1_800_000_000.0
 ROOT = "/ckpt/run"
@@ -57,7 +57,7 @@ def report(step: int, *findings: Finding, n_ranks: int = 8, **changes: object) -
 def short(rank: int) -> Finding:
     """A shard file that ends too early."""
     return Finding(
-        "shard.short",
+        "shard.truncated",
         f"__{rank}_0.distcp",
         "4,096 of 10,240 bytes are there; 12 chunks in 9 tensors cannot be read",
         expected="10,240 bytes",

@@ -248,8 +248,8 @@ def layers() -> dict[str, int]:
     """The layer of each package, from the guard that keeps them."""
     import runpy
 
-    guard = runpy.run_path(str(REPOSITORY / "tests" / "guards" / "test_floors.py"))
-    return dict(guard["FLOORS"])
+    guard = runpy.run_path(str(REPOSITORY / "tests" / "guards" / "test_layers.py"))
+    return dict(guard["LAYERS"])
 
 
 def dynamic(show: bool) -> dict[str, object]:

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptctl.checks.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.checks.structure import SAYS, readable_ranges
-from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding, Proven
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.model import FileInfo, TensorEntry

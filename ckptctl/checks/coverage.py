@@ -16,7 +16,7 @@ from itertools import accumulate, chain, pairwise
 from math import prod
 from operator import add
 
-from ckptctl.checks.words import at_most_few, counted, inside, verb
+from ckptctl.checks.formatting import at_most_few, counted, inside, verb
 from ckptctl.findings import Finding
 from ckptctl.model import NO_FILE, Chunks, Metadata, TensorEntry
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from ckptctl.checks.words import inside
+from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA, step_name
 from ckptctl.model import Metadata, Part, Step
@@ -69,10 +69,10 @@ def earlier_step(step: Step, own_numbers: Collection[int], counted: int | None) 
     return number if agree and claims_further(step, max(number, counted)) else None
 
 
-def misnamed(step: Step, number: int, further: str) -> Finding:
-    """The finding `step.misnamed` for what is step `number`; `further` lies beside it."""
+def wrong_step(step: Step, number: int, further: str) -> Finding:
+    """The finding `step.wrong-step` for what is step `number`; `further` lies beside it."""
     return Finding(
-        "step.misnamed",
+        "step.wrong-step",
         step.name,
         f"{step.name} holds step {number}: its metadata was written for that step, and the train "
         f"state counts as far; {further}, which is no less far, lies beside it. A resume from "

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckptctl.checks.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.checks.sizes import holds_safetensors
-from ckptctl.checks.words import at_most_few, counted, inside, some_of, verb
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA
 from ckptctl.model import NO_FILE, BytesEntry, FileInfo, Metadata
@@ -32,7 +32,7 @@ def check_presence(
     """Yield what is missing, short, out of place or left over in one part.
 
     `ranges` are those of all metadata of the part, `files` its listing with
-    paths relative to it. Yields `path.escape`, `shard.missing`, `shard.short`,
+    paths relative to it. Yields `path.escape`, `shard.missing`, `shard.truncated`,
     `range.missing`, `range.outside`, `range.overlap`, `range.stray`, and
     `shard.trailing`, `shard.empty`, `shard.orphan` about what is legitimate.
 
@@ -134,7 +134,7 @@ def _check_extents(
     if needed > file.size:
         cut = [n for n in sound if starts[n] + lengths[n] > file.size]
         yield Finding(
-            "shard.short",
+            "shard.truncated",
             where,
             f"{file.size:,} of {needed:,} bytes are there; {_lost(ranges, cut)} cannot be read",
             expected=f"{needed:,} bytes",

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.checks.coverage import check_coverage
+from ckptctl.checks.formatting import at_most_few, counted, inside, some_of
 from ckptctl.checks.presence import escape_reason
-from ckptctl.checks.words import at_most_few, counted, inside, some_of
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.safetensors import (
@@ -41,7 +41,7 @@ def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding
     """Yield what the headers of a part's files, and its index, say against it.
 
     `folder` is where the part is in the store. Yields `path.escape`,
-    `record.framing`, `record.mismatch`, `shard.missing`, `shard.short`,
+    `record.framing`, `record.mismatch`, `shard.missing`, `shard.truncated`,
     `coverage.gap`, `coverage.overlap`, and always `format.no-checksums`.
 
     Storage errors pass through. Cost: one read for each file and for the index; a
@@ -111,7 +111,7 @@ def _parsed(file: FileInfo, header: bytes) -> Sequence[StoredTensor] | Finding:
         needed = PREFIX + header_length(header) if len(header) >= PREFIX else PREFIX
         if file.size < needed and begins_well:
             message = f"it ends within its header: {file.size:,} of at least {needed:,} bytes"
-            return Finding("shard.short", file.path, message)
+            return Finding("shard.truncated", file.path, message)
         return parse_header(header[PREFIX:])
     except RecordUnreadable as error:
         return Finding(error.code, file.path, error.message)
@@ -124,7 +124,7 @@ def _check_length(
     if file.size < needed:
         lost = [t for t in tensors if n_header + t.start + t.n_bytes > file.size]
         yield Finding(
-            "shard.short",
+            "shard.truncated",
             file.path,
             f"{file.size:,} of {needed:,} bytes are there; {counted(len(lost), 'tensor')} "
             "cannot be read",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ckptctl.checks.words import at_most_few
+from ckptctl.checks.formatting import at_most_few
 from ckptctl.findings import Finding
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.seals import Seal, SealedFile

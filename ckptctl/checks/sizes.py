@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import gt, mul
 
-from ckptctl.checks.words import at_most_few, counted, inside
+from ckptctl.checks.formatting import at_most_few, counted, inside
 from ckptctl.findings import Finding
 from ckptctl.model import DTYPE_SIZES, NO_FILE, TensorEntry
 from ckptctl.records.ranges import Ranges

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.words import inside
+from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.state_keys import (
     Kind,

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptctl.checks.formatting import at_most_few, counted, inside
 from ckptctl.checks.presence import escape_reason
 from ckptctl.checks.sizes import holds_safetensors
-from ckptctl.checks.words import at_most_few, counted, inside
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
@@ -100,7 +100,7 @@ def check_structure(
     reading = Reading()
     source = RecordSource(store, folder, ranges)
     for _ in open_records(source, readable_ranges(ranges, files), look.at, reading):
-        pass  # `look` keeps what each record says
+        pass  # `inspect_step` keeps what each record says
     return Structure(
         tuple(look.findings()),
         tuple(look.values),

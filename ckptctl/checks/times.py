@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from ckptctl.checks.words import counted, inside, some_of
+from ckptctl.checks.formatting import counted, inside, some_of
 from ckptctl.findings import Finding
 from ckptctl.formats.layouts import METADATA
 from ckptctl.model import Part, Step

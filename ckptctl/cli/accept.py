@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ckptctl
-from ckptctl.cli.marked import answer_marked
+from ckptctl.cli.mark_result import answer_marked
 from ckptctl.cli.options import (
     ByOpt,
     EvidenceOpt,
@@ -14,7 +14,7 @@ from ckptctl.cli.options import (
     Storage,
 )
 from ckptctl.cli.output import Output
-from ckptctl.formats.marks import Word
+from ckptctl.formats.marks import MarkKind
 
 EXAMPLES = (
     'ckptctl accept /shared/ckpt/run-1234@1400 --reason "the spike came from the data"',
@@ -41,7 +41,7 @@ def accept(
     """
     marked = ckptctl.mark(
         step,
-        Word.ACCEPTED,
+        MarkKind.ACCEPTED,
         reason=reason,
         evidence=evidence or (),
         by=by,

@@ -14,25 +14,25 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import ckptctl
-from ckptctl.checkup.results import Diagnosis
+from ckptctl.diagnostics.results import Diagnosis
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.results import Classification
 from ckptctl.findings import Finding, Report
-from ckptctl.judge.results import Contents, Marked, Pick, Scan, Sealed
+from ckptctl.selection.results import Contents, Marked, Pick, Scan, Sealed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ckptctl.cost.estimating import RecoveryCost
-    from ckptctl.gate.results import Preflight
-    from ckptctl.judge.pruning import Pruned
+    from ckptctl.goodput.estimating import RecoveryCost
     from ckptctl.loss.checking import LossReport
     from ckptctl.loss.replay import Replayed
     from ckptctl.loss.verdict import Assessment
+    from ckptctl.preflight_checks.results import Preflight
     from ckptctl.resharding.results import Converted, Diff, Reshard
     from ckptctl.runbook.document import Runbook
     from ckptctl.runbook.running import Ran
-    from ckptctl.supervise.restarting import Supervised
+    from ckptctl.selection.pruning import Pruned
+    from ckptctl.supervisor.restarting import Supervised
 
 Document = dict[str, object]
 

@@ -12,7 +12,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.pages import all_pages, page
 from ckptctl.cli.views.explain import index_lines, page_lines
 
-EXAMPLES = ("ckptctl explain shard.short", "ckptctl explain 20")
+EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
 
 

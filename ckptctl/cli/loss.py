@@ -9,9 +9,9 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import loss_document
-from ckptctl.cli.lines import line
 from ckptctl.cli.options import Storage, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.text import line
 from ckptctl.cli.views.loss import canary_lines, loss_lines
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import FollowOptions, follow_loss

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptctl.cli.lines import Line, line
 from ckptctl.cli.output import Color, Output
 from ckptctl.cli.repeating import definition_of, given_options, with_options
+from ckptctl.cli.text import Line, line
 from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
@@ -109,7 +109,7 @@ RequireOpt = Annotated[
 WeightsOpt = Annotated[
     bool,
     option(
-        "--weights-ok",
+        "--allow-missing-state",
         help="Take a step that lacks train state which older steps hold.",
     ),
 ]

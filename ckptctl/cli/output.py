@@ -15,10 +15,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ckptctl.cli.lines import Line, Style, line, made_safe, wrapped
+from ckptctl.cli.formatting import in_shell
 from ckptctl.cli.progress import Progress
+from ckptctl.cli.text import Line, Style, line, made_safe, wrapped
 from ckptctl.cli.views.common import error_lines
-from ckptctl.cli.words import in_shell
 from ckptctl.errors import CkptctlError, UsageError
 
 if TYPE_CHECKING:

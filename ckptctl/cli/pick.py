@@ -33,7 +33,7 @@ from ckptctl.cli.options import (
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.pick import pick_lines
-from ckptctl.judge.results import Answer, Pick
+from ckptctl.selection.results import Answer, Pick
 
 EXAMPLES = (
     'CKPT=$(ckptctl pick /shared/ckpt/run-1234) && torchrun train.py --resume "$CKPT"',
@@ -56,7 +56,7 @@ def pick(
     optional_root: OptionalRootOpt = None,
     level: LevelOpt = None,
     require: RequireOpt = None,
-    weights_ok: WeightsOpt = False,
+    allow_missing_state: WeightsOpt = False,
     accept_unverifiable: AcceptUnverifiableOpt = False,
     before: BeforeOpt = None,
     skip: SkipOpt = None,
@@ -95,7 +95,7 @@ def pick(
         optional_roots=optional_root or (),
         level=level_of(level),
         require=parse_kinds(require),
-        weights_ok=weights_ok,
+        allow_missing_state=allow_missing_state,
         accept_unverifiable=accept_unverifiable,
         before=before,
         skip=parse_steps(skip),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.cli.lines import Line, Span, Style, line
+from ckptctl.cli.text import Line, Span, Style, line
 from ckptctl.findings import CODES, Report, Severity, Verdict
 from ckptctl.formats.layouts import rank_local_rank, shard_rank
 from ckptctl.model import Level
@@ -68,7 +68,7 @@ RANK_MARKS: Mapping[str, Mark] = {
 
 _RANK_STATES = {
     "shard.missing": "missing",
-    "shard.short": "short",
+    "shard.truncated": "short",
     "shard.trailing": "long",
     "shard.orphan": "extra",
     "shard.empty": "empty",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.marked import answer_marked
+from ckptctl.cli.mark_result import answer_marked
 from ckptctl.cli.options import (
     ByOpt,
     EvidenceOpt,
@@ -17,7 +17,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.formats.marks import Word
+from ckptctl.formats.marks import MarkKind
 
 EXAMPLES = (
     'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',
@@ -48,7 +48,7 @@ def pin(
     """
     marked = ckptctl.mark(
         step,
-        Word.UNPINNED if off else Word.PINNED,
+        MarkKind.UNPINNED if off else MarkKind.PINNED,
         reason=reason,
         evidence=evidence or (),
         by=by,

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import preflight_document
 from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
@@ -33,6 +32,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.process_group import process_group
 from ckptctl.cli.values import (
     level_of,
     parse_counts,
@@ -43,7 +43,7 @@ from ckptctl.cli.values import (
 )
 from ckptctl.cli.views.preflight import preflight_lines
 from ckptctl.errors import UsageError
-from ckptctl.gate.launching import PATIENCE, Launcher, report_from_here
+from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -58,7 +58,7 @@ def preflight(
     optional_root: OptionalRootOpt = None,
     level: LevelOpt = None,
     require: RequireOpt = None,
-    weights_ok: WeightsOpt = False,
+    allow_missing_state: WeightsOpt = False,
     accept_unverifiable: AcceptUnverifiableOpt = False,
     before: BeforeOpt = None,
     skip: SkipOpt = None,
@@ -165,13 +165,13 @@ def preflight(
         out.document_line(report_from_here([*roots], step, node_probe, storage))
         return 0
     with ExitStack() as stack:
-        crew = crew_of_this_process(stack, out)
+        crew = process_group(stack, out)
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
             level=level_of(level),
             require=parse_kinds(require),
-            weights_ok=weights_ok,
+            allow_missing_state=allow_missing_state,
             accept_unverifiable=accept_unverifiable,
             before=before,
             skip=parse_steps(skip),

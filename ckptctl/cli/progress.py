@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckptctl.cli.words import size
-from ckptctl.cost.durations import duration
+from ckptctl.cli.formatting import size
+from ckptctl.goodput.durations import duration
 
 _BAR_AFTER_S = 1.0
 _BAR_EVERY_S = 0.1

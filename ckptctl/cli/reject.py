@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ckptctl
-from ckptctl.cli.marked import answer_marked
+from ckptctl.cli.mark_result import answer_marked
 from ckptctl.cli.options import (
     ByOpt,
     EvidenceOpt,
@@ -14,7 +14,7 @@ from ckptctl.cli.options import (
     Storage,
 )
 from ckptctl.cli.output import Output
-from ckptctl.formats.marks import Word
+from ckptctl.formats.marks import MarkKind
 
 EXAMPLES = (
     'ckptctl reject /shared/ckpt/run-1234@1400 --reason "loss spike after the resume"',
@@ -42,7 +42,7 @@ def reject(
     """
     marked = ckptctl.mark(
         step,
-        Word.REJECTED,
+        MarkKind.REJECTED,
         reason=reason,
         evidence=evidence or (),
         by=by,

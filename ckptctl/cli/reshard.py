@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import reshard_document
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
@@ -26,6 +25,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.process_group import process_group
 from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import reshard_lines
 
@@ -127,7 +127,7 @@ def reshard(
     with ExitStack() as stack:
         crew = None
         if apply:
-            crew = crew_of_this_process(stack, out)
+            crew = process_group(stack, out)
             answer = ckptctl.reshard(
                 step,
                 target,

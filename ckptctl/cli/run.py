@@ -8,9 +8,9 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import supervised_document
-from ckptctl.cli.lines import line
 from ckptctl.cli.options import OptionalRootOpt, PatternOpt, Storage, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.text import line
 from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.run import life_lines, supervised_lines
 from ckptctl.errors import UsageError

@@ -13,11 +13,11 @@ import typer
 from ckptctl.cli.documents import runbook_document, runbooks_document
 from ckptctl.cli.options import OptionalRootOpt, Storage, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.talking import BLOCK_INDENT, TalkInTerminal
+from ckptctl.cli.prompts import BLOCK_INDENT, TerminalPrompts
 from ckptctl.cli.views.explain import page_lines
 from ckptctl.cli.views.runbook import lint_lines, list_lines, ran_lines
 from ckptctl.errors import UsageError
-from ckptctl.runbook import shelf
+from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.linting import problems
 from ckptctl.runbook.running import How, Ran, run_runbook
@@ -140,7 +140,7 @@ def runbook(
                 *(given or ()),
             ]
         ),
-        TalkInTerminal(out, yes=yes, dry_run=dry_run, repeated=repeated),
+        TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,
         columns=out.err.columns_inside(BLOCK_INDENT),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import scan_document
+from ckptctl.cli.formatting import count
 from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
     BeforeOpt,
@@ -30,10 +31,9 @@ from ckptctl.cli.options import (
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
-from ckptctl.cli.words import count
 from ckptctl.findings import Report
-from ckptctl.judge.results import Scan
-from ckptctl.judge.scanning import NEWEST
+from ckptctl.selection.results import Scan
+from ckptctl.selection.scanning import NEWEST
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -48,7 +48,7 @@ def scan(
     ] = NEWEST,
     level: LevelOpt = None,
     require: RequireOpt = None,
-    weights_ok: WeightsOpt = False,
+    allow_missing_state: WeightsOpt = False,
     accept_unverifiable: AcceptUnverifiableOpt = False,
     before: BeforeOpt = None,
     skip: SkipOpt = None,
@@ -81,7 +81,7 @@ def scan(
         last=last or None,
         pattern=pattern,
         require=parse_kinds(require),
-        weights_ok=weights_ok,
+        allow_missing_state=allow_missing_state,
         accept_unverifiable=accept_unverifiable,
         before=before,
         skip=parse_steps(skip),

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import show_document
+from ckptctl.cli.formatting import safe
 from ckptctl.cli.options import PatternOpt, StepArg, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.show import contents_lines
-from ckptctl.cli.words import safe
 
 EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.crews import crew_of_this_process
 from ckptctl.cli.documents import verify_document
 from ckptctl.cli.options import (
     GraceOpt,
@@ -25,6 +24,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
+from ckptctl.cli.process_group import process_group
 from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
@@ -106,7 +106,7 @@ def verify(
     with ExitStack() as stack:
         stop, crew = None, None
         if level is LevelChoice.CONTENT:
-            crew = crew_of_this_process(stack, out)
+            crew = process_group(stack, out)
             stop = stack.enter_context(ended_by_signals()) if crew is None else None
         report = ckptctl.verify(
             step,

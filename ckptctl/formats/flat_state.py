@@ -15,7 +15,7 @@ from struct import pack
 from types import NoneType
 from typing import Any, NamedTuple
 
-from ckptctl.formats.inert import Ordered
+from ckptctl.formats.pickle_stubs import Ordered
 from ckptctl.formats.torch_names import Dtype
 from ckptctl.formats.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub
 

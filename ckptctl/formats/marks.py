@@ -41,7 +41,7 @@ _MAX_OBJECTS = 64
 _SHA256_DIGITS = 64
 
 
-class Word(str, Enum):
+class MarkKind(str, Enum):
     """What a mark can say of a step. `accepted` and `unpinned` lift what was said before."""
 
     REJECTED = "rejected"
@@ -51,11 +51,11 @@ class Word(str, Enum):
     UNPINNED = "unpinned"
 
     @property
-    def lifts(self) -> frozenset[Word]:
+    def lifts(self) -> frozenset[MarkKind]:
         """The words that this one takes back."""
-        if self is Word.ACCEPTED:
-            return frozenset({Word.REJECTED, Word.SUPERSEDED})
-        return frozenset({Word.PINNED}) if self is Word.UNPINNED else frozenset()
+        if self is MarkKind.ACCEPTED:
+            return frozenset({MarkKind.REJECTED, MarkKind.SUPERSEDED})
+        return frozenset({MarkKind.PINNED}) if self is MarkKind.UNPINNED else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Mark:
     """
 
     id: str
-    word: Word
+    word: MarkKind
     by: str
     at: str
     reason: str
@@ -89,16 +89,16 @@ class Mark:
         return (self.number, self.metadata) == (number, metadata)
 
 
-def named_word(path: str) -> Word | None:
+def named_word(path: str) -> MarkKind | None:
     """The word that the name of a mark's file says (`…Z-rejected-….json`); None for another name.
 
     Known where the file itself cannot be read.
     """
     match = _FILE_NAME.fullmatch(path.rpartition("/")[2])
-    return None if match is None else Word(match["word"])
+    return None if match is None else MarkKind(match["word"])
 
 
-_WORDS = "|".join(word.value for word in Word)
+_WORDS = "|".join(word.value for word in MarkKind)
 _FILE_NAME = re.compile(rf"[0-9TZ]+-(?P<word>{_WORDS})-[0-9a-f]+\.json")
 
 
@@ -153,9 +153,9 @@ _MARK_FIELDS = ("schema", "id", "word", "by", "at", "reason", "evidence", "lifts
 _STEP_FIELDS = ("url", "number", "metadata")
 
 
-def _word(fields: Fields) -> Word:
+def _word(fields: Fields) -> MarkKind:
     try:
-        return Word(fields["word"])
+        return MarkKind(fields["word"])
     except ValueError:
         raise OwnFileUnreadable(f"{str(fields['word'])[:64]!r} is no word of a mark") from None
 

@@ -18,12 +18,11 @@ from math import prod
 
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.chunk_table import ChunkTable, Dims
-from ckptctl.formats.hot_chunks import ChunkRun, chunk_shape
-from ckptctl.formats.hot_parts import Parts
-from ckptctl.formats.hot_plans import plan_shape
-from ckptctl.formats.hot_storage import StorageRun, storage_shape
-from ckptctl.formats.hot_tensors import tensor_shape
-from ckptctl.formats.inert import Inert, Malformed, shown
+from ckptctl.formats.fast_path_chunks import ChunkRun, chunk_shape
+from ckptctl.formats.fast_path_parts import Parts
+from ckptctl.formats.fast_path_plans import plan_shape
+from ckptctl.formats.fast_path_storage import StorageRun, storage_shape
+from ckptctl.formats.fast_path_tensors import tensor_shape
 from ckptctl.formats.metadata_grammar import (
     BYTES,
     CHUNK,
@@ -39,6 +38,7 @@ from ckptctl.formats.metadata_grammar import (
     Layout,
 )
 from ckptctl.formats.pickle_machine import Machine, Shape, Shapes
+from ckptctl.formats.pickle_stubs import Malformed, Stub, shown
 from ckptctl.formats.pickles import collector_paused, read_pickle
 from ckptctl.formats.torch_names import Dtype, checked_dims
 from ckptctl.model import ByteRange, BytesEntry, Metadata, TensorEntry
@@ -47,7 +47,7 @@ Path = tuple[str | int, ...]
 Fields = Mapping[object, object]
 
 
-def hot_shapes(machine: Machine) -> Mapping[str, Shape]:
+def fast_path_shapes(machine: Machine) -> Mapping[str, Shape]:
     """The shapes of metadata, by the object after which each is tried."""
     parts = Parts(machine)
     return {
@@ -64,7 +64,7 @@ SMALL = 1 << 17
 
 def shapes_that_pay(machine: Machine) -> Mapping[str, Shape]:
     """The shapes of metadata, none for small metadata."""
-    return hot_shapes(machine) if machine.end >= SMALL else {}
+    return fast_path_shapes(machine) if machine.end >= SMALL else {}
 
 
 def decode_metadata(
@@ -115,7 +115,7 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
 
 def _fields(value: object, kind: str) -> Fields:
     """The attributes of an inert object that must be of a kind."""
-    if not isinstance(value, Inert) or value.kind != kind:
+    if not isinstance(value, Stub) or value.kind != kind:
         raise Malformed(f"a {_kind_of(value)} is where a {kind} belongs")
     if not isinstance(value.state, dict):
         raise Malformed(f"a {kind} has no attributes")
@@ -123,7 +123,7 @@ def _fields(value: object, kind: str) -> Fields:
 
 
 def _kind_of(value: object) -> str:
-    return value.kind if isinstance(value, Inert) else type(value).__name__
+    return value.kind if isinstance(value, Stub) else type(value).__name__
 
 
 def _required(fields: Fields, name: str, kind: str) -> object:
@@ -200,7 +200,7 @@ def _entries(state_dict: object) -> tuple[dict[str, _Tensor], list[str]]:
     bytes_fqns: list[str] = []
     for fqn, value in state_dict.items():
         fqn = _text(fqn, "the name of an entry")
-        if isinstance(value, Inert) and value.kind == BYTES:
+        if isinstance(value, Stub) and value.kind == BYTES:
             bytes_fqns.append(fqn)
             continue
         try:
@@ -260,7 +260,7 @@ def _check_run(shape: Dims, run: ChunkRun) -> None:
 
 def _properties(value: object) -> tuple[str, str, bool, int, bool, Dims | None]:
     """dtype, layout, requires_grad, memory format, pin_memory; strides from torch 2.15 on."""
-    state = value.state if isinstance(value, Inert) and value.kind == PROPERTIES else None
+    state = value.state if isinstance(value, Stub) and value.kind == PROPERTIES else None
     if isinstance(state, tuple) and len(state) == 5:
         state = (*state, None)
     match state:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.formats.inert import Function, Grammar, Inert, Malformed
+from ckptctl.formats.pickle_stubs import Function, Grammar, Malformed, Stub
 from ckptctl.formats.torch_names import COMMON
 
 METADATA = "Metadata"
@@ -59,10 +59,10 @@ class Encoded:
 
 
 def _class(kind: str) -> Function:
-    def new(args: tuple[object, ...]) -> Inert:
+    def new(args: tuple[object, ...]) -> Stub:
         if args:
             raise Malformed(f"a {kind} is made of arguments")
-        return Inert(kind)
+        return Stub(kind)
 
     return Function(kind, new)
 
@@ -122,5 +122,5 @@ GRAMMAR = Grammar(
         ),
         (f"{_DCP}.filesystem", "_StoragePrefix"): _class("_StoragePrefix"),
     },
-    hashable=Inert,
+    hashable=Stub,
 )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.inert import Callee, Function, Grammar, Inert, Malformed, Ordered, shown
 from ckptctl.formats.pickle_memo import Memo, Replayed, Run
+from ckptctl.formats.pickle_stubs import Callee, Function, Grammar, Malformed, Ordered, Stub, shown
 
 MAX_MARKS = 1_000
 """How deep containers may be open at once; torch's metadata opens eight."""
@@ -34,7 +34,7 @@ Opcodes = Sequence[Callable[["Machine"], None]]
 
 
 class Shape(Protocol):
-    """A shortcut for objects that come in thousands; see `hot_shapes`."""
+    """A shortcut for objects that come in thousands; see `fast_path_shapes`."""
 
     def take(self, machine: Machine) -> None:
         """Take as many objects of the shape as follow, or none."""
@@ -263,9 +263,9 @@ class Machine:
         """Give its state to an object."""
         if isinstance(target, Function):
             self.unsafe(f"sets attributes on {target.name}")
-        if not isinstance(target, Inert | Ordered):
+        if not isinstance(target, Stub | Ordered):
             self.damaged(f"a {type(target).__name__} is given a state")
-        if isinstance(target, Inert) and target.owns_state and isinstance(state, dict):
+        if isinstance(target, Stub) and target.owns_state and isinstance(state, dict):
             if id(state) in self.taken:
                 self.damaged("two objects are given one state")
             self.taken.add(id(state))

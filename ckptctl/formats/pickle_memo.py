@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.formats.inert import Inert
+from ckptctl.formats.pickle_stubs import Stub
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Replayed:
     slots: list[object]
 
 
-class Run(Inert):
+class Run(Stub):
     """Values that a hot shape took in one go; on the stack it stands for all of them.
 
     It fills `n_slots` slots of the memo from `first_slot` on. `kind` is the kind of

@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from ckptctl.formats.inert import Inert, Malformed
 from ckptctl.formats.pickle_machine import MAX_MARKS, Machine, Opcodes
+from ckptctl.formats.pickle_stubs import Malformed, Stub
 
 _Opcode = Callable[[Machine], None]
 
@@ -321,7 +321,7 @@ def _build(m: Machine) -> None:
     state = m.pop()
     target = m.top()
     m.build(target, state)
-    if isinstance(target, Inert) and target.kind in m.shapes:
+    if isinstance(target, Stub) and target.kind in m.shapes:
         m.shapes[target.kind].take(m)
 
 

@@ -18,9 +18,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptctl.formats.inert import Grammar
 from ckptctl.formats.pickle_machine import Machine, Shapes
 from ckptctl.formats.pickle_opcodes import OPCODES
+from ckptctl.formats.pickle_stubs import Grammar
 
 
 def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> object:

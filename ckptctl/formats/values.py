@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.inert import Callee, Function, Grammar, Inert, Malformed, shown
+from ckptctl.formats.pickle_stubs import Callee, Function, Grammar, Malformed, Stub, shown
 from ckptctl.formats.pickles import read_pickle
 from ckptctl.formats.torch_names import COMMON, DTYPES, Dtype, checked_dims
 from ckptctl.model import DTYPE_SIZES
@@ -45,7 +45,7 @@ class TensorStub:
     signs: tuple[str, ...] = ()
 
 
-class Opaque(Inert, Callee):
+class Opaque(Stub, Callee):
     """Something that is no plain value: only its `name`, and the state it was given.
 
     Two of one name are not equal: what they were is not known.

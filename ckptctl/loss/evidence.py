@@ -58,7 +58,7 @@ def _faults(assessment: Assessment) -> Iterator[Fault]:
     if (
         jump is not None
         and jump <= SMALLEST_JUMP
-        and not codes & {"loss.jump", "loss.spike", "loss.raised"}
+        and not codes & {"loss.jump", "loss.spike", "loss.level-shift"}
     ):
         yield Fault("no state loaded", True, seen)
     if proven:

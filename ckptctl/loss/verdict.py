@@ -78,7 +78,7 @@ FORCES: Mapping[str, LossVerdict] = {
     "loss.drift": _DOUBTFUL,
     "loss.differs": _DOUBTFUL,
     "loss.lower": _DOUBTFUL,
-    "loss.raised": _DOUBTFUL,
+    "loss.level-shift": _DOUBTFUL,
     "loss.grad-norm": _DOUBTFUL,
     "loss.other-data": _OPEN,
     "loss.too-little": _OPEN,
@@ -212,7 +212,7 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
         )
     if replay.agrees and not replay.fine_enough:
         yield Finding(
-            "loss.coarse",
+            "loss.low-precision",
             _where(resume),
             f"{len(replay.rows)} steps logged twice agree, but the log rounds the loss by "
             f"{share(replay.rounding)}: a lost optimizer state would not be detected",
@@ -272,7 +272,7 @@ def of_other_data(resume: Resume, replay: Replay) -> Iterator[Finding]:
     if replay.z_score <= _Z_SHIFT or replay.middle <= LEAST_RISE:
         return
     yield Finding(
-        "loss.jump" if replay.z_score > _Z_JUMP else "loss.raised",
+        "loss.jump" if replay.z_score > _Z_JUMP else "loss.level-shift",
         _where(resume),
         f"over other batches, the {len(replay.rows)} steps logged twice differ by "
         f"{signed(replay.middle)} in the median, which is {replay.z_score:.0f} standard errors",
@@ -296,7 +296,7 @@ def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
     if worst.excess <= 1:
         return
     n_over = sum(shift.excess > _JUMP_EXCESS_TWICE for shift in level.shifts)
-    code = "loss.jump" if worst.excess > _JUMP_EXCESS or n_over >= 2 else "loss.raised"
+    code = "loss.jump" if worst.excess > _JUMP_EXCESS or n_over >= 2 else "loss.level-shift"
     yield Finding(
         code,
         _where(resume),

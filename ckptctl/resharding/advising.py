@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.layouts import METADATA
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.looking import look
-from ckptctl.judge.step_files import list_step
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import Level
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Wanted, one_writer, slices_for
@@ -86,7 +86,7 @@ def countable(store: Store, name: str) -> Source | None:
         if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
             return None
         asked = conditions((), None, None, 0.0)
-        source = source_of(look(store, name, asked, level=Level.LISTING, files=files))
+        source = source_of(inspect_step(store, name, asked, level=Level.LISTING, files=files))
     except (StorageError, UsageError):
         return None
     return source if source.parts else None

@@ -16,8 +16,7 @@ from ckptctl.findings import EXIT_DIFFERS
 from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.flat_state import Written
-from ckptctl.judge.looking import Looked, look
-from ckptctl.judge.verifying import OpenTarget
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
@@ -33,6 +32,7 @@ from ckptctl.resharding.sources import (
 )
 from ckptctl.resharding.steps import Opening, opened_step
 from ckptctl.resharding.writing import WriteProgress, in_threads
+from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Span
 
 _BUFFERS = Buffers(1 << 20, 1 << 20, 64 << 20)
@@ -72,7 +72,9 @@ def diff(
     ):
         sides = []
         for found in (found_a, found_b):
-            looked = look(found.store, found.named, checked, level=Level.LISTING, files=found.files)
+            looked = inspect_step(
+                found.store, found.named, checked, level=Level.LISTING, files=found.files
+            )
             sides.append(_Side(found, looked))
         compared = _Compared(*sides)
         found_different = [*compared.by_metadata()]
@@ -84,7 +86,7 @@ def diff(
 class _Side:
     """One step: its entries by part and FQN."""
 
-    def __init__(self, found: OpenTarget, looked: Looked) -> None:
+    def __init__(self, found: OpenTarget, looked: Inspection) -> None:
         check_format(looked)
         if not any(part.metadata for part in looked.parts):
             raise UsageError(

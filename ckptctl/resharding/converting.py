@@ -16,17 +16,15 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptctl.checks.words import counted
+from ckptctl.checks.formatting import counted
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
 from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.bytes_look import Asked
-from ckptctl.judge.looking import Looked, look
-from ckptctl.judge.reporting import Conditions
-from ckptctl.judge.targets import parse_target
-from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.content import Asked
+from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.reports import Conditions
 from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions
@@ -50,11 +48,13 @@ from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
     Opening,
-    look_whole,
+    inspect_whole,
     target_place,
     with_finding,
 )
 from ckptctl.resharding.writing import DEFAULT_MEMORY
+from ckptctl.selection.targets import parse_target
+from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import base_name, join_url, parent_url
 
 
@@ -137,7 +137,7 @@ def convert(
     with open_target(source, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
         if found.is_file:
             return _from_file(asked, OneFile(found.store, found.files[0]), opening)
-        looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
         if PartFormat.SAFETENSORS in formats and not formats & SHARDED:
             return _from_folder(asked, found, looked, checked, opening)
@@ -208,7 +208,7 @@ def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
         return import_file(file, into) if is_safetensors else import_flat(file, into)
 
 
-def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
+def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
     """The error for a folder that holds files of `torch.save`."""
     held = [file.path for file in looked.step.files if file.path.endswith(FLAT_SUFFIXES)]
     files = counted(len(held), "file")
@@ -221,14 +221,14 @@ def _names_no_file(asked: _Asked, looked: Looked) -> UsageError:
 
 
 def _from_folder(
-    asked: _Asked, found: OpenTarget, looked: Looked, checked: Conditions, opening: Opening
+    asked: _Asked, found: OpenTarget, looked: Inspection, checked: Conditions, opening: Opening
 ) -> Converted:
     """Make a step from a folder of safetensors."""
     _check_makes_step(asked, "a folder of safetensors")
     if not refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Only a seal can verify them, and that takes reading every byte.
         content = Asked(Limits())
-        looked = look(
+        looked = inspect_step(
             found.store,
             found.named,
             checked,
@@ -273,7 +273,7 @@ def _into(asked: _Asked, place: Place) -> Into:
     )
 
 
-def _from_step(asked: _Asked, found: OpenTarget, looked: Looked, opening: Opening) -> Converted:
+def _from_step(asked: _Asked, found: OpenTarget, looked: Inspection, opening: Opening) -> Converted:
     """Write a step as files of another format."""
     _check_makes_files(asked)
     with target_place(asked.target, opening) as place:

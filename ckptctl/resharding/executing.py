@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import is_own, is_stage
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.bytes_look import Crew
-from ckptctl.judge.sealing import seal_found
-from ckptctl.judge.step_files import list_step
-from ckptctl.judge.verifying import OpenTarget
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.content import ProcessGroup
+from ckptctl.inspection.step_listing import list_step
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.journal import entry_path, note, noted, work_folder
@@ -36,6 +34,8 @@ from ckptctl.resharding.writing import (
     in_threads,
     share_of,
 )
+from ckptctl.selection.sealing import seal_found
+from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
@@ -70,7 +70,7 @@ class WriteOptions:
     memory: int = DEFAULT_MEMORY
     jobs: int | None = None
     key: bytes | None = None
-    crew: Crew | None = None
+    crew: ProcessGroup | None = None
     on_progress: OnProgress | None = None
 
     def budget(self, source: Store, target: Store) -> Budget:
@@ -129,7 +129,7 @@ def write(
 _UNVERIFIABLE = 22
 
 
-def _all_done(crew: Crew, plan: Plan) -> None:
+def _all_done(crew: ProcessGroup, plan: Plan) -> None:
     """Wait until every process has written its share of the same plan."""
     identity = plan.identity
     for other, _, _ in crew.gather((identity, plan.n_bytes, ())):
@@ -201,7 +201,7 @@ class _Work:
         written = sum((self._there(self._folder) or {}).values())
         check_space(store, self.place.name, max(0, self.plan.n_bytes - written))
 
-    def write_shards(self, own: Sequence[TargetFile], crew: Crew | None) -> int:
+    def write_shards(self, own: Sequence[TargetFile], crew: ProcessGroup | None) -> int:
         """Write the files that are missing; returns how many were written already."""
         written = self._there(self._folder) or {}
         left = [

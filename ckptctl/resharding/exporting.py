@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckptctl.checks.words import counted, some_of
+from ckptctl.checks.formatting import counted, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.state_file import FlatArchive, pickled_state
@@ -21,7 +21,6 @@ from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.flat_state import Leaf, NotPlain, nested
 from ckptctl.formats.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.values import TensorStub
-from ckptctl.judge.verifying import OpenTarget
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.executing import Place
@@ -30,6 +29,7 @@ from ckptctl.resharding.reading import SourceFiles
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart
 from ckptctl.resharding.whole_files import WholeFile, WholeTensor, write_whole
 from ckptctl.resharding.writing import Budget
+from ckptctl.selection.verifying import OpenTarget
 
 FILE_BYTES = 5_000_000_000
 """How large a file of safetensors may get, unless the caller says otherwise."""

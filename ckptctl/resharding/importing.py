@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from ckptctl.checks.formatting import counted, some_of
 from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.state import NO_STATE
-from ckptctl.checks.words import counted, some_of
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.state_keys import kind_of_file
-from ckptctl.judge.looking import Looked
-from ckptctl.judge.part_checks import folder_of
-from ckptctl.judge.verifying import OpenTarget
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.parts import folder_of
 from ckptctl.model import FileInfo, Level, Part, PartFormat
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
@@ -31,6 +30,7 @@ from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.safetensors_files import files_of_index, read_safetensors
 from ckptctl.resharding.sources import Source, refusal
 from ckptctl.resharding.steps import Opening, with_finding
+from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
@@ -117,7 +117,7 @@ def import_file(source: OneFile, into: Into) -> Converted:
     return _import(Source(source.url, report, (read.part,), ()), source, {"": read.files}, (), into)
 
 
-def import_folder(found: OpenTarget, looked: Looked, into: Into) -> Converted:
+def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converted:
     """Write a step from the folders of safetensors in a folder that was inspected."""
     report = looked.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ckptctl.checks.words import counted, inside, some_of
+from ckptctl.checks.formatting import counted, inside, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame

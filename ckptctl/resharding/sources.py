@@ -19,7 +19,7 @@ from ckptctl.findings import Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_rank, shard_rank
 from ckptctl.formats.state_keys import entry_kinds, kind_of_file
-from ckptctl.judge.looking import Looked
+from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import (
     DTYPE_SIZES,
     SHARDED,
@@ -142,7 +142,7 @@ class Source:
     files: tuple[RankFile, ...]
 
 
-def source_of(looked: Looked) -> Source:
+def source_of(looked: Inspection) -> Source:
     """The source in an inspected step; raises `UsageError` if a tensor cannot be resharded.
 
     Call `check_format` and `refusal` before: the step must be complete, sharded DCP.
@@ -157,7 +157,7 @@ def source_of(looked: Looked) -> Source:
     )
 
 
-def check_format(looked: Looked) -> None:
+def check_format(looked: Inspection) -> None:
     """Raise `UsageError` if the step holds tensors, but none in sharded DCP."""
     formats = [part.format for part in looked.step.parts]
     if formats and not any(found in SHARDED for found in formats):
@@ -235,7 +235,7 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
     return SourceTensor(first, tuple(in_order[:1] if is_empty else in_order), kind, rank, n_cut)
 
 
-def _files(looked: Looked) -> Iterator[RankFile]:
+def _files(looked: Inspection) -> Iterator[RankFile]:
     """The sidecars: all files but shards, metadata and ckptctl's own."""
     step = looked.step
     dcp = {part.path for part in step.parts if part.format in SHARDED}

@@ -15,12 +15,10 @@ from typing import NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
 from ckptctl.formats.layouts import compile_pattern, shard_rank, step_name
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.bytes_look import Asked, Crew
-from ckptctl.judge.looking import Looked, look
-from ckptctl.judge.reporting import Conditions
-from ckptctl.judge.targets import parse_target
-from ckptctl.judge.verifying import OpenTarget, open_target
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.content import Asked, ProcessGroup
+from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.reports import Conditions
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.records.slices import TensorSlice
@@ -31,6 +29,8 @@ from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.results import Reshard
 from ckptctl.resharding.sources import Source, check_format, needs_content, refusal, source_of
 from ckptctl.resharding.writing import DEFAULT_MEMORY
+from ckptctl.selection.targets import parse_target
+from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
 
@@ -98,7 +98,7 @@ def reshard(
     memory: int = DEFAULT_MEMORY,
     jobs: int | None = None,
     key: bytes | None = None,
-    crew: Crew | None = None,
+    crew: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
@@ -219,7 +219,7 @@ def _reshard(
         target_place(target, opening) as place,
     ):
         _same_number(found, place, target, pattern)
-        looked = look_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         check_format(looked)
         if refusal(looked.report, accept_unverifiable=accept_unverifiable):
             return _refused(found.url, place.url, asked, looked.report)
@@ -286,17 +286,21 @@ def opened_step(
         yield found, checked
 
 
-def look_whole(found: OpenTarget, checked: Conditions, *, accept_unverifiable: bool) -> Looked:
+def inspect_whole(
+    found: OpenTarget, checked: Conditions, *, accept_unverifiable: bool
+) -> Inspection:
     """Inspect a step as deep as needed to trust all but its elements.
 
     Their checksums are compared while copying, unless there are none: then only a seal
     can verify the step, and that takes reading every byte.
     """
-    looked = look(found.store, found.named, checked, level=Level.STRUCTURE, files=found.files)
+    looked = inspect_step(
+        found.store, found.named, checked, level=Level.STRUCTURE, files=found.files
+    )
     whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
     if whole and needs_content(looked.report):
         content = Asked(Limits())
-        return look(
+        return inspect_step(
             found.store,
             found.named,
             checked,
@@ -327,7 +331,9 @@ def _like(asked: _Asked, opening: Opening) -> Wanted:
     """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
     with opened_step(asked.like, None, 600.0, opening) as (found, checked):
-        looked = look(found.store, found.named, checked, level=Level.LISTING, files=found.files)
+        looked = inspect_step(
+            found.store, found.named, checked, level=Level.LISTING, files=found.files
+        )
         if refusal(looked.report, accept_unverifiable=True):
             raise UsageError(
                 f"--like {found.url}: the step is {looked.report.verdict.value}",

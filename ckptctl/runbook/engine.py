@@ -48,7 +48,7 @@ _STEP_HOLDS = (0, 31, 32)
 """Ends of a run in which the chosen step was verified, and nothing speaks against it."""
 
 
-class NobodyToAsk(UsageError):
+class NoTerminal(UsageError):
     """A decision is needed, and nobody is there who could make it."""
 
     code = "runbook.nobody-to-ask"
@@ -79,7 +79,7 @@ class Talk(Protocol):
     def continues(self, run: str, begun: str) -> bool | None:
         """Whether the unfinished run that was found is continued; None to leave.
 
-        False begins another run. Raises `NobodyToAsk`.
+        False begins another run. Raises `NoTerminal`.
         """
         ...
 
@@ -102,7 +102,7 @@ class Talk(Protocol):
     def decided(self, block: Block, decision: Input) -> str | None:
         """What a person decides in a block that decides; empty for no, None to leave the run here.
 
-        Raises `NobodyToAsk`.
+        Raises `NoTerminal`.
         """
         ...
 
@@ -111,7 +111,7 @@ class Talk(Protocol):
 
         `again` says that the command was begun before and its end is unknown. `found` are the
         names whose values come from a record that was found and not from this call. Raises
-        `NobodyToAsk`.
+        `NoTerminal`.
         """
         ...
 
@@ -314,7 +314,7 @@ def proceed(
 
     `handed_on` are variables for the commands that are not recorded (addresses and
     credentials of a storage); the first `n_found` events were found under the root. Every
-    block is recorded before and after it runs. Raises `NobodyToAsk`, `TakenOver`,
+    block is recorded before and after it runs. Raises `NoTerminal`, `TakenOver`,
     `RecordUnreadable`, and whatever the storage of the record raises.
     """
     place = place_of(book, record.events, n_found, attended=talk.attended)

@@ -56,7 +56,7 @@ _HANDED_ON = frozenset(
 )
 """Of the operator's variables of ckptctl those that a block sees.
 
-The others set options of single commands, `CKPTCTL_WEIGHTS_OK` or `CKPTCTL_LEVEL`: what a
+The others set options of single commands, `CKPTCTL_ALLOW_MISSING_STATE` or `CKPTCTL_LEVEL`: what a
 block checks is what its page says, and not what a shell had set before.
 """
 _OF_THE_RUNBOOK = frozenset(

@@ -20,8 +20,8 @@ from datetime import datetime, timezone
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.own_files import time_now
-from ckptctl.judge.marking import user_name
 from ckptctl.runbook.record import Record
+from ckptctl.selection.marking import user_name
 
 BEAT_S = 10.0
 SILENT_S = 60.0

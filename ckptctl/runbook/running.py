@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.runbook.document import Runbook, Value, shown
-from ckptctl.runbook.engine import Left, NobodyToAsk, Talk, left_by_reader, place_of, proceed, who
+from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_reader, place_of, proceed, who
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.holding import held
 from ckptctl.runbook.record import MAX_TEXT, Event, Record, Unwritten, begun, newest
@@ -70,7 +70,7 @@ def run_runbook(
     `inputs` are values by name; `columns` is how wide the terminal is that `talk` writes to.
     Raises `UsageError` for inputs that the page does not declare, `PathNotFound` where the root
     does not exist, `AccessDenied` where no record can be kept, `RunHeld` where another person
-    works on the run, `RecordUnreadable`, `TakenOver`, `NobodyToAsk`, and storage errors.
+    works on the run, `RecordUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
     handed_on = _handed_on(storage_options, endpoint_url, timeout_s, columns)
@@ -199,9 +199,9 @@ def _continues(
 ) -> bool | None:
     try:
         return talk.continues(record.name, str(record.events[0]["by"]))
-    except NobodyToAsk as error:
+    except NoTerminal as error:
         again = _called(book, record.store.url, given, talk)
-        raise NobodyToAsk(error.message, next_command=f"{again} --continue") from error
+        raise NoTerminal(error.message, next_command=f"{again} --continue") from error
 
 
 def _check_unattended(
@@ -216,7 +216,7 @@ def _check_unattended(
     place = place_of(book, record.events, len(record.events))
     for each in book.inputs:
         if each.default is not None and each.name in place.found and each.name not in given:
-            raise NobodyToAsk(
+            raise NoTerminal(
                 f"the record of the run {record.name} gives {each.name}="
                 f"{shown(place.variables[each.name])}, and the page {each.default!r}; with --yes "
                 "it is not taken from a record: give it again with --set",

@@ -14,8 +14,8 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from ckptctl.cost.durations import duration
 from ckptctl.errors import StorageError, UsageError
+from ckptctl.goodput.durations import duration
 from ckptctl.runbook.document import Value, shown
 from ckptctl.runbook.pictures import (
     bars_of_time,

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ckptctl.train.checkpointer import Checkpointer
     from ckptctl.train.cluster import Cluster, cluster_context
     from ckptctl.train.graceful import GracefulStop
-    from ckptctl.train.group import Group, make_group
-    from ckptctl.train.listening import outlive_stop
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
+    from ckptctl.train.process_group import Group, make_group
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
     from ckptctl.train.resuming import Start
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
+    from ckptctl.train.signals import outlive_stop
 
 __all__ = [
     "Action",
@@ -53,8 +53,8 @@ _HOMES = {
     "ckptctl.train.resuming": "Start",
     "ckptctl.train.cluster": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop",
-    "ckptctl.train.group": "Group make_group",
-    "ckptctl.train.listening": "outlive_stop",
+    "ckptctl.train.process_group": "Group make_group",
+    "ckptctl.train.signals": "outlive_stop",
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.seals import Origin
-from ckptctl.judge.fencing import Token
+from ckptctl.selection.fencing import Token
 from ckptctl.train.evidence import NOT_FINITE, signature_of
 from ckptctl.train.ledger import Ledger
 

@@ -16,15 +16,16 @@ from types import TracebackType
 from typing import Any
 
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.judge.arguments import conditions, known_level
-from ckptctl.judge.choosing import Policy
-from ckptctl.judge.tiers import roots_in
+from ckptctl.inspection.arguments import conditions, known_level
 from ckptctl.model import Level
+from ckptctl.selection.choosing import Policy
+from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
+from ckptctl.train.agreement import SETTLE_S, Looking
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
-from ckptctl.train.deciding import SETTLE_S, Looking
-from ckptctl.train.group import PATIENCE_S, Group, make_group
+from ckptctl.train.process_group import PATIENCE_S, Group, make_group
+from ckptctl.train.reporting import Tell, to_stderr
 from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Job, Start, replay_job, resume_job
 from ckptctl.train.retaining import Retention
@@ -39,7 +40,6 @@ from ckptctl.train.saving import (
 )
 from ckptctl.train.staging import Stager
 from ckptctl.train.state import Parts, Place, Stateful, check_readable, collect, give_generator
-from ckptctl.train.telling import Tell, to_stderr
 
 
 class Checkpointer:
@@ -336,7 +336,7 @@ class Checkpointer:
                 saver.token,
                 keep,
                 conditions(looking.require, None, None, looking.grace_s, key=looking.key),
-                Policy(weights_ok=looking.weights_ok),
+                Policy(allow_missing_state=looking.allow_missing_state),
                 self._job.tell,
             )
         protected = {step: "it was saved just now"}

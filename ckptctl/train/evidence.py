@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.layouts import StepName, step_name
-from ckptctl.formats.marks import MARKS_FOLDER, Word
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.fencing import Token, check_token
-from ckptctl.judge.history import ATTEMPTS_FOLDER
-from ckptctl.judge.looking import Looked, look
-from ckptctl.judge.marking import check_inspected, new_mark, put_mark
-from ckptctl.judge.retention import ASIDE_FOLDER
-from ckptctl.judge.roots import list_root
+from ckptctl.formats.marks import MARKS_FOLDER, MarkKind
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
+from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.history import ATTEMPTS_FOLDER
+from ckptctl.selection.marking import check_inspected, new_mark, put_mark
+from ckptctl.selection.retention import ASIDE_FOLDER
+from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
@@ -131,7 +131,7 @@ def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[R
                 store,
                 named.name,
                 report,
-                Word.REJECTED,
+                MarkKind.REJECTED,
                 reason=f"{len(failures)} attempts that resumed from it failed alike within "
                 f"{WITHIN_STEPS} steps: {failures[0].evidence}",
                 evidence=[
@@ -154,7 +154,7 @@ def _spoken(store: Store, name: str) -> bool:
         entries = store.list_dir(f"{name}/{MARKS_FOLDER}")
     except StorageError:
         return False
-    words = (Word.REJECTED.value, Word.ACCEPTED.value)
+    words = (MarkKind.REJECTED.value, MarkKind.ACCEPTED.value)
     return any(f"-{word}-" in base_name(entry.path) for entry in entries for word in words)
 
 
@@ -234,7 +234,7 @@ def newer_steps(
         if named.number == step and not own and looked.report.digests == digests:
             continue
         marks = looked.notes.marks if looked.notes else ()
-        superseded = any(one.word is Word.SUPERSEDED for one in marks)
+        superseded = any(one.word is MarkKind.SUPERSEDED for one in marks)
         ids = tuple(one.id for one in marks)
         newer.append(NewerStep(named.name, looked.report, ids, superseded))
     return tuple(newer)
@@ -259,7 +259,7 @@ def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
             continue
         store = branch.store
         if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
-            mark_held(held, store, one.name, one.report, Word.SUPERSEDED, reason=why)
+            mark_held(held, store, one.name, one.report, MarkKind.SUPERSEDED, reason=why)
         elif one.report.interrupted and not one.marks and isinstance(store, LocalStore):
             held.check()
             move_aside(store, held.token, one.name)
@@ -274,7 +274,7 @@ def mark_held(
     store: Store,
     name: str,
     report: Report,
-    word: Word,
+    word: MarkKind,
     *,
     reason: str,
     evidence: Sequence[str] = (),
@@ -296,5 +296,5 @@ def move_aside(store: LocalStore, token: Token, name: str) -> str:
     return target
 
 
-def _inspect(store: Store, named: StepName) -> Looked:
-    return look(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
+def _inspect(store: Store, named: StepName) -> Inspection:
+    return inspect_step(store, named, conditions((), None, None, 0.0), level=Level.LISTING)

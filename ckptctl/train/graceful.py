@@ -17,9 +17,9 @@ from types import TracebackType
 
 from ckptctl.errors import UsageError
 from ckptctl.train.cluster import cluster_context
-from ckptctl.train.group import Group, make_group
-from ckptctl.train.listening import Listener
-from ckptctl.train.notices import checked_deadline, notice_in
+from ckptctl.train.deadlines import checked_deadline, notice_in
+from ckptctl.train.process_group import Group, make_group
+from ckptctl.train.signals import Listener
 
 ECHO_S = 5.0
 """A second signal so soon is the same stop: SLURM and torchrun both pass one on."""

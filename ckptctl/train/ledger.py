@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.judge.history import ATTEMPTS_FOLDER
+from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, is_local, join_url

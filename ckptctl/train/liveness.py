@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import GpuFailed, RanksLost, UsageError
-from ckptctl.train.group import Group, make_group, ranks_lost
+from ckptctl.train.process_group import Group, make_group, ranks_lost
 
 if TYPE_CHECKING:
     import torch

@@ -21,13 +21,13 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.judge.metadata_files import MAX_METADATA_BYTES
+from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Metadata
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name, open_store, parent_url
-from ckptctl.train.deciding import Decision, Looking, metadata_path
-from ckptctl.train.group import Group, ranks_lost
+from ckptctl.train.agreement import Decision, Looking, metadata_path
 from ckptctl.train.one_process import alone_arguments
+from ckptctl.train.process_group import Group, ranks_lost
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}

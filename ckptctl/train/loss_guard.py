@@ -16,8 +16,8 @@ from enum import Enum
 from typing import SupportsFloat
 
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.train.group import Group, make_group
-from ckptctl.train.tainted import command_for, reject_since
+from ckptctl.train.later_rejections import command_for, reject_since
+from ckptctl.train.process_group import Group, make_group
 
 _MIN_RECENT = 10  # fewer losses say nothing about what is usual
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptctl.judge.arguments import known_level
-from ckptctl.judge.tiers import roots_in
+from ckptctl.inspection.arguments import known_level
 from ckptctl.model import Level
-from ckptctl.train.deciding import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
-from ckptctl.train.group import PATIENCE_S, make_group
+from ckptctl.selection.tiers import roots_in
+from ckptctl.train.agreement import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
+from ckptctl.train.process_group import PATIENCE_S, make_group
 
 
 def resolve(
@@ -19,7 +19,7 @@ def resolve(
     level: Level | str | None = None,
     require: Collection[str] = (),
     max_fallback: int = 2,
-    weights_ok: bool = False,
+    allow_missing_state: bool = False,
     pattern: str | None = None,
     grace_s: float = 600.0,
     storage_options: Mapping[str, object] | None = None,
@@ -50,7 +50,7 @@ def resolve(
         level=known_level(level),
         require=require,
         max_fallback=max_fallback,
-        weights_ok=weights_ok,
+        allow_missing_state=allow_missing_state,
         pattern=pattern,
         grace_s=grace_s,
         storage_options=storage_options,

@@ -26,16 +26,14 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report
-from ckptctl.judge.branches import put_resume
-from ckptctl.judge.fencing import check_token, take_token
-from ckptctl.judge.history import ATTEMPTS_FOLDER, begin_run
-from ckptctl.judge.roots import list_root
 from ckptctl.resharding.advising import Advice, advise
+from ckptctl.selection.branches import put_resume
+from ckptctl.selection.fencing import check_token, take_token
+from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
+from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
-from ckptctl.train.attempt import Attempt
-from ckptctl.train.cluster import cluster_context
-from ckptctl.train.deciding import (
+from ckptctl.train.agreement import (
     Decision,
     Looking,
     Rejected,
@@ -47,6 +45,8 @@ from ckptctl.train.deciding import (
     too_many,
     wanted_step,
 )
+from ckptctl.train.attempt import Attempt
+from ckptctl.train.cluster import cluster_context
 from ckptctl.train.evidence import (
     Branch,
     Held,
@@ -54,7 +54,6 @@ from ckptctl.train.evidence import (
     reject_proven,
     supersede,
 )
-from ckptctl.train.group import Group
 from ckptctl.train.ledger import (
     Ledger,
     new_attempt,
@@ -63,9 +62,10 @@ from ckptctl.train.ledger import (
     utc_now,
 )
 from ckptctl.train.loading import load_into, saved_metadata
+from ckptctl.train.process_group import Group
+from ckptctl.train.reporting import Tell, lines_of
 from ckptctl.train.restoring import Inventory, Policies, Progress, progress_of, restore
 from ckptctl.train.state import Parts, Place, template
-from ckptctl.train.telling import Tell, lines_of
 
 
 @dataclass(frozen=True, slots=True)

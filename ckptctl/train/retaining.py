@@ -12,19 +12,19 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ckptctl.errors import CkptctlError
-from ckptctl.judge.choosing import Candidate, Policy
-from ckptctl.judge.fencing import Token, check_token
-from ckptctl.judge.looking import Looked
-from ckptctl.judge.picking import Looker
-from ckptctl.judge.removing import remove_step
-from ckptctl.judge.reporting import Conditions
-from ckptctl.judge.retention import Rules, retain
-from ckptctl.judge.roots import list_all
-from ckptctl.judge.tiers import Tier
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.reports import Conditions
 from ckptctl.model import Level
+from ckptctl.selection.choosing import Candidate, Policy
+from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.picking import CachingInspector
+from ckptctl.selection.removing import remove_step
+from ckptctl.selection.retention import Rules, retain
+from ckptctl.selection.roots import list_all
+from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.threads import start_daemon
-from ckptctl.train.telling import Tell
+from ckptctl.train.reporting import Tell
 
 PATIENCE_S = 30.0
 """How long a save, or the end, waits for the removal before it."""
@@ -47,7 +47,7 @@ class Retention:
         self._asked = asked
         self._policy = policy
         self._tell = tell
-        self._memory: dict[str, Looked] = {}
+        self._memory: dict[str, Inspection] = {}
         self._thread: threading.Thread | None = None
 
     def begin(self, protected: Mapping[int, str]) -> None:
@@ -80,11 +80,11 @@ class Retention:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             self._tell(f"older steps were not removed: {failures[0].message}{more}")
 
-    def _remove(self, looked: Looked) -> bool:
+    def _remove(self, looked: Inspection) -> bool:
         check_token(self._store, self._token)
         return remove_step(self._store, looked.step.name, seen=looked.step.files)
 
 
-def _not_now(_: Looked, __: Looker, ___: Candidate) -> str:
+def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:
     """Training reads no bytes to prove a step: `prune` and `seal` do."""
     return "written to since it was sealed"

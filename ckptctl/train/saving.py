@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl import __version__
-from ckptctl.checks.sealed import written_ms
-from ckptctl.checks.stored import as_kept, best_of
+from ckptctl.checks.seals import written_ms
+from ckptctl.checks.store_checksums import as_kept, best_of
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -34,16 +34,16 @@ from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.layouts import name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own_files import time_now
 from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.fencing import Token, check_token
-from ckptctl.judge.leftovers import abandoned_uploads
-from ckptctl.judge.looking import look
-from ckptctl.judge.removing import remove_step
-from ckptctl.judge.roots import list_root
-from ckptctl.judge.sealing import digested, identity_of, is_sealed
-from ckptctl.judge.step_files import list_step
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level
 from ckptctl.records.byte_pass import Limits
+from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.leftovers import abandoned_uploads
+from ckptctl.selection.removing import remove_step
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, is_local, join_url
@@ -51,8 +51,8 @@ from ckptctl.storage.publishing import sync_folder
 from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.evidence import move_aside
-from ckptctl.train.group import Group, ranks_lost
 from ckptctl.train.one_process import alone_arguments
+from ckptctl.train.process_group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def make_place(saver: Saver, step: int) -> str | None:
     taken = [one for one in list_root(saver.store).steps if one.number == step]
     moved = None
     for one in taken:
-        looked = look(saver.store, one, conditions((), None, None, _GRACE_S))
+        looked = inspect_step(saver.store, one, conditions((), None, None, _GRACE_S))
         report = looked.report
         if report.verdict is Verdict.COMPLETE or report.verdict is Verdict.UNVERIFIABLE:
             raise UsageError(
@@ -382,7 +382,7 @@ def _put_seal(
         )
     named = step_name(name)
     # No deeper: what is in the shards was digested on its way, and all ranks wait for this.
-    looked = look(
+    looked = inspect_step(
         saver.store,
         named or name,
         conditions((), None, saver.group.size, _GRACE_S),

@@ -21,7 +21,7 @@ from ckptctl.errors import (
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.layouts import METADATA, rank_local_rank
 from ckptctl.formats.metadata import decode_metadata
-from ckptctl.judge.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
+from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
 from ckptctl.model import (
     BytesEntry,
     Chunk,

@@ -220,7 +220,7 @@ def _library(folder: Path) -> Library:
 
 def _load_all_modules() -> None:
     """An import runs code: all of them come before the watch."""
-    for name in ("checks", "formats", "judge", "storage"):
+    for name in ("checks", "formats", "inspection", "selection", "storage"):
         package = importlib.import_module(f"ckptctl.{name}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

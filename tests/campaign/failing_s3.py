@@ -196,8 +196,8 @@ def _wrong(name: str, answer: Any, outcome: Outcome, *, stale: bool) -> str | No
         return outcome.problem
     code = answer.exit_code
     if isinstance(answer, CkptctlError):
-        could_not_look = code in COULD_NOT_LOOK or isinstance(answer, StorageMisconfigured)
-        return None if could_not_look else f"ends with {code}"
+        inspection_failed = code in COULD_NOT_LOOK or isinstance(answer, StorageMisconfigured)
+        return None if inspection_failed else f"ends with {code}"
     if name.startswith("pick"):
         taken = answer.chosen and answer.chosen.number
         right = taken == 20 or (taken is None and code in COULD_NOT_LOOK)

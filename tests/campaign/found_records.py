@@ -22,7 +22,7 @@ from oracle import Outcome
 from ckptctl.errors import CkptctlError
 from ckptctl.runbook.document import Block, Input, Runbook, State, Value, parse
 from ckptctl.runbook.document import Outcome as Row
-from ckptctl.runbook.engine import NobodyToAsk
+from ckptctl.runbook.engine import NoTerminal
 from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.running import run_runbook
 
@@ -88,7 +88,7 @@ class Nobody:
 
     def continues(self, run: str, begun: str) -> bool | None:
         """Nobody says so."""
-        raise NobodyToAsk("nobody")
+        raise NoTerminal("nobody")
 
     def decided(self, block: Block, decision: Input) -> str | None:
         """Nobody decides."""
@@ -97,7 +97,7 @@ class Nobody:
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Agree to what is of this call."""
         if found or again:
-            raise NobodyToAsk(f"nobody; {found}")
+            raise NoTerminal(f"nobody; {found}")
         return True
 
 

@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 def load_all() -> None:
     """Import what commands import when they are called."""
-    for name in ("checks", "formats", "judge", "storage", "cli", "cli.views"):
+    for name in ("checks", "formats", "inspection", "selection", "storage", "cli", "cli.views"):
         package = importlib.import_module(f"ckptctl.{name}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

@@ -87,7 +87,7 @@ def test_a_tool_that_refuses_everything_would_be_caught(
     from ckptctl.findings import Finding
 
     refused = [Finding("coverage.gap", "w", "a gap")]
-    monkeypatch.setattr("ckptctl.judge.part_checks.check_part_coverage", lambda *args: refused)
+    monkeypatch.setattr("ckptctl.inspection.parts.check_part_coverage", lambda *args: refused)
     outcome = bench.run("O", 1)
     assert outcome.problem == "false alarm"
     assert "asked again, pick refuses it" in outcome.said
@@ -100,7 +100,7 @@ def test_a_tool_that_calls_a_failing_storage_damaged_would_be_caught(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ckptctl.judge.looking.could_not_look",
+        "ckptctl.inspection.inspecting.could_not_look",
         lambda *args: __import__("ckptctl").findings.Finding("shard.missing", "x", "gone"),
     )
     assert any(bench.run("F", number).problem for number in range(12))

@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptctl
 from ckptctl.errors import NothingToResume
-from ckptctl.formats.marks import Word, parse_mark, standing
+from ckptctl.formats.marks import MarkKind, parse_mark, standing
 from ckptctl.runbook import record
 from ckptctl.storage.opening import open_store
 
@@ -190,7 +190,7 @@ class Reject(Writer):
     """A mark in the step."""
 
     name = "reject"
-    word = Word.REJECTED
+    word = MarkKind.REJECTED
     takes = (6, 8)  # with the word, and without it
 
     def write(self, disk: Path, ready: Any) -> None:
@@ -204,7 +204,7 @@ class Reject(Writer):
         if picked(disk / "run") != takes:
             yield f"{picked(disk / 'run')} is taken, and not {takes}"
 
-    def words(self, disk: Path) -> set[Word]:
+    def words(self, disk: Path) -> set[MarkKind]:
         """What stands on the step. A file that is none of a mark ends this."""
         written = (disk / f"run/step_8/{OWN}/marks").glob("*.json")
         return {mark.word for mark in standing(parse_mark(path.read_bytes()) for path in written)}
@@ -214,22 +214,22 @@ class Accept(Reject):
     """A mark that lifts another."""
 
     name = "accept"
-    word = Word.ACCEPTED
+    word = MarkKind.ACCEPTED
     takes = (8, 6)
 
     def prepare(self, disk: Path) -> None:
         super().prepare(disk)
-        ckptctl.mark(str(disk / "run/step_8"), Word.REJECTED, reason="a spike")
+        ckptctl.mark(str(disk / "run/step_8"), MarkKind.REJECTED, reason="a spike")
 
-    def words(self, disk: Path) -> set[Word]:
-        return set() if Word.REJECTED in super().words(disk) else {Word.ACCEPTED}
+    def words(self, disk: Path) -> set[MarkKind]:
+        return set() if MarkKind.REJECTED in super().words(disk) else {MarkKind.ACCEPTED}
 
 
 class Pin(Reject):
     """A mark that changes nothing for `pick`."""
 
     name = "pin"
-    word = Word.PINNED
+    word = MarkKind.PINNED
     takes = (8, 8)
 
 
@@ -241,12 +241,12 @@ class RejectInFile(Writer):
     def prepare(self, disk: Path) -> None:
         super().prepare(disk)
         ckptctl.mark(
-            str(disk / "run/step_4"), Word.REJECTED, reason="x", marks=str(disk / "marks.jsonl")
+            str(disk / "run/step_4"), MarkKind.REJECTED, reason="x", marks=str(disk / "marks.jsonl")
         )
 
     def write(self, disk: Path, ready: Any) -> None:
         marks = str(disk / "marks.jsonl")
-        ckptctl.mark(str(disk / "run/step_8"), Word.REJECTED, reason="a spike", marks=marks)
+        ckptctl.mark(str(disk / "run/step_8"), MarkKind.REJECTED, reason="a spike", marks=marks)
 
     def judge(self, disk: Path, *, returned: bool) -> Iterator[str]:
         first, *others = (disk / "marks.jsonl").read_bytes().splitlines()
@@ -392,7 +392,7 @@ class Resume(Writer):
             shutil.rmtree(disk / f"run/{OWN}/{folder}")
         (disk / f"run/{OWN}/root.json").unlink()
         (disk / f"run/{OWN}").rmdir()
-        ckptctl.mark(str(disk / "run/step_8"), Word.REJECTED, reason="a spike")
+        ckptctl.mark(str(disk / "run/step_8"), MarkKind.REJECTED, reason="a spike")
 
     def ready(self, disk: Path) -> Any:
         from one_process import Job

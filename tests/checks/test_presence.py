@@ -64,14 +64,14 @@ def test_bytes_entries_are_counted_apart_from_chunks():
 
 def test_a_short_file_says_how_short_and_what_is_lost():
     (finding,) = check(sound(), files=listing({FILE: 1_000, OTHER: 999}))
-    assert (finding.code, finding.where) == ("shard.short", OTHER)
+    assert (finding.code, finding.where) == ("shard.truncated", OTHER)
     assert finding.message == "999 of 1,000 bytes are there; 1 chunk in 1 tensor cannot be read"
     assert (finding.expected, finding.found) == ("1,000 bytes", "999 bytes")
 
 
 def test_an_emptied_file_that_the_metadata_names_is_short_and_not_merely_empty():
     (finding,) = check(sound(), files=listing({FILE: 1_000, OTHER: 0}))
-    assert (finding.code, finding.where) == ("shard.short", OTHER)
+    assert (finding.code, finding.where) == ("shard.truncated", OTHER)
 
 
 def test_the_place_of_a_finding_is_relative_to_the_step():

@@ -106,7 +106,7 @@ def test_a_file_cut_short_says_how_short(sharded: Path, n_cut: int):
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-n_cut])
     (finding,) = check(sharded)
-    assert (finding.code, finding.where) == ("shard.short", SECOND)
+    assert (finding.code, finding.where) == ("shard.truncated", SECOND)
     assert finding.message == (
         f"{size - n_cut:,} of {size:,} bytes are there; 1 tensor cannot be read"
     )
@@ -119,7 +119,7 @@ def test_a_file_cut_within_its_header_is_short(sharded: Path, n_bytes: int):
     path.write_bytes(data[:n_bytes])
     needed = 8 if n_bytes < 8 else 8 + int.from_bytes(data[:8], "little")
     (finding,) = check(sharded)
-    assert (finding.code, finding.where) == ("shard.short", SECOND)
+    assert (finding.code, finding.where) == ("shard.truncated", SECOND)
     assert finding.message == f"it ends within its header: {n_bytes} of at least {needed} bytes"
 
 

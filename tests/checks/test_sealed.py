@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.checks import sealed as checks
-from ckptctl.checks.sealed import Seen, check_seal, speaks_of_step, written_ms
+from ckptctl.checks import seals as checks
 from ckptctl.checks.sealed_bytes import Comparison
+from ckptctl.checks.seals import Seen, check_seal, speaks_of_step, written_ms
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.model import Step
@@ -176,7 +176,7 @@ def test_a_seal_lapses_when_metadata_and_all_its_shards_were_written_anew(root):
     for name in ("__0_0.distcp", "__1_0.distcp"):
         os.utime(root / "step_5" / name, (1.7e9 + 60, 1.7e9 + 60))
     findings = list(check_seal(seal, seen(root, metadata="cd" * 32)))
-    assert codes(findings) == ["seal.lapsed"]
+    assert codes(findings) == ["seal.outdated"]
     assert not speaks_of_step(findings)
 
 
@@ -207,15 +207,15 @@ def test_the_key_decides_who_may_have_made_the_seal(root):
     plain, signed = sealed(root), sealed(root, algorithm=Algorithm.SHA256, key=KEY)
     assert codes(check_seal(signed, seen(root), key=KEY)) == []
     assert codes(check_seal(signed, seen(root))) == ["seal.no-key"]
-    assert codes(check_seal(plain, seen(root), key=KEY)) == ["seal.weak"]
-    assert codes(check_seal(signed, seen(root), key=b"x" * 32)) == ["seal.forged"]
+    assert codes(check_seal(plain, seen(root), key=KEY)) == ["seal.unkeyed"]
+    assert codes(check_seal(signed, seen(root), key=b"x" * 32)) == ["seal.bad-signature"]
 
 
 def test_a_forged_seal_is_not_asked_anything_further(root):
     signed = sealed(root, algorithm=Algorithm.SHA256, key=b"x" * 32)
     (root / "step_5" / "__1_0.distcp").unlink()
     findings = list(check_seal(signed, seen(root), key=KEY))
-    assert codes(findings) == ["seal.forged"]
+    assert codes(findings) == ["seal.bad-signature"]
     assert not speaks_of_step(findings)
 
 

@@ -91,7 +91,7 @@ def test_tensors_in_safetensors_form_are_recognised_and_never_complete():
 def test_the_byte_ranges_of_safetensors_overlap_and_that_is_not_told_as_well():
     ranges = Ranges([metadata(*SAFETENSORS)])
     assert list(check_presence(ranges, listing({FILE: 2_021}))) == []
-    assert [f.code for f in check_presence(ranges, listing({FILE: 1_300}))] == ["shard.short"]
+    assert [f.code for f in check_presence(ranges, listing({FILE: 1_300}))] == ["shard.truncated"]
 
 
 def test_one_record_longer_than_its_elements_is_enough_to_know_torch_save():

@@ -11,7 +11,7 @@ from ckptctl.cli import documents
 from ckptctl.cli.pages import all_pages, page
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import ByStore, Report
-from ckptctl.judge.results import TensorRow
+from ckptctl.selection.results import TensorRow
 
 NAMES = (
     "scan",
@@ -52,7 +52,7 @@ EVERY = [
     documents.pick_document(pick(report(100), (report(200, short(1)), "too short")), 3),
     documents.pick_document(pick(None), 11),
     documents.show_document(contents(TensorRow("w", "float32", (2, 3), 1, 24, "model"))),
-    documents.explain_document(as_pages(page("shard.short"))),
+    documents.explain_document(as_pages(page("shard.truncated"))),
     documents.error_document(StorageUnavailable("no answer"), "scan"),
     documents.error_document(UsageError("no such command", next_command="ckptctl --help"), None),
 ]

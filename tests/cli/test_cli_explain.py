@@ -2,20 +2,20 @@
 
 import pytest
 
-from ckptctl.cli.lines import wrapped
 from ckptctl.cli.pages import all_pages, page
+from ckptctl.cli.text import wrapped
 from ckptctl.cli.views.explain import index_lines, page_lines
 from ckptctl.errors import UsageError
 
 
 def test_a_code_a_verdict_and_an_exit_code_are_explained():
-    assert page("shard.short").kind == "finding"
+    assert page("shard.truncated").kind == "finding"
     assert page("incomplete").kind == "verdict"
     assert page("20").kind == "exit-code"
 
 
 def test_a_page_says_what_a_code_does_to_a_step():
-    assert "the step is `incomplete` (`verify` exits with 20)" in page("shard.short").text
+    assert "the step is `incomplete` (`verify` exits with 20)" in page("shard.truncated").text
     assert "the step is `unknown` (`verify` exits with 77)" in page("step.denied").text
     assert "Remark: it makes no step unusable" in page("shard.orphan").text
 
@@ -25,15 +25,17 @@ def test_a_verdict_names_the_codes_that_force_it():
     assert "record.crc" not in page("incomplete").text
 
 
-@pytest.mark.parametrize("name", ["shard.shrt", "incomplet", "4", "999999999999999999999", "", "²"])
+@pytest.mark.parametrize(
+    "name", ["shard.truncted", "incomplet", "4", "999999999999999999999", "", "²"]
+)
 def test_what_is_not_there_is_an_error(name):
     with pytest.raises(UsageError, match="nothing to explain"):
         page(name)
 
 
 def test_what_comes_close_is_offered():
-    with pytest.raises(UsageError, match=r"did you mean shard\.short"):
-        page("shard.shrt")
+    with pytest.raises(UsageError, match=r"did you mean shard\.truncated"):
+        page("shard.truncted")
 
 
 @pytest.mark.parametrize("each", list(all_pages()), ids=lambda each: each.name)
@@ -45,7 +47,7 @@ def test_a_page_keeps_every_word_when_it_is_laid_out(each):
 
 
 def test_off_a_terminal_a_page_is_as_it_was_written():
-    text = page("shard.short").text
+    text = page("shard.truncated").text
     assert "\n".join(one.text for one in page_lines(text, None)) == text
 
 

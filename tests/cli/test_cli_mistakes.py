@@ -148,7 +148,7 @@ PLACES = [
     ("accept run@10", 0, "ckptctl verify run/step_10", "nothing was written"),
     ("pin run@10 --off", 0, "ckptctl verify run/step_10", "nothing was written"),
     # What is behind a word that nobody knows.
-    ("explain shard.shrt", 2, "ckptctl explain", "did you mean shard.short"),
+    ("explain shard.truncted", 2, "ckptctl explain", "did you mean shard.truncated"),
     ("scn run", 2, "ckptctl --help", "Did you mean 'scan'"),
     ("scan run --lst 3", 2, "ckptctl scan --help", "--last"),
     ("runbook show rb-8", 2, "ckptctl runbook list", "there are gpu-fault, mfu-regression"),

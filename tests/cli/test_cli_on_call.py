@@ -16,7 +16,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl import AccessDenied
 from ckptctl.cli.app import run
-from ckptctl.judge import tiers, verifying
+from ckptctl.selection import tiers, verifying
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -264,7 +264,7 @@ CARRIED: Sequence[tuple[tuple[str, ...], str]] = [
         "ckptctl verify run/step_10 --level content --saved-world-size 2",
     ),
     (
-        ("pick", "run", "--before", "5", "--weights-ok", "--print", "step"),
+        ("pick", "run", "--before", "5", "--allow-missing-state", "--print", "step"),
         "ckptctl explain 11",
     ),
 ]
@@ -290,7 +290,7 @@ def test_no_damaged_step_is_offered_to_be_accepted(ckptctl, sound_root):
     shutil.copytree(sound_root / "step_20", sound_root / "step_40")
     done = ckptctl("verify", sound_root / "step_40")
     assert done.returncode == 21
-    assert "step.misnamed" in done.stdout
+    assert "step.wrong-step" in done.stdout
     assert next_of(done.stdout) == f"ckptctl pick {sound_root} --before 40"
 
 

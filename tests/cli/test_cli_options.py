@@ -4,14 +4,14 @@ import pytest
 from made_results import contents
 
 import ckptctl
-from ckptctl.cli.lines import Span, line
 from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.show import show
+from ckptctl.cli.text import Span, line
 from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
-from ckptctl.judge.results import TensorRow
 from ckptctl.model import STATE_KINDS
+from ckptctl.selection.results import TensorRow
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_stands_in_the_environment_is_not_repeated(capsys, monkeypatch):
     assert shown == "ckptctl pick s3://b/run"
 
 
-@pytest.mark.parametrize("command", ["ckptctl explain shard.short", "df -h /shared"])
+@pytest.mark.parametrize("command", ["ckptctl explain shard.truncated", "df -h /shared"])
 def test_a_command_that_reaches_no_storage_is_left_as_it_is(capsys, monkeypatch, command):
     assert shown_next(capsys, monkeypatch, command, endpoint_url="http://ceph:7480") == command
 

@@ -242,7 +242,7 @@ def test_debug_shows_where_an_error_comes_from(ckptctl):
         (["pick", "x", "--lvl", "y"], "--level", "ckptctl pick --help"),
         (["pick"], "missing argument 'ROOT...'", "ckptctl pick --help"),
         (["verify", "x", "--timeout", "0"], "x>=0.1", "ckptctl verify --help"),
-        (["explain", "shard.shrt"], "did you mean shard.short", "ckptctl explain"),
+        (["explain", "shard.truncted"], "did you mean shard.truncated", "ckptctl explain"),
         (["scan", "x", "--storage-option", "y"], "KEY=VALUE", "--storage-option anon=true"),
         (["pick", "x", "--skip", "y"], "step numbers, not 'y'", "--skip 1400,1600"),
     ],
@@ -257,7 +257,7 @@ def test_a_mistake_is_answered_with_what_was_meant(ckptctl, arguments, said, com
 
 def test_a_bug_is_one_line_without_a_traceback(ckptctl, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import ckptctl.judge.picking as p\n"
+        "import ckptctl.selection.picking as p\n"
         "def pick(*args, **kwargs): raise ZeroDivisionError('for the test')\n"
         "p.pick = pick\n"
     )

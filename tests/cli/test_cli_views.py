@@ -15,8 +15,8 @@ from ckptctl.cli.views.scan import (
 from ckptctl.cli.views.show import contents_lines
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.findings import ByStore, Finding
-from ckptctl.judge.results import TensorRow
 from ckptctl.model import STATE_KINDS, Level, WorldSize
+from ckptctl.selection.results import TensorRow
 
 
 def text(lines) -> list[str]:
@@ -73,15 +73,15 @@ def test_columns_stand_under_their_names():
 def test_off_a_terminal_the_reason_is_on_the_row_for_grep():
     _, row = rows(None, report(1400, short(3)))
     assert row.endswith(
-        "shard.short: __3_0.distcp: 4,096 of 10,240 bytes are there; "
+        "shard.truncated: __3_0.distcp: 4,096 of 10,240 bytes are there; "
         "12 chunks in 9 tensors cannot be read"
     )
 
 
 def test_on_a_narrow_terminal_the_reason_is_below_the_row():
     _, row, reason = rows(80, report(1400, short(3)))
-    assert "shard.short" not in row
-    assert reason.startswith("    shard.short: __3_0.distcp")
+    assert "shard.truncated" not in row
+    assert reason.startswith("    shard.truncated: __3_0.distcp")
     assert len(row.rstrip()) <= 80
 
 
@@ -186,7 +186,9 @@ def test_verify_says_what_a_resume_restores_and_what_not():
 
 def test_a_finding_names_its_code_and_the_thing_it_speaks_of():
     lines = text(report_lines(report(1200, short(3)), NOW_S, unicode=True))
-    assert any(each.startswith("  fault    shard.short  __3_0.distcp: 4,096 of") for each in lines)
+    assert any(
+        each.startswith("  fault    shard.truncated  __3_0.distcp: 4,096 of") for each in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_a_finding_names_its_code_and_the_thing_it_speaks_of():
         (report(1200, Finding("step.changed", "", "x")), "ckptctl explain step.changed"),
         (report(1200, Finding("step.unknown", "", "x")), f"ckptctl doctor storage {ROOT}"),
         (report(1200, Finding("step.in-progress", "", "x")), f"ckptctl pick {ROOT} --before 1200"),
-        (report(1200, short(1), number=None), "ckptctl explain shard.short"),
+        (report(1200, short(1), number=None), "ckptctl explain shard.truncated"),
         (report(1200, Finding("path.escape", "", "x")), "ckptctl explain path.escape"),
         (
             report(1200, Finding("part.missing", "pp1", "x", next_command="ckptctl show x")),

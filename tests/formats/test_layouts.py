@@ -44,8 +44,8 @@ def test_a_step_is_known_by_the_name_its_framework_gives_it(name, number, layout
 
 
 def test_of_lightning_s_versions_the_highest_comes_first():
-    from ckptctl.judge.roots import read_listing
     from ckptctl.model import FileInfo
+    from ckptctl.selection.roots import read_listing
 
     names = ["step=200.ckpt", "step=200-v1.ckpt", "step=200-v10.ckpt", "step=200-v2.ckpt"]
     for prefix in ("", "epoch=3-"):

@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
-from ckptctl.formats.marks import Mark, Word, mark_bytes, metadata_digest, parse_mark, standing
+from ckptctl.formats.marks import Mark, MarkKind, mark_bytes, metadata_digest, parse_mark, standing
 from ckptctl.formats.own_files import canonical, digest_of
 
 MARK = Mark(
     id="20261121T031244Z-rejected-0011223344556677",
-    word=Word.REJECTED,
+    word=MarkKind.REJECTED,
     by="ann@node7",
     at="2026-11-21T03:12:44Z",
     reason="the loss jumped by 0.4 \u2192 1.2",
@@ -29,7 +29,7 @@ MARK = Mark(
 )
 
 
-def said(word: Word, name: str, at: str = "10:00", lifts: tuple[str, ...] = ()) -> Mark:
+def said(word: MarkKind, name: str, at: str = "10:00", lifts: tuple[str, ...] = ()) -> Mark:
     return replace(MARK, word=word, id=name, at=f"2026-11-21T{at}:00Z", lifts=lifts)
 
 
@@ -71,22 +71,26 @@ def test_a_mark_of_a_newer_version_is_told_from_a_damaged_one():
 
 
 def test_an_acceptance_lifts_the_rejections_that_it_names_and_no_other():
-    one, two = said(Word.REJECTED, "one"), said(Word.REJECTED, "two")
-    accepted = said(Word.ACCEPTED, "three", "09:00", lifts=("one",))
+    one, two = said(MarkKind.REJECTED, "one"), said(MarkKind.REJECTED, "two")
+    accepted = said(MarkKind.ACCEPTED, "three", "09:00", lifts=("one",))
     assert standing([one, two, accepted]) == (accepted, two)
 
 
 def test_the_order_of_clocks_decides_nothing():
-    rejected = said(Word.REJECTED, "one", "12:00")
-    accepted = said(Word.ACCEPTED, "two", "08:00", lifts=("one",))
+    rejected = said(MarkKind.REJECTED, "one", "12:00")
+    accepted = said(MarkKind.ACCEPTED, "two", "08:00", lifts=("one",))
     assert standing([rejected, accepted]) == (accepted,)
-    later = said(Word.ACCEPTED, "two", "14:00")
+    later = said(MarkKind.ACCEPTED, "two", "14:00")
     assert rejected in standing([rejected, later])
 
 
 @pytest.mark.parametrize(
     ("word", "lifter"),
-    [(Word.PINNED, Word.ACCEPTED), (Word.REJECTED, Word.UNPINNED), (Word.REJECTED, Word.PINNED)],
+    [
+        (MarkKind.PINNED, MarkKind.ACCEPTED),
+        (MarkKind.REJECTED, MarkKind.UNPINNED),
+        (MarkKind.REJECTED, MarkKind.PINNED),
+    ],
 )
 def test_a_word_lifts_only_what_it_takes_back(word, lifter):
     one = said(word, "one")

@@ -12,16 +12,16 @@ import pytest
 from made_pickles import called, dict_of, list_of, made, named, number, pickled, text, tuple_of
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.inert import Function, Grammar, Inert
+from ckptctl.formats.pickle_stubs import Function, Grammar, Stub
 from ckptctl.formats.pickles import read_pickle
 
 GRAMMAR = Grammar(
     {
-        ("shop", "Thing"): Function("Thing", lambda args: Inert("Thing")),
+        ("shop", "Thing"): Function("Thing", lambda args: Stub("Thing")),
         ("shop", "PRICE"): 42,
         ("collections", "OrderedDict"): Function("OrderedDict", lambda args: {}),
     },
-    hashable=Inert,
+    hashable=Stub,
 )
 
 VALUES = [
@@ -120,7 +120,7 @@ def test_more_than_256_memo_slots_are_told_apart() -> None:
 
 def test_a_known_class_gives_an_inert_object_with_its_state() -> None:
     thing = read_pickle(pickled(made(named("shop", "Thing"), text("a"), number(1))), GRAMMAR)
-    assert isinstance(thing, Inert)
+    assert isinstance(thing, Stub)
     assert (thing.kind, thing.state) == ("Thing", {"a": 1})
 
 

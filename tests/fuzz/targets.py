@@ -33,7 +33,7 @@ from ckptctl.formats.metadata import decode_metadata
 from ckptctl.formats.safetensors import PREFIX, header_length, parse_header, parse_index
 from ckptctl.formats.seals import parse_seal, seal_bytes
 from ckptctl.formats.values import decode_tensor_pickle, decode_value
-from ckptctl.judge.small_values import content_of, number_in
+from ckptctl.inspection.sidecars import content_of, number_in
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import FORMS
 from ckptctl.records.ranges import Ranges

@@ -13,6 +13,7 @@ TABLE = Path(__file__).resolve().parent / "table.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("checkpoints", "dcp_versions", "framework_roots")
 def test_every_answer_is_as_frozen() -> None:
     done = subprocess.run(

@@ -118,7 +118,7 @@ def marks_in_a_file(root: Path, data: bytes) -> None:
 
 
 def fence(root: Path, data: bytes) -> None:
-    from ckptctl.judge.fencing import holder
+    from ckptctl.selection.fencing import holder
 
     put(root / ".ckptctl" / "fence" / "0000000007.json", data)
     with open_store(str(root)) as store:
@@ -207,7 +207,7 @@ def ledger(root: Path, data: bytes) -> None:
 
 
 def history(root: Path, data: bytes) -> None:
-    from ckptctl.judge.history import put_sentinel, read_history
+    from ckptctl.selection.history import put_sentinel, read_history
 
     with open_store(str(root.parent / "new")) as store:
         put_sentinel(store)
@@ -228,7 +228,7 @@ def journal(root: Path, data: bytes) -> None:
 
 def node_report(root: Path, data: bytes) -> None:
     from ckptctl.errors import StorageUnavailable
-    from ckptctl.gate.launching import SCHEMA, _reports_in
+    from ckptctl.preflight_checks.launching import SCHEMA, _reports_in
 
     line = f'{{"schema": "{SCHEMA}", "roots": {data.decode("utf-8", "replace")}}}'
     with pytest.raises(StorageUnavailable) as raised:
@@ -266,11 +266,11 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "failures/loglines.py": (classify_reads_a_log,),
     "formats/own_files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/safetensors.py": (safetensors_header, safetensors_index),
-    "gate/launching.py": (node_report,),
-    "gate/suspects.py": (preflight_reads_a_resume_report,),
-    "judge/history.py": (history,),
-    "judge/pruning.py": (prune_reads_a_resume_report,),
-    "judge/small_values.py": (sidecar,),
+    "preflight_checks/launching.py": (node_report,),
+    "preflight_checks/suspects.py": (preflight_reads_a_resume_report,),
+    "selection/history.py": (history,),
+    "selection/pruning.py": (prune_reads_a_resume_report,),
+    "inspection/sidecars.py": (sidecar,),
     "loss/resume_points.py": (loss_reads_a_resume_report,),
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
     "resharding/journal.py": (journal,),

@@ -76,7 +76,7 @@ def test_without_a_step_logged_twice_there_is_no_continuous():
 def test_three_digits_prove_nothing_though_they_agree():
     report = check_rows(with_decimals(resumed(), 2))
     assert found(report) == ("no-jump", [])
-    assert [f.code for f in report.assessments[0].findings] == ["loss.coarse"]
+    assert [f.code for f in report.assessments[0].findings] == ["loss.low-precision"]
 
 
 @pytest.mark.parametrize("first", [SAVED, SAVED + 1])

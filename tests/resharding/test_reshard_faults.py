@@ -100,7 +100,7 @@ def test_a_shard_file_that_is_cut_short_is_refused(source, target):
     path = source / "__2_0.distcp"
     os.truncate(path, path.stat().st_size - 1)
     answer = ckptctl.reshard(str(source), str(target), world_size=3)
-    check_refused(answer, target, "shard.short", 20)
+    check_refused(answer, target, "shard.truncated", 20)
 
 
 def test_metadata_that_does_not_decode_is_refused(source, target):
@@ -110,7 +110,7 @@ def test_metadata_that_does_not_decode_is_refused(source, target):
 
 
 def test_a_rejected_step_is_refused(source, target):
-    ckptctl.mark(str(source), ckptctl.Word.REJECTED, reason="loss spike")
+    ckptctl.mark(str(source), ckptctl.MarkKind.REJECTED, reason="loss spike")
     answer = ckptctl.reshard(str(source), str(target), world_size=3)
     check_refused(answer, target, "step.rejected", 27)
 

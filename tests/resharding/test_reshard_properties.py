@@ -14,9 +14,8 @@ from made_steps import grid, octets, read_step, write_step
 import ckptctl
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.safetensors import NAMES
-from ckptctl.judge.arguments import conditions
-from ckptctl.judge.looking import look
-from ckptctl.judge.verifying import open_target
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.resharding.executing import Place, WriteOptions, Written, write
 from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
@@ -24,6 +23,7 @@ from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Buffers
 from ckptctl.resharding.sources import source_of
 from ckptctl.resharding.writing import Budget
+from ckptctl.selection.verifying import open_target
 from ckptctl.storage.local import LocalStore
 
 pytestmark = [
@@ -65,7 +65,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
     with open_target(str(source), asked=conditions((), None, None, 600.0)) as found:
         checked = conditions((), None, None, 600.0)
-        looked = look(found.store, found.named, checked, level=Level.STRUCTURE)
+        looked = inspect_step(found.store, found.named, checked, level=Level.STRUCTURE)
         assert looked.report.exit_code == 0, looked.report.findings
         planned = plan(source_of(looked), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from command_line import run_ckptctl, validated
 
-from ckptctl.runbook import shelf
+from ckptctl.runbook import registry as shelf
 
 SENTENCES = (
     ("classify the failure first: infrastructure or job", "Classify: classify", "classify"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook import shelf
+from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.document import Runbook, parse
 from ckptctl.runbook.linting import problems, unquoted
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
 
-from ckptctl.runbook import shelf
+from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.running import _digest
 
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
@@ -130,7 +130,7 @@ def test_variables_of_shells_and_loaders_do_not_come_from_a_record(root, tmp_pat
         PATH=str(site),
         LD_PRELOAD=str(hook),
         CKPTCTL_PYTHON=str(hook),
-        CKPTCTL_WEIGHTS_OK="1",
+        CKPTCTL_ALLOW_MISSING_STATE="1",
     )
     done = run(root, "--continue", "--yes")
     assert done.returncode == 31, done.stderr

@@ -200,7 +200,7 @@ def test_a_shard_file_that_is_cut_short_is_refused(step: Path):
     data = shard(step).read_bytes()
     shard(step).write_bytes(data[: len(data) // 2])
     error = refused(step)
-    assert (error.code, error.exit_code) == ("shard.short", 20)
+    assert (error.code, error.exit_code) == ("shard.truncated", 20)
     assert error.finding.expected == f"{len(data):,} bytes"
 
 

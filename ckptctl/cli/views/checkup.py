@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptctl.checkup.results import Advice, Diagnosis
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.formatting import count, listed
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.views.common import next_line, section
-from ckptctl.cli.words import count, listed
+from ckptctl.diagnostics.results import Advice, Diagnosis
 from ckptctl.findings import Severity
 
 _STYLES: dict[Severity, Style] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
-from ckptctl.cli.words import count, listed
+from ckptctl.cli.formatting import count, listed
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
+from ckptctl.cli.formatting import size
+from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.views.common import next_line
-from ckptctl.cli.words import size
-from ckptctl.cost.durations import duration
-from ckptctl.cost.estimating import RecoveryCost
+from ckptctl.goodput.durations import duration
+from ckptctl.goodput.estimating import RecoveryCost
 
 _NAMES = {
     "interval": "from save to save",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
 from ckptctl.cli.pages import Page
+from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.views.common import next_line
 
 _HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}

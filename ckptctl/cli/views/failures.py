@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.formatting import count
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.views.common import next_line, section
-from ckptctl.cli.words import count
 from ckptctl.failures.classes import Domain
 from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.results import Classification, Suspect

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.pictures import Mark
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.views.common import finding_lines, next_line, section
-from ckptctl.cli.words import count, listed
 from ckptctl.findings import Finding
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import Pace

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line
+from ckptctl.cli.formatting import count, exact_size
+from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.views.common import finding_lines, next_line, section
-from ckptctl.cli.words import count, exact_size
 from ckptctl.formats.marks import Mark
-from ckptctl.judge.results import Marked, Sealed
+from ckptctl.selection.results import Marked, Sealed
 
 
 def sealed_lines(sealed: Sealed) -> list[Line]:

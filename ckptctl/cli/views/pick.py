@@ -6,10 +6,10 @@ from it must know: suspicions, and what another world size costs. `verify` says 
 
 from __future__ import annotations
 
-from ckptctl.cli.lines import Line, Span, line
+from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.views.common import finding_lines, next_line, step_name
 from ckptctl.findings import Finding, Report, Severity
-from ckptctl.judge.results import Pick
+from ckptctl.selection.results import Pick
 
 _WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-size asks
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptctl.cli.lines import Line, Span, Style, line, padded
+from ckptctl.cli.text import Line, Span, Style, line, padded
 from ckptctl.cli.views.common import next_line
 from ckptctl.cli.views.pick import refused_lines
-from ckptctl.gate.results import Outcome, Preflight
+from ckptctl.preflight_checks.results import Outcome, Preflight
 
 _STYLES: dict[Outcome, Style] = {
     Outcome.OK: "good",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptctl.cli.lines import Line, Span, line, padded
+from ckptctl.cli.formatting import size
+from ckptctl.cli.text import Line, Span, line, padded
 from ckptctl.cli.views.common import next_line
-from ckptctl.cli.words import size
-from ckptctl.judge.pruning import Pruned
+from ckptctl.selection.pruning import Pruned
 
 
 def prune_lines(found: Pruned) -> list[Line]:

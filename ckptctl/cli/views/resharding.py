@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line
+from ckptctl.cli.formatting import count, exact_size, size
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line
 from ckptctl.cli.views.common import finding_lines, next_line, section
-from ckptctl.cli.words import count, exact_size, size
 from ckptctl.resharding.results import Converted, Diff, Difference, RankShare, Reshard
 
 _SHOWN = 16

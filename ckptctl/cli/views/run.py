@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptctl.cli.lines import Line, Span, line
+from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.views.common import next_line
-from ckptctl.cost.durations import duration
-from ckptctl.supervise.restarting import Decision, Life, Supervised
+from ckptctl.goodput.durations import duration
+from ckptctl.supervisor.restarting import Attempt, Decision, Supervised
 
 
-def life_lines(life: Life) -> list[Line]:
+def life_lines(life: Attempt) -> list[Line]:
     """One life of the job, when it has ended."""
     none = "no usable step" if life.looked else "the storage did not say which steps are there"
     step = none if life.step is None else f"newest usable step {life.step}"

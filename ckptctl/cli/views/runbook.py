@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line, padded
+from ckptctl.cli.formatting import count
+from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.views.common import next_line
-from ckptctl.cli.words import count
 from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.running import Ran
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptctl.cli.lines import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.formatting import age, count, size, utc
 from ckptctl.cli.pictures import (
     LACKING,
     STEP_MARKS,
@@ -18,11 +18,11 @@ from ckptctl.cli.pictures import (
     step_state,
     strip_of_steps,
 )
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.views.common import finding_lines, next_line, said_of, step_name
-from ckptctl.cli.words import age, count, size, utc
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
-from ckptctl.judge.results import Scan
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+from ckptctl.selection.results import Scan
 
 _WIDE = 100
 """From so many cells on, the table has columns for the ranks and for the time in UTC."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckptctl.cli.lines import Line, Span, line, padded
+from ckptctl.cli.formatting import cell_width, count, exact_size, size
+from ckptctl.cli.text import Line, Span, line, padded
 from ckptctl.cli.views.common import (
     finding_lines,
     next_line,
@@ -19,8 +20,7 @@ from ckptctl.cli.views.common import (
     section,
     state_lines,
 )
-from ckptctl.cli.words import cell_width, count, exact_size, size
-from ckptctl.judge.results import Contents, TensorRow
+from ckptctl.selection.results import Contents, TensorRow
 
 
 def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None) -> list[Line]:

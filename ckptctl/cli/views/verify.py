@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from ckptctl.cli.lines import EMPTY, Line, Span, line
+from ckptctl.cli.formatting import age, count, exact_size, size, utc
 from ckptctl.cli.pictures import LACKING, STEP_MARKS, map_of_ranks, step_mark, step_state
+from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.views.common import (
     finding_lines,
     next_line,
@@ -13,7 +14,6 @@ from ckptctl.cli.views.common import (
     section,
     state_lines,
 )
-from ckptctl.cli.words import age, count, exact_size, size, utc
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.model import Level
 from ckptctl.storage.opening import parent_url

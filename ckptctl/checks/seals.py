@@ -1,0 +1,260 @@
+"""Is the step still what its seal says?
+
+By what a listing and the metadata show: whose seal it is, the files, their sizes. A
+seal that speaks of another step, or of an earlier save of this one, proves nothing
+and damns nothing: that is told, and the step is judged without it. The bytes are
+compared in `sealed_bytes`; how a seal is read is the question of `formats.seals`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptctl.checks.formatting import at_most_few, counted, some_of
+from ckptctl.findings import Finding
+from ckptctl.formats.layouts import is_own
+from ckptctl.formats.seals import SEAL, Seal, SealedFile, is_authentic
+from ckptctl.model import FileInfo, Step
+
+PROVES_NOTHING = frozenset(
+    {
+        "seal.missing",
+        "seal.invalid",
+        "seal.unsupported",
+        "seal.bad-signature",
+        "seal.foreign",
+        "seal.outdated",
+        "seal.partial",
+        "seal.unkeyed",
+        "seal.no-key",
+    }
+)
+"""Findings after which a step is not proven by its seal, whatever its digests say."""
+
+_IS_ANOTHER = frozenset({"seal.foreign", "seal.outdated", "seal.bad-signature"})
+
+
+def speaks_of_step(findings: Collection[Finding]) -> bool:
+    """Whether the digests of the seal are those of this save, by what `check_seal` found."""
+    return not any(finding.code in _IS_ANOTHER for finding in findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look at a step has shown, to be held against its seal.
+
+    `metadata` are the SHA-256 of the metadata files that decode, by path; `named`
+    are the shard files that they name; both with paths in the step.
+    """
+
+    step: Step
+    metadata: Mapping[str, str]
+    named: Collection[str]
+
+
+def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:
+    """Yield what the listing and the metadata say against a seal, or it against them.
+
+    Yields `seal.bad-signature`, `seal.unkeyed`, `seal.no-key` about the seal itself;
+    `seal.foreign`, `seal.outdated`, `step.foreign` about whose it is; `seal.gone`,
+    `seal.digest`, `seal.partial`, `seal.extra` about files. Reads nothing.
+    """
+    yield from _check_key(seal, key)
+    if key is not None and seal.hmac is not None and not is_authentic(seal, key):
+        return
+    other = _changed_metadata(seal, seen)
+    if other and _is_of_another_step(seal, seen.step):
+        yield _foreign_seal(seal, seen.step)
+        return
+    if other and not _still_sealed(seal, seen):
+        yield _lapsed(seal, other[0])
+        return
+    if not other and _is_of_another_step(seal, seen.step):
+        yield _foreign_step(seal, seen.step)
+    yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
+    yield from at_most_few(_check_files(seal, seen))
+    yield from _check_unsealed(seal, seen)
+
+
+def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
+    if key is None and seal.hmac is not None:
+        yield Finding(
+            "seal.no-key",
+            SEAL,
+            "the seal was made with a key, and none is given: its digests are compared, but "
+            "whoever wrote the step could have written the seal",
+            expected="the key",
+            found="no key",
+        )
+    elif key is not None and seal.hmac is None:
+        yield Finding(
+            "seal.unkeyed",
+            SEAL,
+            f"a key is given, but the seal has none ({seal.algorithm.value}): it shows damage, "
+            "and nothing that was done on purpose",
+            expected="a seal made with the key",
+            found=seal.kind,
+        )
+    elif key is not None and not is_authentic(seal, key):
+        yield Finding(
+            "seal.bad-signature",
+            SEAL,
+            "the seal does not match the key given: it was made with another key, or by someone "
+            "who has none",
+            expected="an HMAC by the key given",
+            found="another HMAC",
+            next_command="ckptctl explain seal.bad-signature",
+        )
+
+
+def _changed_metadata(seal: Seal, seen: Seen) -> list[str]:
+    """The metadata files that are there, decode, and are not those that were sealed."""
+    sealed = dict(seal.step.metadata)
+    if not sealed:
+        return sorted(seen.metadata)
+    # One that came beside those that were sealed is a file that the seal does not list.
+    return sorted(
+        path for path, digest in seen.metadata.items() if sealed.get(path, digest) != digest
+    )
+
+
+def _is_of_another_step(seal: Seal, step: Step) -> bool:
+    numbers = (seal.step.number, step.number)
+    return None not in numbers and numbers[0] != numbers[1]
+
+
+def _still_sealed(seal: Seal, seen: Seen) -> list[str]:
+    """The shard files that the metadata names and that nobody has written since the seal.
+
+    A save over a step writes each of them anew. The times are those of the storage:
+    they are compared with each other, never with a clock.
+    """
+    sealed = {file.path: file for file in seal.files}
+    return [
+        file.path
+        for file in seen.step.files
+        if file.path in seen.named
+        and file.size > 0
+        and (was := sealed.get(file.path)) is not None
+        and was.size == file.size
+        and was.written_ms is not None
+        and was.written_ms == written_ms(file)
+    ]
+
+
+def written_ms(file: FileInfo) -> int | None:
+    """When a file was written, in whole milliseconds; None where the storage keeps no times."""
+    return None if file.mtime_s is None else round(file.mtime_s * 1000)
+
+
+def _foreign_seal(seal: Seal, step: Step) -> Finding:
+    return Finding(
+        "seal.foreign",
+        SEAL,
+        f"the seal is that of step {seal.step.number}, metadata and all; it proves nothing "
+        f"about step {step.number}",
+        expected=f"a seal of step {step.number}",
+        found=f"a seal of step {seal.step.number}",
+        next_command=f"ckptctl seal {shlex.quote(step.url)} --replace",
+    )
+
+
+def _foreign_step(seal: Seal, step: Step) -> Finding:
+    return Finding(
+        "step.foreign",
+        step.name,
+        f"what lies in this folder was sealed as step {seal.step.number}: a folder that was "
+        "renamed, or copied over another step",
+        expected=f"step {step.number}",
+        found=f"step {seal.step.number}",
+        next_command="ckptctl explain step.foreign",
+    )
+
+
+def _lapsed(seal: Seal, path: str) -> Finding:
+    return Finding(
+        "seal.outdated",
+        SEAL,
+        f"{path} and the shard files that it names were written after the step was sealed "
+        f"({seal.sealed_at}): the step was saved anew, and the seal says nothing of this save",
+        expected="the metadata that was sealed",
+        found="metadata of another save",
+        next_command="ckptctl explain seal.outdated",
+    )
+
+
+def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
+    still = _still_sealed(seal, seen)
+    return Finding(
+        "seal.digest",
+        path,
+        f"{path} is not the metadata that was sealed, while {counted(len(still), 'shard file')} "
+        f"that it names ({some_of(still)}) {'is' if len(still) == 1 else 'are'} as old as the "
+        "seal says: metadata of another save, or metadata that was changed",
+        expected=f"SHA-256 {dict(seal.step.metadata).get(path, 'of no file')}",
+        found=f"SHA-256 {seen.metadata[path]}",
+        next_command="ckptctl explain seal.digest",
+    )
+
+
+def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
+    there = {file.path: file for file in seen.step.files}
+    for sealed in seal.files:
+        file = there.get(sealed.path)
+        if sealed.path in seen.metadata:
+            continue  # compared by its SHA-256
+        if file is None:
+            yield Finding(
+                "seal.gone",
+                sealed.path,
+                f"{sealed.path} was sealed with {sealed.size:,} bytes, and is gone",
+                expected=f"{sealed.size:,} bytes",
+                found="no such file",
+            )
+        elif file.kind != "file":
+            yield _not_as_sealed(sealed, f"a {file.kind}, not a file")
+        elif file.size != sealed.size:
+            code = "seal.gone" if file.size < sealed.size else "seal.digest"
+            yield _not_as_sealed(sealed, f"{file.size:,} bytes", code)
+
+
+def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") -> Finding:
+    return Finding(
+        code,
+        sealed.path,
+        f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}",
+        expected=f"{sealed.size:,} bytes",
+        found=found,
+    )
+
+
+def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
+    sealed = {file.path for file in seal.files}
+    unsealed = [
+        file.path
+        for file in seen.step.files
+        if file.kind == "file" and file.path not in sealed and not is_own(file.path)
+    ]
+    needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
+    if needed:
+        yield Finding(
+            "seal.partial",
+            SEAL,
+            f"the seal does not list {counted(len(needed), 'file')} that the step needs: "
+            f"{some_of(needed)}",
+            expected="every file of the step",
+            found=counted(len(sealed), "file"),
+            next_command="ckptctl explain seal.partial",
+        )
+    extra = [path for path in unsealed if path not in needed]
+    if extra:
+        yield Finding(
+            "seal.extra",
+            some_of(extra),
+            f"{counted(len(extra), 'file')} came into the step after it was sealed: "
+            f"{some_of(extra)}",
+            expected="no file but those that were sealed",
+            found=counted(len(extra), "more file"),
+        )

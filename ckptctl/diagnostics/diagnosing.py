@@ -1,0 +1,63 @@
+"""What is wrong with a job script, an environment, or a storage?"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from ckptctl.diagnostics.environment import check_environment
+from ckptctl.diagnostics.results import Diagnosis, diagnosis
+from ckptctl.diagnostics.slurm_checks import check_script
+from ckptctl.diagnostics.slurm_script import read_script
+from ckptctl.diagnostics.storage_traits import check_storage
+from ckptctl.errors import UsageError
+from ckptctl.storage.log_lines import read_text
+from ckptctl.storage.opening import absolute_url
+
+SUBJECTS = ("slurm", "env", "storage")
+_MAX_SCRIPT = 1 << 20
+
+
+def doctor(
+    what: str,
+    target: str | None = None,
+    *,
+    known_variables: frozenset[str] = frozenset(),
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Diagnosis:
+    """Look at `what`: `slurm` with a job script, `env`, or `storage` with a root.
+
+    A script is read, not run. The environment is that of this process; variables that begin
+    with `CKPTCTL_` and are not in `known_variables` are taken for misspelt, where it is given.
+    Of a storage, small files are written to a folder of their own under the root's
+    `.ckptctl/`, and removed.
+
+    Raises `UsageError` for another subject, for a target too many or too few, and what
+    reading or writing raises.
+    """
+    if what not in SUBJECTS:
+        raise UsageError(
+            f"doctor looks at {', '.join(SUBJECTS)}, not at {what!r}",
+            next_command="ckptctl doctor env",
+        )
+    if (what == "env") != (target is None):
+        needs = "takes nothing else" if what == "env" else "needs one more word"
+        example = {"env": "", "slurm": " JOB.sh", "storage": " ROOT"}[what]
+        raise UsageError(f"doctor {what} {needs}", next_command=f"ckptctl doctor {what}{example}")
+    if target is None:
+        known = known_variables or frozenset(os.environ)
+        advice, facts = check_environment(os.environ, known)
+        return diagnosis(what, "this process", advice, facts)
+    if what == "slurm":
+        script = read_script(read_text(target, limit=_MAX_SCRIPT))
+        found = check_script(os.path.basename(target), script)
+        n_trainings = str(len(script.trainings))
+        return diagnosis(what, target, found, (("commands that train", n_trainings),))
+    advice, facts = check_storage(
+        target, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    )
+    following = f"ckptctl scan {shlex.quote(absolute_url(target))}"
+    return diagnosis(what, target, advice, facts, following)

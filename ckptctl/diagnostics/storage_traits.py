@@ -1,0 +1,245 @@
+"""Does a storage keep what a checkpoint needs of it?
+
+Small files in a folder of their own below `.ckptctl/` are written, listed, read, written over and
+fought for, and removed again. How fast the storage is, and whether it gives back many bytes
+as they were, is not asked here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+from ckptctl.diagnostics.results import Advice
+from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
+from ckptctl.findings import Severity
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.targets import check_root_there
+from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.local import LocalStore
+from ckptctl.storage.opening import join_url, open_store
+
+_BYTES = 65536
+_ROUNDS = 3
+_WRITERS = 4
+_REPLACEMENTS = 10
+_CLOCK_S = 60.0
+
+
+def check_storage(
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
+    """What is wrong with the storage under a root, and what it was found to keep.
+
+    Raises `StorageUnavailable` and `AccessDenied` where the storage did not answer or does not
+    let us write, `PathNotFound` and `UsageError` where there is no such root. What was written
+    is removed, also then.
+    """
+    options = dict(storage_options or {})
+    with open_store(
+        url, storage_options=options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    ) as store:
+        begun = time.monotonic()
+        check_root_there(store.url, list_root(store))
+        answered = time.monotonic() - begun
+        folder = f"{OWN_FOLDER}/doctor-{secrets.token_hex(6)}"
+        facts = [("kind", store.kind.value), ("a listing takes", f"{answered * 1000:.0f} ms")]
+        try:
+            advice = [each for each in _looks(store, folder, facts) if each is not None]
+        finally:
+            left = _removed(store, url, folder, options, endpoint_url)
+    if left is not None:
+        advice.append(left)
+    return tuple(advice), tuple(facts)
+
+
+def _looks(store: Store, folder: str, facts: list[tuple[str, str]]) -> Iterator[Advice | None]:
+    for name, look in (
+        ("a listing shows what was just written", _listing),
+        ("a write over a file is seen by the next read", _overwriting),
+        ("one of several writers wins, the others are told", _exclusive),
+        ("a reader sees the old file or the new one", _atomic),
+        ("the clock agrees with this machine", _clock),
+    ):
+        found = look(store, folder)
+        facts.append((name, "yes" if found is None else "no"))
+        yield found
+
+
+def _fault(name: str, where: str, message: str, fix: str) -> Advice:
+    return Advice(name, Severity.FAULT, where, message, fix)
+
+
+def _listing(store: Store, folder: str) -> Advice | None:
+    names = [f"{folder}/listed-{number}" for number in range(_ROUNDS)]
+    for name in names:
+        store.put(name, bytes(_BYTES))
+    listed = {info.path: info.size for info in store.list_dir(folder)}
+    if all(listed.get(name) == _BYTES for name in names):
+        return None
+    missing = sum(listed.get(name) != _BYTES for name in names)
+    return _fault(
+        "storage.listing",
+        store.url,
+        f"{missing} of {_ROUNDS} files that were just written are not in the listing: "
+        "a step looks incomplete although it is whole",
+        "turn the cache of listings off (s3fs: use_listings_cache=false; NFS: lookupcache=none)",
+    )
+
+
+def _overwriting(store: Store, folder: str) -> Advice | None:
+    name = f"{folder}/replaced"
+    for fill in (b"a", b"b", b"c"):
+        store.put(name, fill * _BYTES, replace=True)
+        if store.read(name, limit=_BYTES) != fill * _BYTES:
+            return _fault(
+                "storage.stale",
+                store.url,
+                "a read after a write over the same file gave what was there before",
+                "turn the cache of the mount off, or save every step under a name of its own",
+            )
+    ((_, data),) = store.read_spans([Span(name, _BYTES - 10, 10)])
+    if data != b"c" * 10:
+        return _fault(
+            "storage.ranges", store.url, "a read of a range gave other bytes", "report it"
+        )
+    return None
+
+
+def _exclusive(store: Store, folder: str) -> Advice | None:
+    for number in range(_ROUNDS):
+        name = f"{folder}/won-{number}"
+        won: list[int] = []
+        _at_once(_WRITERS, lambda writer, name=name, won=won: _try(store, name, writer, won))  # type: ignore[misc]
+        if len(won) != 1:
+            return _fault(
+                "storage.exclusive",
+                store.url,
+                f"{len(won)} of {_WRITERS} writers of one new file were told that it is theirs",
+                "let one process alone write to a root: two attempts of a job are not told apart",
+            )
+    return None
+
+
+def _try(store: Store, name: str, writer: int, won: list[int]) -> None:
+    with suppress(AlreadyExists):
+        store.put(name, bytes([writer]) * 100)
+        won.append(writer)
+
+
+def _atomic(store: Store, folder: str) -> Advice | None:
+    name = f"{folder}/swapped"
+    store.put(name, b"0" * _BYTES)
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                data = store.read(name, limit=_BYTES)
+            except PathNotFound:
+                wrong.append("the file was gone for a moment")
+                return
+            if len(set(data)) != 1 or len(data) != _BYTES:
+                wrong.append("a reader saw part of the new file")
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        for number in range(_REPLACEMENTS):
+            store.put(name, str(number).encode() * _BYTES, replace=True)
+    finally:
+        done.set()
+        reader.join()
+    if not wrong:
+        return None
+    return _fault(
+        "storage.atomic",
+        store.url,
+        f"while a file was replaced, {wrong[0]}",
+        "never save over a step that is there, and let nothing read `latest` while it is moved",
+    )
+
+
+def _clock(store: Store, folder: str) -> Advice | None:
+    name = f"{folder}/clock"
+    before = time.time()
+    store.put(name, b"now")
+    at = next((info.mtime_s for info in store.list_dir(folder) if info.path == name), None)
+    if at is None or before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
+        return None
+    return Advice(
+        "storage.clock",
+        Severity.WARNING,
+        store.url,
+        f"a file that was just written has a time {at - before:+.0f} s from the clock of this "
+        "machine: a save in flight may be taken for an interrupted one",
+        "set the clocks (chronyc tracking), or give a longer --grace",
+    )
+
+
+def _at_once(count: int, run: Callable[[int], None]) -> None:
+    ready = threading.Barrier(count)
+    failed: list[StorageError] = []
+
+    def one(number: int) -> None:
+        ready.wait()
+        try:
+            run(number)
+        except StorageError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _removed(
+    store: Store,
+    url: str,
+    folder: str,
+    options: Mapping[str, object],
+    endpoint_url: str | None,
+) -> Advice | None:
+    """Remove what was written; what could not be removed is named."""
+    try:
+        if isinstance(store, LocalStore):
+            with suppress(PathNotFound):
+                for info in store.list_dir(folder):
+                    store.remove(info.path)
+            store.remove(folder)
+        else:
+            _remove_objects(join_url(url, folder), options, endpoint_url)
+    except (StorageError, OSError, ImportError) as error:
+        return Advice(
+            "storage.left",
+            Severity.WARNING,
+            join_url(url, folder),
+            f"what was written could not be removed ({error})",
+            "remove it by hand",
+        )
+    return None
+
+
+def _remove_objects(url: str, options: Mapping[str, object], endpoint_url: str | None) -> None:
+    from fsspec.core import url_to_fs
+
+    given = dict(options)
+    if endpoint_url:
+        given["endpoint_url"] = endpoint_url
+    client, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **given)
+    with suppress(FileNotFoundError):
+        client.rm(path, recursive=True)

@@ -1,0 +1,248 @@
+"""What does a failure of this run cost, and how often should it save?
+
+Takes what the caller knows, measures under the root what he does not, and says of each
+number where it is from. The formulas are `model`'s.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptctl.errors import UsageError
+from ckptctl.goodput.durations import duration
+from ckptctl.goodput.measuring import Measured, measured
+from ckptctl.goodput.model import (
+    DAY_S,
+    Cadence,
+    available_interval,
+    cadence_of,
+    daly_interval,
+    effective_share,
+    mtbf_of,
+    young_interval,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One number that the answer rests on: `source` is `given`, `measured` or `worked out`."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryCost:
+    """What one failure costs, and what the saves and failures together leave. Times in seconds.
+
+    `rollback_s` is the training that is done again, half an interval on average;
+    `startup_s` the rest, from rescheduling to the first new step; `per_failure_s` is
+    their sum. `young_s`, `daly_s` and `available_s` are best intervals (see `model`).
+    `share` is the effective training time ratio at the interval there is, `best_share` at
+    Daly's. `cadence` compares the interval with the time between failures. What cannot be
+    worked out from what is known is None.
+    """
+
+    given: tuple[Given, ...]
+    rollback_s: float | None
+    startup_s: float
+    per_failure_s: float | None
+    young_s: float | None
+    daly_s: float | None
+    available_s: float | None
+    share: float | None
+    best_share: float | None
+    lost_gpu_hours_per_failure: float | None
+    message: str
+    exit_code: int
+    next_command: str | None
+    cadence: Cadence = Cadence.UNKNOWN
+
+
+def recovery_cost(
+    root: str | None = None,
+    *,
+    interval_s: float | None = None,
+    save_s: float | None = None,
+    mtbf_s: float | None = None,
+    n_nodes: int | None = None,
+    failures_per_node_day: float | None = None,
+    reschedule_s: float = 0.0,
+    connect_s: float = 0.0,
+    load_s: float = 0.0,
+    compile_s: float = 0.0,
+    n_gpus: int | None = None,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> RecoveryCost:
+    """The time that one failure costs, T = T0 + T1 + T2 + T3 + T4, and the best interval.
+
+    T0 is half of `interval_s`; T1 to T4 are what rescheduling, connecting the ranks,
+    loading and compiling take. `save_s` is how long training stands still for a save.
+    With a `root`, the interval and the time of a save are measured there where they are
+    not given: the latter is a lower bound, and an upper one where saves are asynchronous.
+    `mtbf_s` is the mean time between failures; else `n_nodes` and
+    `failures_per_node_day` give it. `n_gpus` turns time into GPU hours.
+
+    Raises `UsageError` where neither a root nor an interval is there, or a number is none;
+    `StorageError` where the root does not answer.
+    """
+    times = {
+        "interval": interval_s,
+        "save-time": save_s,
+        "mtbf": mtbf_s,
+        "reschedule": reschedule_s,
+        "connect": connect_s,
+        "load": load_s,
+        "compile": compile_s,
+        "failures-per-node-day": failures_per_node_day,
+    }
+    _check(times, n_nodes, n_gpus, root)
+    seen = Measured(0)
+    if root is not None:
+        seen = measured(
+            root,
+            pattern=pattern,
+            storage_options=storage_options,
+            endpoint_url=endpoint_url,
+            timeout_s=timeout_s,
+        )
+    given: list[Given] = []
+    interval_s = _known(given, "interval", interval_s, seen.interval_s)
+    save_s = _known(given, "save", save_s, seen.save_s or None)
+    if mtbf_s is None and n_nodes is not None and failures_per_node_day is not None:
+        mtbf_s = mtbf_of(n_nodes, failures_per_node_day)
+        given.append(Given("mtbf", mtbf_s, "s", "worked out"))
+    else:
+        mtbf_s = _known(given, "mtbf", mtbf_s, None)
+    for name, value in (
+        ("reschedule", reschedule_s),
+        ("connect", connect_s),
+        ("load", load_s),
+        ("compile", compile_s),
+    ):
+        given.append(Given(name, value, "s", "given"))
+    if seen.n_bytes is not None:
+        given.append(Given("step", seen.n_bytes, "B", "measured"))
+    startup_s = reschedule_s + connect_s + load_s + compile_s
+    return _answer(root, tuple(given), interval_s, save_s, mtbf_s, startup_s, n_gpus)
+
+
+def _check(
+    times: Mapping[str, float | None], n_nodes: int | None, n_gpus: int | None, root: str | None
+) -> None:
+    for name, value in times.items():
+        may_be_0 = name in ("reschedule", "connect", "load", "compile", "save-time")
+        if value is not None and not (0 < value < float("inf") or (may_be_0 and value == 0)):
+            raise UsageError(
+                f"--{name} is {value}; it must be {'0 or more' if may_be_0 else 'above 0'}"
+            )
+    interval_s, save_s = times["interval"], times["save-time"]
+    if interval_s is not None and save_s is not None and save_s >= interval_s:
+        raise UsageError(
+            f"--save-time is {_said(save_s)} and --interval {_said(interval_s)}: from save "
+            "to save there would be no training; give what a save takes from training"
+        )
+    for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} is {count}; it must be 1 or more")
+    if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
+        raise UsageError(
+            "--nodes and --failures-per-node-day belong together",
+            next_command="ckptctl cost --interval 1h --nodes 2048 --failures-per-node-day 0.0065",
+        )
+    if root is None and times["interval"] is None:
+        raise UsageError(
+            "how often is saved? Give the root of a run, or --interval",
+            next_command="ckptctl cost ROOT --mtbf 8h",
+        )
+
+
+def _known(
+    given: list[Given], name: str, value: float | None, measured_s: float | None
+) -> float | None:
+    """The number that holds, and a note of where it is from."""
+    if value is not None:
+        given.append(Given(name, value, "s", "given"))
+        return value
+    if measured_s is not None:
+        given.append(Given(name, measured_s, "s", "measured"))
+    return measured_s
+
+
+def _answer(
+    root: str | None,
+    given: tuple[Given, ...],
+    interval_s: float | None,
+    save_s: float | None,
+    mtbf_s: float | None,
+    startup_s: float,
+    n_gpus: int | None,
+) -> RecoveryCost:
+    rollback_s = None if interval_s is None else interval_s / 2
+    per_failure_s = None if rollback_s is None else rollback_s + startup_s
+    young_s = daly_s = available_s = best_share = share = None
+    if mtbf_s is not None and save_s:
+        young_s = young_interval(save_s, mtbf_s)
+        daly_s = daly_interval(save_s, mtbf_s)
+        available_s = available_interval(save_s, mtbf_s, startup_s)
+        best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
+    if mtbf_s is not None and interval_s is not None and save_s is not None:
+        # From save to save: what is not the save is training.
+        share = effective_share(max(0.0, interval_s - save_s), save_s, mtbf_s, startup_s)
+    gpu_hours = None
+    if n_gpus is not None and per_failure_s is not None:
+        gpu_hours = per_failure_s * n_gpus / 3600
+    return RecoveryCost(
+        given=given,
+        rollback_s=rollback_s,
+        startup_s=startup_s,
+        per_failure_s=per_failure_s,
+        young_s=young_s,
+        daly_s=daly_s,
+        available_s=available_s,
+        share=share,
+        best_share=best_share,
+        lost_gpu_hours_per_failure=gpu_hours,
+        message=_words(interval_s, per_failure_s, daly_s, mtbf_s),
+        exit_code=0,
+        next_command=_next(root, interval_s, save_s, mtbf_s),
+        cadence=cadence_of(interval_s, save_s, mtbf_s),
+    )
+
+
+def _words(
+    interval_s: float | None,
+    per_failure_s: float | None,
+    daly_s: float | None,
+    mtbf_s: float | None,
+) -> str:
+    if per_failure_s is None:
+        return "fewer than two saves: how often this run saves cannot be measured yet"
+    words = f"a failure costs {_said(per_failure_s)} on average"
+    if daly_s is None or interval_s is None or mtbf_s is None:
+        return words
+    words += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_said(daly_s)}"
+    return words + f" (now {_said(interval_s)})"
+
+
+def _next(
+    root: str | None, interval_s: float | None, save_s: float | None, mtbf_s: float | None
+) -> str | None:
+    where = f" {shlex.quote(root)}" if root is not None else ""
+    if interval_s is None:
+        return f"ckptctl cost{where} --interval 1h --mtbf 8h"
+    every = "" if root is not None else f" --interval {interval_s:g}"
+    if mtbf_s is None:
+        return f"ckptctl cost{where}{every} --mtbf 8h"
+    return None if save_s else f"ckptctl cost{where}{every} --mtbf {mtbf_s:g} --save-time 60"
+
+
+def _said(seconds: float) -> str:
+    return duration(seconds, digits=3)

@@ -1,0 +1,107 @@
+"""How often and how long does this run save, by what lies under its root?
+
+From the times of the files of the newest steps: a save took at least as long as its
+files lie apart, and a step came as long after the one before as their last files do. The
+medians are taken: a restart in between makes one long interval. Whether the steps are
+whole is not asked.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckptctl.formats.layouts import compile_pattern
+from ckptctl.selection.empty_roots import check_has_steps
+from ckptctl.selection.roots import list_root
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+
+MOST_STEPS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the newest `n_steps` steps of a run say; None where they say nothing.
+
+    `interval_s` is from save to save, `steps_apart` how many training steps that is,
+    `save_s` the time from a save's first file to its last: at least that long it took.
+    `n_bytes` is the size of a step.
+    """
+
+    n_steps: int
+    interval_s: float | None = None
+    steps_apart: int | None = None
+    save_s: float | None = None
+    n_bytes: int | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds from one training step to the next, saves included."""
+        if not self.interval_s or not self.steps_apart:
+            return None
+        return self.interval_s / self.steps_apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    number: int
+    first_s: float
+    last_s: float
+    n_bytes: int
+
+
+def measured(
+    root: str,
+    *,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Measured:
+    """What the steps under a root say about its saves.
+
+    Raises `StorageError`, and `UsageError` for a path that is no root.
+    Cost: two listings, and one for each of at most `MOST_STEPS` steps.
+    """
+    with open_store(
+        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    ) as store:
+        compiled = compile_pattern(pattern)
+        check_has_steps(store, list_root(store, compiled), compiled)
+        return measured_in(store, pattern)
+
+
+def measured_in(store: Store, pattern: str | None = None) -> Measured:
+    """See `measured`."""
+    saved = sorted(_saved(store, pattern), key=lambda one: one.number)
+    if not saved:
+        return Measured(0)
+    pairs = [pair for pair in pairwise(saved) if pair[1].last_s > pair[0].last_s]
+    return Measured(
+        n_steps=len(saved),
+        interval_s=_median(later.last_s - sooner.last_s for sooner, later in pairs),
+        steps_apart=_whole(_median(later.number - sooner.number for sooner, later in pairs)),
+        save_s=_median(one.last_s - one.first_s for one in saved),
+        n_bytes=_whole(_median(one.n_bytes for one in saved)),
+    )
+
+
+def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
+    for step in list_root(store, compile_pattern(pattern)).steps[:MOST_STEPS]:
+        # What ckptctl writes into a step later belongs to no save.
+        files = [one for one in store.list_tree(step.name) if "/.ckptctl/" not in one.path]
+        times = [one.mtime_s for one in files if one.mtime_s is not None]
+        if times:
+            yield _Saved(step.number, min(times), max(times), sum(one.size for one in files))
+
+
+def _median(values: Iterator[float] | Iterator[int]) -> float | None:
+    known = [float(value) for value in values]
+    return statistics.median(known) if known else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)

@@ -1,0 +1,1 @@
+"""Read one step at a level and report its findings."""

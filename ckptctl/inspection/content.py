@@ -1,0 +1,209 @@
+"""What do the bytes of a whole step say?
+
+Brings the parts of a step together for one pass over their bytes, and what that
+says together with what `structure` said before. Where there is a seal, its digests
+are compared in the same pass.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
+from ckptctl.checks.formatting import counted, inside
+from ckptctl.checks.sealed_bytes import Comparison
+from ckptctl.errors import StorageUnavailable
+from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
+from ckptctl.formats.safetensors import SUFFIX
+from ckptctl.inspection.parts import PartInspection, folder_of
+from ckptctl.inspection.subsets import share
+from ckptctl.model import Part, PartFormat, Step
+from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.storage.contract import Store
+
+_SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
+"""Remarks of the shallower levels that a look at the bytes makes good, or into a fault."""
+
+_SAID_AGAIN = frozenset({"record.crc", "record.framing"})
+
+
+Outcomes = tuple[str, int, tuple[Outcome, ...]]
+"""What one process has found: which step it read, how many bytes, and each part's outcome."""
+
+
+class ProcessGroup(Protocol):
+    """Processes that share the bytes of one step; every one of them calls the same in turn."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process; 0 makes the report."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def watch(self, told: OnProgress | None) -> OnProgress:
+        """What to tell of this process's progress; `told` is told of that of all."""
+        ...
+
+    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
+        """Wait for all, then give those of the others to rank 0, and nothing to the others.
+
+        Raises `StorageUnavailable` where a process is gone.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the bytes of a step are to be read, which of its records, and together with whom.
+
+    With `nan_scan` the values of floating-point tensors are looked at too.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    choose: Choose | None = None
+    crew: ProcessGroup | None = None
+    nan_scan: bool = False
+
+    @property
+    def is_helper(self) -> bool:
+        """Another process makes the report, and asks all that is not in the bytes."""
+        return self.crew is not None and self.crew.rank > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContentInspection:
+    """What the bytes said: `findings` are all of the step, `whole` that every byte was read."""
+
+    findings: tuple[Finding, ...]
+    proven: Proven
+    n_read: int
+    whole: bool
+
+
+def inspect_content(
+    store: Store,
+    step: Step,
+    parts: Sequence[PartInspection],
+    findings: Sequence[Finding],
+    sealed: Comparison | None,
+    asked: Asked | None = None,
+) -> ContentInspection:
+    """Compare every byte of a step's records, after `structure` has found `findings`.
+
+    `sealed` compares all files with the seal of the step, where there is one. Storage
+    errors pass through. Cost: every byte once, of the records, and of all files where
+    there is a seal.
+    """
+    asked = asked or Asked()
+    checks = [
+        ContentCheck(
+            store,
+            folder_of(step, look.part),
+            look.ranges,
+            look.part.files,
+            look.part.path,
+            choose=_own_share(asked),
+            nan_scan=asked.nan_scan,
+        )
+        for look in parts
+        if look.metadata
+    ]
+    of_records = [run for check in checks for run in check.runs]
+    limits = asked.limits
+    if asked.crew is not None:
+        limits = replace(limits, on_progress=asked.crew.watch(limits.on_progress))
+    n_read = read_runs(store, sealed.runs(of_records) if sealed else of_records, limits)
+    if asked.crew is not None:
+        n_read += _join(asked.crew, step, parts, checks, n_read)
+    as_sealed = sealed.proven if sealed else frozenset()
+    found = [*sealed.findings()] if sealed else []
+    found += [finding for check in checks for finding in check.findings(as_sealed)]
+    for look in parts:
+        found += _of_safetensors(look.part, as_sealed)
+    proven = sum((check.proven for check in checks), NOTHING_PROVEN)
+    finished = all(check.whole for check in checks) and (sealed is None or sealed.whole)
+    whole = finished and asked.choose is None
+    if not finished:
+        found.append(_not_all(proven, step, "content.unfinished"))
+    elif not whole:
+        found.append(_not_all(proven, step, "content.partial"))
+    return ContentInspection(
+        (*_merged(findings, found, whole=whole), *found), proven, n_read, whole
+    )
+
+
+def _own_share(asked: Asked) -> Choose | None:
+    """The records that this process reads: of those that were asked for, its share by bytes."""
+    crew, choose = asked.crew, asked.choose
+    if crew is None:
+        return choose
+
+    def chosen(lengths: Sequence[int]) -> Collection[int]:
+        places = sorted(choose(lengths)) if choose is not None else range(len(lengths))
+        own = share([lengths[place] for place in places], crew.rank + 1, crew.size)
+        return [places[place] for place in own]
+
+    return chosen
+
+
+def _join(
+    crew: ProcessGroup,
+    step: Step,
+    parts: Sequence[PartInspection],
+    checks: Sequence[ContentCheck],
+    n_read: int,
+) -> int:
+    """Add up what all processes found, in rank 0; how many bytes the others read."""
+    read = " ".join(one.digest for look in parts for one in look.metadata)
+    found = crew.gather((read, n_read, tuple(check.outcome for check in checks)))
+    for other_read, _, outcomes in found:
+        if other_read != read:
+            raise StorageUnavailable(
+                f"{step.url}: the processes do not read the same metadata: the step is being "
+                "written, or the machines do not see the same storage",
+                next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
+            )
+        for check, outcome in zip(checks, outcomes, strict=True):
+            check.add(outcome)
+    return sum(others_read for _, others_read, _ in found)
+
+
+def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
+    if part.format is not PartFormat.SAFETENSORS:
+        return
+    files = [file.path for file in part.files if file.path.endswith(SUFFIX)]
+    unproven = [path for path in files if inside(part.path, path) not in sealed]
+    if unproven:
+        n_files = counted(len(unproven), "safetensors file")
+        yield unverifiable(part.path, f"{n_files} without checksums")
+
+
+def _not_all(proven: Proven, step: Step, code: str) -> Finding:
+    until = "until the look was ended " if code == "content.unfinished" else ""
+    return Finding(
+        code,
+        "",
+        f"{until}{proven.n_bytes:,} of {proven.n_asked:,} bytes in records were shown to match "
+        "their checksums; the others were not compared",
+        expected=f"{proven.n_asked:,} bytes",
+        found=f"{proven.n_bytes:,} bytes",
+        next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
+    )
+
+
+def _merged(
+    before: Sequence[Finding], found: Sequence[Finding], *, whole: bool
+) -> Iterator[Finding]:
+    """The earlier findings, without those that the look at the bytes says again, or better."""
+    again = {(finding.code, finding.where) for finding in found if finding.code in _SAID_AGAIN}
+    for finding in before:
+        better = whole and finding.code in _SAID_BETTER
+        if not better and (finding.code, finding.where) not in again:
+            yield finding

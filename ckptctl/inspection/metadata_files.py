@@ -1,0 +1,183 @@
+"""What do the metadata files of one part say, and is there exactly one answer?
+
+Reads `.metadata`, or the rank-local files, of a DCP folder and decodes them.
+Whether the shards behind them are whole is asked elsewhere.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptctl.checks.formatting import inside
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
+from ckptctl.findings import Finding
+from ckptctl.formats.layouts import METADATA, METADATA_TMP, rank_local_rank
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.model import FileInfo, Metadata, Part
+from ckptctl.storage.contract import ShortRead, Store
+from ckptctl.storage.opening import parent_url
+
+MAX_METADATA_BYTES = 2**30
+"""Larger metadata is refused. 512,000 chunks take 70 MB: this is enough for 7 million."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFolder:
+    """A DCP part and where it lies: `folder` in the store, `url` of its step for messages."""
+
+    store: Store
+    folder: str
+    part: Part
+    url: str
+
+    @property
+    def files(self) -> Mapping[str, FileInfo]:
+        """The part's files by their name in it."""
+        return {file.path: file for file in self.part.files}
+
+    def in_store(self, name: str) -> str:
+        """The path of one of the part's files in the store."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def in_step(self, name: str) -> str:
+        """The path of one of the part's files in the step: what findings name."""
+        return inside(self.part.path, name)
+
+
+def read_metadata(at: PartFolder) -> Iterator[Metadata | Finding]:
+    """Yield the metadata of a DCP part, one per rank where it is rank-local, and findings.
+
+    Yields `metadata.missing`, `metadata.unreadable`, `metadata.unsafe`,
+    `metadata.ambiguous`, `path.escape`, `step.changed`. Storage errors pass through.
+    Cost: one read for each metadata file; one more where a save left a
+    `.metadata.tmp` beside it.
+    """
+    files = at.files
+    ranks = sorted(rank for name in files if (rank := rank_local_rank(name)) is not None)
+    if METADATA in files:
+        yield _decoded(at, files[METADATA], None)
+        if ranks:
+            yield _ambiguous(at, f"__{ranks[0]}.metadata", "the one of a save without collectives")
+        if METADATA_TMP in files:
+            yield from _unfinished(at, files)
+    elif ranks:
+        for rank in ranks:
+            yield _decoded(at, files[f"__{rank}.metadata"], rank)
+        yield from _missing_ranks(at, ranks)
+    else:
+        yield _missing(at, tmp=METADATA_TMP in files)
+
+
+def _decoded(at: PartFolder, file: FileInfo, rank: int | None) -> Metadata | Finding:
+    where = at.in_step(file.path)
+    if file.kind != "file":
+        what = f"a link to {file.link}" if file.kind == "link" else f"a {file.kind}"
+        return Finding(
+            "path.escape",
+            where,
+            f"{where} is {what}, not a file; it was not followed",
+            expected="a regular file",
+            found=what,
+            next_command="ckptctl explain path.escape",
+        )
+    if file.size > MAX_METADATA_BYTES:
+        return _unreadable(at, where, f"{file.size:,} bytes, more than any metadata has")
+    try:
+        data = at.store.read(at.in_store(file.path), limit=MAX_METADATA_BYTES)
+        if len(data) != file.size:
+            return _changed(where, f"{file.size:,} bytes", f"{len(data):,} bytes")
+        return decode_metadata(data, rank=rank)
+    except (PathNotFound, ShortRead):
+        return _changed(where, f"{file.size:,} bytes", "gone or shorter")
+    except MetadataUnreadable as error:
+        return _unreadable(at, where, error.message)
+    except MetadataUnsafe as error:
+        return Finding(
+            "metadata.unsafe",
+            where,
+            f"{where} {error.message}; nothing of it has run. "
+            "Do not load this step with anything else, and find out who wrote it",
+            expected="nothing but the types of metadata",
+            found=error.message,
+            next_command="ckptctl explain metadata.unsafe",
+        )
+
+
+def _unreadable(at: PartFolder, where: str, why: str) -> Finding:
+    return Finding(
+        "metadata.unreadable",
+        where,
+        f"{where} does not decode: {why}",
+        expected="metadata as torch's DCP writes it",
+        found=why,
+        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+    )
+
+
+def _changed(where: str, expected: str, found: str) -> Finding:
+    return Finding(
+        "step.changed",
+        where,
+        f"{where} changed between the listing and the read: someone writes or deletes here",
+        expected=expected,
+        found=found,
+    )
+
+
+def _ambiguous(at: PartFolder, other: str, what: str) -> Finding:
+    where = at.in_step(METADATA)
+    return Finding(
+        "metadata.ambiguous",
+        where,
+        f"{where} and {other} ({what}) compete: which one a load takes depends on whether "
+        "the first can be read, and they may speak of two saves",
+        expected="one metadata",
+        found=f"{METADATA} and {other}",
+        next_command="ckptctl explain metadata.ambiguous",
+    )
+
+
+def _unfinished(at: PartFolder, files: Mapping[str, FileInfo]) -> Iterator[Finding]:
+    # A store without rename copies the temporary file and then deletes it: what
+    # is left of that is equal. Anything else is a save over this step.
+    tmp, final = files[METADATA_TMP], files[METADATA]
+    if tmp.size == final.size and tmp.kind == "file" and final.size <= MAX_METADATA_BYTES:
+        try:
+            left = at.store.read(at.in_store(METADATA_TMP), limit=MAX_METADATA_BYTES)
+            if left == at.store.read(at.in_store(METADATA), limit=MAX_METADATA_BYTES):
+                return
+        except (PathNotFound, ShortRead):
+            yield _changed(at.in_step(METADATA_TMP), f"{tmp.size:,} bytes", "gone or shorter")
+            return
+    yield _ambiguous(at, METADATA_TMP, "the one of a save over this step that did not end")
+
+
+def _missing_ranks(at: PartFolder, ranks: list[int]) -> Iterator[Finding]:
+    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
+    if missing:
+        shown = ", ".join(f"__{rank}.metadata" for rank in missing[:4])
+        yield Finding(
+            "metadata.missing",
+            at.in_step(f"__{missing[0]}.metadata"),
+            f"{len(missing)} of {ranks[-1] + 1} ranks left no metadata of their own ({shown})",
+            expected=f"metadata of {ranks[-1] + 1} ranks",
+            found=f"metadata of {len(ranks)} ranks",
+            next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+        )
+
+
+def _missing(at: PartFolder, *, tmp: bool) -> Finding:
+    n_shards = len(at.part.files) - tmp
+    found = f"{n_shards} shard file{'s' if n_shards != 1 else ''}"
+    found += f" and {METADATA_TMP}" if tmp else ""
+    where = at.in_step(METADATA)
+    return Finding(
+        "metadata.missing",
+        where,
+        f"there is no {where}, only {found}: the save did not come to its end",
+        expected=where,
+        found=found,
+        next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
+    )

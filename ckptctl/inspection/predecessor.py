@@ -1,0 +1,207 @@
+"""What do the steps before say of this one?
+
+Finds them under the root, and reads of them what `checks.standing` wants to compare, the
+ends of a few records, where their checksums are; or which steps they were written as.
+They are no matter of their own here: where one is damaged, gone or does not answer,
+nothing is compared.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckptctl.checks.identity import own_number, wrong_step
+from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
+from ckptctl.errors import (
+    MetadataUnreadable,
+    MetadataUnsafe,
+    RecordUnreadable,
+    StorageError,
+)
+from ckptctl.findings import Finding, Severity
+from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.layouts import METADATA, StepName
+from ckptctl.formats.metadata import decode_metadata
+from ckptctl.inspection.parts import PartInspection
+from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
+from ckptctl.records.ranges import Ranges
+from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.opening import join_url
+
+MAX_METADATA_BYTES = 32 << 20
+"""Steps of larger metadata (some 190,000 chunks) are not compared: two would be in memory."""
+
+MAX_TRIED = 2
+"""So many older steps are tried until one can be read."""
+
+Older = Callable[[], Sequence[StepName]]
+"""The older steps under the same root, newest first; asked for where they are needed."""
+
+
+def check_step_before(
+    store: Store, step: Step, look: PartInspection, older: Older
+) -> Iterator[Finding]:
+    """Yield a `shard.stale` for each shard file that stands as it is in the step before.
+
+    `look` is a part after `inspect_structure`. Nothing is said of one that has faults, that has
+    no shards whose tensors are split over several files, or that has no step before it.
+
+    Storage errors of the older step are passed over. Cost: a listing of the root, one
+    metadata, and `FEW` short reads for each shard file; where one of them stands still,
+    two times `MANY` more for each such file, and at worst the same of one more step.
+    """
+    if not _can_be_told(look):
+        return
+    check = StaleShardCheck(look.ranges, look.crcs)
+    first = check.first()
+    if not first:
+        return
+    steps = iter(older())
+    before = _compared(store, steps, look, first)
+    if before is None:
+        return
+    suspects = check.suspects(before.crcs)
+    if not suspects:
+        return
+    try:
+        before = before.with_more(store, look, check.closer(suspects, before.crcs))
+    except (StorageError, MemoryError):
+        return
+    found = check.standing(suspects, before.crcs)
+    unproven = [one for one in found if not one.has_moments]
+    still_before = None
+    if unproven:
+        numbers = [number for one in unproven for number in one.numbers]
+        still_before = _compared(store, steps, look, numbers)
+    moved = {look.ranges.files[n] for n, crc in before.crcs.items() if crc != look.crcs[n]}
+    for one in found:
+        proven = one.has_moments or (
+            one.n_mixed == 0
+            and still_before is not None
+            and has_moved(one, before.crcs, still_before.crcs)
+        )
+        if proven:
+            command = shlex.join(["ckptctl", "diff", join_url(store.url, before.name), step.url])
+            yield stale(look.ranges, one, len(moved), look.part.path, before.name, command)
+
+
+def check_wrong_step(
+    store: Store, step: Step, parts: Sequence[PartInspection], number: int, older: Older
+) -> Finding | None:
+    """`step.wrong-step` for a step that is step `number`, where one that is as far lies beside it.
+
+    Cost: a listing of the root, and the metadata of `MAX_TRIED` steps at most.
+    """
+    look = next(look for look in parts if look.own_number is not None)
+    beside = [named for named in older() if named.number >= number]
+    for named in beside[:MAX_TRIED]:
+        metadata = _metadata(store, _folder(named, look))
+        if metadata is not None and own_number(metadata) == named.number:
+            return wrong_step(step, number, named.name)
+    return None
+
+
+def _can_be_told(look: PartInspection) -> bool:
+    return (
+        len(look.metadata) == 1
+        and look.metadata[0].n_bytes <= MAX_METADATA_BYTES
+        and len(look.crcs) == len(look.ranges)
+        and not any(finding.severity is Severity.FAULT for finding in look.findings)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was read of one older step: its folder's name, and checksums by our own ranges."""
+
+    name: str
+    folder: str
+    metadata: Metadata
+    crcs: dict[int, int]
+
+    def with_more(self, store: Store, look: PartInspection, numbers: Iterable[int]) -> _Before:
+        """The same with the checksums of more records."""
+        more = _crcs(store, self.folder, self.metadata, look.ranges, numbers)
+        return _Before(self.name, self.folder, self.metadata, {**self.crcs, **more})
+
+
+def _compared(
+    store: Store, steps: Iterator[StepName], look: PartInspection, numbers: Sequence[int]
+) -> _Before | None:
+    """The checksums of records in the next of `steps` that can be read, None where none can."""
+    for _, named in zip(range(MAX_TRIED), steps, strict=False):
+        folder = _folder(named, look)
+        metadata = _metadata(store, folder)
+        if metadata is None:
+            continue
+        with suppress(StorageError, MemoryError):
+            crcs = _crcs(store, folder, metadata, look.ranges, numbers)
+            if crcs:
+                return _Before(named.name, folder, metadata, crcs)
+    return None
+
+
+def _folder(named: StepName, look: PartInspection) -> str:
+    return f"{named.name}/{look.part.path}" if look.part.path else named.name
+
+
+def _metadata(store: Store, folder: str) -> Metadata | None:
+    """The metadata of a part of an older step, None where it cannot be had."""
+    try:
+        return decode_metadata(store.read(f"{folder}/{METADATA}", limit=MAX_METADATA_BYTES))
+    except (StorageError, MetadataUnreadable, MetadataUnsafe, MemoryError):
+        return None
+
+
+def _crcs(
+    store: Store, folder: str, metadata: Metadata, ranges: Ranges, numbers: Iterable[int]
+) -> dict[int, int]:
+    """What the records of the same chunks in the same files say of their elements."""
+    found: dict[int, int] = {}
+    places = [(n, place) for n in numbers if (place := _same_chunk(metadata, ranges, n))]
+    spans = [_tail(folder, place) for _, place in places]
+    for (number, place), (_, tail) in zip(places, store.read_spans(spans), strict=True):
+        crc = _crc_in(tail, place.length)
+        if crc is not None:
+            found[number] = crc
+    return found
+
+
+def _same_chunk(metadata: Metadata, ranges: Ranges, number: int) -> ByteRange | None:
+    """Where an older step has the same chunk, in a shard file of the same name."""
+    owner = ranges.owner(number)
+    now = owner.entry
+    then = metadata.tensors.get(now.fqn)
+    if not isinstance(now, TensorEntry) or then is None:
+        return None
+    if (then.dtype, then.shape) != (now.dtype, now.shape):
+        return None
+    box = (now.chunks.offsets_of(owner.chunk), now.chunks.sizes_of(owner.chunk))
+    for chunk in (owner.chunk, *range(len(then.chunks))):
+        if chunk >= len(then.chunks):
+            continue
+        if (then.chunks.offsets_of(chunk), then.chunks.sizes_of(chunk)) == box:
+            place = then.chunks.byte_range_of(chunk)
+            same = place is not None and place.file == ranges.file_names[ranges.files[number]]
+            return place if same and place is not None and not place.transforms else None
+    return None
+
+
+def _tail(folder: str, place: ByteRange) -> Span:
+    length = min(TAIL, place.length)
+    return Span(f"{folder}/{place.file}", place.end - length, length)
+
+
+def _crc_in(tail: bytes, length: int) -> int | None:
+    """The checksum of the elements, from the end of a tensor's record."""
+    try:
+        if tail_needed(tail, length) > len(tail):
+            return None
+        directory = parse_directory(tail, length)
+    except RecordUnreadable:
+        return None
+    elements = [member for member in directory.members if member.name.startswith("data/")]
+    return elements[0].crc if directory.has_crcs and len(elements) == 1 else None

@@ -1,0 +1,200 @@
+"""What has ckptctl itself noted about a step: its seal, and the marks on it?
+
+Read only where the listing of the step shows that there is something, or where
+the caller gave a file of marks. What is damaged becomes a finding, and the step is
+judged without it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ckptctl.checks.formatting import inside
+from ckptctl.checks.marks import check_marks
+from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_seal, speaks_of_step
+from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
+from ckptctl.findings import Finding
+from ckptctl.formats.marks import (
+    MARKS_FOLDER,
+    MAX_MARK_BYTES,
+    Mark,
+    MarkKind,
+    metadata_digest,
+    named_word,
+    parse_mark,
+    standing,
+)
+from ckptctl.formats.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
+from ckptctl.inspection.parts import PartInspection
+from ckptctl.inspection.reports import Conditions, metadata_path
+from ckptctl.model import FileInfo, Step
+from ckptctl.storage.contract import Span, Store, TooLarge
+
+MAX_MARKS = 256
+"""So many marks of one step are read: those that rule it out first, then the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The seal of a step, if it speaks of this save of it, and what seal and marks say.
+
+    `marks` are those on this save that no other mark has lifted. `pins` are those of any
+    save in this folder: who has pinned a step keeps it, also where its metadata is
+    damaged or gone and nobody can tell any more which save it is.
+    """
+
+    seal: Seal | None = None
+    marks: tuple[Mark, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    pins: tuple[Mark, ...] = ()
+
+    @property
+    def unread(self) -> bool:
+        """A mark cannot be read: nobody knows what it says."""
+        return any(finding.code == "mark.damaged" for finding in self.findings)
+
+    @property
+    def accepted(self) -> bool:
+        """Somebody has said of this save that it is to be taken as it is."""
+        return any(mark.word is MarkKind.ACCEPTED for mark in self.marks)
+
+
+def read_notes(
+    store: Store,
+    step: Step,
+    parts: Sequence[PartInspection],
+    conditions: Conditions,
+    known_faults: Collection[str] = (),
+) -> Notes:
+    """Read the seal and the marks of a step, and hold them against what was seen of it.
+
+    `known_faults` are the files that other findings speak of already. Storage errors
+    pass through. Cost: one read for the seal and one for each mark, where there are any.
+    """
+    metadata = {
+        metadata_path(look.part.path, one.rank): one.digest
+        for look in parts
+        for one in look.metadata
+    }
+    current = metadata_digest(tuple(metadata.items()))
+    marks, damaged = _marks_of(store, step, current)
+    if conditions.marks is not None:
+        marks += conditions.marks.on_step(step.url, step.number, current)
+    found = [*damaged, *check_marks(marks, step, current)]
+    own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
+    named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}
+    seal, about = _seal_of(store, step)
+    if seal is not None:
+        said = check_seal(seal, Seen(step, metadata, named), key=conditions.seal_key)
+        # A file that the metadata misses, too, is one cause and one finding.
+        about += [finding for finding in said if finding.where not in known_faults]
+    if conditions.require_seal and (
+        seal is None or any(finding.code in PROVES_NOTHING for finding in about)
+    ):
+        about.append(_required(step, seal, about))
+    usable = seal if speaks_of_step(about) else None
+    pins = tuple(mark for mark in standing(marks) if mark.word is MarkKind.PINNED)
+    return Notes(usable, own, (*found, *about), pins)
+
+
+def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:
+    file = next((file for file in step.files if file.path == SEAL), None)
+    if file is None:
+        return None, []
+    try:
+        if file.kind != "file":
+            raise OwnFileUnreadable(f"it is a {file.kind}, not a file; it was not opened")
+        data = store.read(f"{step.name}/{SEAL}", limit=MAX_SEAL_BYTES)
+        return parse_seal(data), []
+    except OwnFileUnsupported as error:
+        return None, [_unreadable("seal.unsupported", SEAL, "the seal", error.message)]
+    except (OwnFileUnreadable, TooLarge) as error:
+        return None, [_unreadable("seal.invalid", SEAL, "the seal", error.message)]
+
+
+def _marks_of(
+    store: Store, step: Step, current: str | None
+) -> tuple[tuple[Mark, ...], tuple[Finding, ...]]:
+    """The marks on a step, and a finding for each file that could not be used as one.
+
+    A mark that rules the step out counts by the name of its file where it cannot be
+    read: neither damage nor many later marks let a step be taken that was rejected.
+    """
+    files = [
+        file
+        for file in step.files
+        if file.path.startswith(f"{MARKS_FOLDER}/") and file.path.endswith(".json")
+    ]
+    newest = sorted(files, key=lambda file: file.path, reverse=True)
+    order = sorted(newest, key=lambda file: named_word(file.path) not in _RULES_OUT)
+    read = [f for f in order[:MAX_MARKS] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
+    marks: list[Mark] = []
+    unread = {file.path: _why_not_read(file) for file in files if file not in read}
+    spans = (Span(f"{step.name}/{file.path}", 0, file.size) for file in read)
+    for span, data in store.read_spans(spans):
+        path = span.path.removeprefix(f"{step.name}/")
+        try:
+            marks.append(parse_mark(data))
+        except OwnFileUnreadable as error:
+            unread[path] = error.message
+    marks += [
+        _by_name(path, word, why, step, current)
+        for path, why in unread.items()
+        if (word := named_word(path)) in _RULES_OUT
+    ]
+    damaged = [
+        _unreadable("mark.damaged", path, "a mark", why) for path, why in sorted(unread.items())
+    ]
+    return tuple(marks), tuple(damaged)
+
+
+_RULES_OUT = (MarkKind.REJECTED, MarkKind.SUPERSEDED)
+
+
+def _by_name(path: str, word: MarkKind, why: str, step: Step, current: str | None) -> Mark:
+    """The mark that a file was written for which cannot be read; `accept` lifts it as any other."""
+    name = path.rpartition("/")[2].removesuffix(".json")
+    return Mark(
+        id=name,
+        word=word,
+        by="somebody",
+        at=name.partition("-")[0],
+        reason=f"known by its name only, the mark cannot be read: {why}",
+        url=step.url,
+        number=step.number,
+        metadata=current,
+    )
+
+
+def _why_not_read(file: FileInfo) -> str:
+    if file.kind != "file":
+        return f"it is a {file.kind}, not a file; it was not opened"
+    return f"{file.size:,} bytes, or one of too many marks; it was not read"
+
+
+def _unreadable(code: str, where: str, what: str, why: str) -> Finding:
+    return Finding(
+        code,
+        where,
+        f"{what} cannot be used: {why}",
+        expected="a file as ckptctl writes it",
+        found=why,
+        next_command=f"ckptctl explain {code}",
+    )
+
+
+def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Finding:
+    reasons = [finding.code for finding in about if finding.code in PROVES_NOTHING]
+    what = f"there is one, but {', '.join(reasons)}" if reasons else "there is none"
+    return Finding(
+        "seal.required",
+        SEAL,
+        f"a seal that proves the step was asked for; {what}",
+        expected="a seal of this save",
+        found=seal.kind if seal else "no seal",
+        next_command=f"ckptctl seal {shlex.quote(step.url)}"
+        if not reasons
+        else f"ckptctl explain {reasons[0]}",
+    )

@@ -1,0 +1,272 @@
+"""What do the small files beside the shards, and the scalars in them, say?
+
+The step number, the tokens seen, which kinds of train state a `train_state.pt`
+really holds. Read inertly: nothing that a file names is imported or run. Files
+are only opened when they are small and known to hold train state.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
+from ckptctl.findings import Finding
+from ckptctl.formats.archive.directory import (
+    RecordDirectory,
+    View,
+    parse_directory,
+    read_member,
+    tail_needed,
+    wrong_crcs,
+)
+from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.state_keys import Kind, kind_of_file
+from ckptctl.formats.values import TensorStub, decode_value
+from ckptctl.model import ByteRange, FileInfo, Metadata
+from ckptctl.storage.contract import Span, Store
+
+MAX_SIDECAR_BYTES = 16 * 2**20
+MAX_SIDECARS = 32
+MAX_DOCUMENT_BYTES = 4 * 2**20
+MAX_ENDS = 4096
+_TAIL = 98  # `tail_needed` wants as much
+MAX_SCALAR_BYTES = 64 * 2**10
+MAX_NUMBERS = 16
+
+_SCALARS: Mapping[str, str] = {
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint8": "B",
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """A file beside the shards: its decoded content, or the finding that it is damaged.
+
+    `content` is None for a file that was not read, or whose format is not known.
+    """
+
+    path: str
+    content: object | None = None
+    finding: Finding | None = None
+
+
+def read_sidecars(
+    store: Store, folder: str, layout: str, sidecars: Sequence[FileInfo], url: str
+) -> Iterator[Sidecar]:
+    """Read the files that hold train state, as far as they are small; yield each.
+
+    Of files that exist once per rank only the first is read: the others differ in
+    values, not in kinds. Of these, and of large files, both ends are looked at, which
+    shows one that was cut short. Cost: at most `MAX_SIDECARS` reads, and two small ones
+    for each of the other files, of which `MAX_ENDS` are looked at.
+    """
+    held = [f for f in sidecars if f.kind == "file" and f.size and kind_of_file(layout, f.path)]
+    wanted = list(_worth_reading(layout, held))[:MAX_SIDECARS]
+    spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
+    for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
+        try:
+            yield Sidecar(file.path, content_of(data, file.path))
+        except CkptctlError as error:
+            yield Sidecar(file.path, finding=_damaged(file.path, error.message, url))
+    read = set(wanted)
+    others = [file for file in held if file not in read and not file.path.endswith(".json")]
+    for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
+        yield Sidecar(path, finding=_damaged(path, why, url))
+
+
+def check_documents(
+    store: Store, folder: str, needed: Collection[str], sidecars: Sequence[FileInfo]
+) -> Iterator[Finding]:
+    """Yield a finding for each document in JSON beside the shards that ends too early.
+
+    `file.unreadable` for one that is `needed` to load the step, `file.truncated` for any
+    other. Those that hold train state are `read_sidecars`'. Cost: at most `MAX_SIDECARS`
+    reads of up to `MAX_DOCUMENT_BYTES`.
+    """
+    wanted = [f for f in sidecars if f.kind == "file" and 0 < f.size <= MAX_DOCUMENT_BYTES]
+    wanted = [f for f in wanted if f.path.endswith(".json")][:MAX_SIDECARS]
+    spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
+    for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
+        if not _ends_early(data):
+            continue
+        code = "file.unreadable" if file.path in needed else "file.truncated"
+        yield Finding(
+            code,
+            file.path,
+            f"{file.path} ends in the middle of its document: it was not written, or not "
+            "copied, to its end",
+            expected="a whole document in JSON",
+            found=f"{file.size:,} bytes of one",
+            next_command=f"ckptctl explain {code}",
+        )
+
+
+def _ends_early(data: bytes) -> bool:
+    """Whether a document in JSON was begun and not ended; one in another form was not."""
+    text = data.decode(errors="replace").strip()
+    closing = {"{": "}", "[": "]"}.get(text[:1])
+    if closing is None:
+        return False
+    try:
+        decode_json(text, max_bytes=MAX_DOCUMENT_BYTES)
+    except NotJson as error:
+        return error.cut_short or (error.malformed and not text.endswith(closing))
+    return False
+
+
+def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileInfo]:
+    families: set[tuple[str, ...]] = set()
+    for file in sidecars:
+        kind = kind_of_file(layout, file.path)
+        if kind is None or file.size > MAX_SIDECAR_BYTES:
+            continue
+        if kind.rank is not None:
+            if kind.names in families:
+                continue
+            families.add(kind.names)
+        yield file
+
+
+def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:
+    """The files that begin as `torch.save` writes them and do not end so, and why."""
+    spans = []
+    for file in files:
+        path, n_tail = f"{folder}/{file.path}", min(file.size, _TAIL)
+        spans += [Span(path, 0, min(file.size, 2)), Span(path, file.size - n_tail, n_tail)]
+    ends = iter(store.read_spans(spans))
+    for file, (_, head), (_, tail) in zip(files, ends, ends, strict=True):
+        if head != b"PK":
+            continue
+        try:
+            tail_needed(tail, file.size)
+        except RecordUnreadable as error:
+            yield file.path, error.message
+
+
+def content_of(data: bytes, path: str) -> object | None:
+    """The value that a sidecar file holds; None for a format that is not ours to read.
+
+    Raises `MetadataUnreadable` or `RecordUnreadable` for a damaged one. What asks
+    for code to run becomes opaque: train state is often an object of the trainer's.
+    """
+    if path.endswith(".json"):
+        return _json(data)
+    if not data.startswith(b"PK"):
+        return None
+    directory = parse_directory(data, len(data))
+    view = View(len(data), data, data)
+    damaged = wrong_crcs(directory, view)
+    if damaged:
+        raise RecordUnreadable(f"{damaged[0]} in it does not match its checksum")
+    pickle = read_member(directory, "data.pkl", view)
+    value = None if pickle is None else decode_value(pickle)
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_stub(one, directory, view) for key, one in value.items()}
+
+
+def _without_stub(value: object, directory: RecordDirectory, view: View) -> object:
+    """The number in a tensor of one element; any other value as it is."""
+    if not isinstance(value, TensorStub):
+        return value
+    number = _number_of(value, directory, view)
+    return value if number is None else number
+
+
+def _number_of(stub: TensorStub, directory: RecordDirectory, view: View) -> int | float | None:
+    data = read_member(directory, f"data/{stub.storage_key}", view)
+    order = read_member(directory, "byteorder", view) or b"little"
+    return None if data is None else scalar(stub, data, order.decode("ascii", "replace"))
+
+
+def _json(data: bytes) -> object:
+    try:
+        return decode_json(data, max_bytes=MAX_SIDECAR_BYTES)
+    except NotJson as error:
+        raise MetadataUnreadable(f"it is not JSON: {error}") from error
+
+
+def _damaged(path: str, why: str, url: str) -> Finding:
+    return Finding(
+        "file.unreadable",
+        path,
+        f"{path} holds train state and is damaged: {why}",
+        expected="a file as its framework writes it",
+        found=why,
+        next_command=f"ckptctl show {shlex.quote(url)}",
+    )
+
+
+def read_numbers(
+    store: Store, folder: str, metadata: Metadata, kinds: Mapping[str, Kind]
+) -> dict[str, int]:
+    """The values of the `step` and `tokens` entries of a part, by FQN, where they are small.
+
+    `kinds` are those of `entry_kinds`. Cost: one read for each such entry.
+    """
+    spans: dict[Span, str] = {}
+    for fqn, kind in kinds.items():
+        found = _small_range(metadata, fqn) if kind.names[0] in ("step", "tokens") else None
+        if found is not None and len(spans) < MAX_NUMBERS:
+            spans[Span(f"{folder}/{found.file}", found.offset, found.length)] = fqn
+    numbers = {}
+    for span, record in store.read_spans(spans):
+        value = number_in(record)
+        if value is not None and math.isfinite(value) and value == int(value):
+            numbers[spans[span]] = int(value)
+    return numbers
+
+
+def _small_range(metadata: Metadata, fqn: str) -> ByteRange | None:
+    tensor = metadata.tensors.get(fqn)
+    if tensor is None:
+        found = metadata.bytes_entries[fqn].byte_range
+    else:
+        found = tensor.chunks.byte_range_of(0) if len(tensor.chunks) == 1 else None
+    if found is None or found.transforms or not 0 < found.length <= MAX_SCALAR_BYTES:
+        return None
+    return found
+
+
+def number_in(record: bytes) -> int | float | None:
+    """The number that a whole record of a bytes entry or a 0-d tensor holds.
+
+    None for a record of anything else, and for a damaged one: that is found by the
+    checks, not here.
+    """
+    view = View(len(record), record, record)
+    try:
+        directory = parse_directory(record, len(record))
+        pickle = read_member(directory, "data.pkl", view)
+        value = decode_value(pickle) if pickle is not None else None
+    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
+        return None
+    if isinstance(value, TensorStub):
+        return _number_of(value, directory, view)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def scalar(stub: TensorStub, data: bytes, byte_order: str) -> int | float | None:
+    """The value of a tensor with one element; None for a larger one or another dtype.
+
+    `byte_order` is `little` or `big`: that of the machine that wrote the record.
+    """
+    letter = _SCALARS.get(stub.dtype)
+    if letter is None or any(size != 1 for size in stub.shape):
+        return None
+    form = (">" if byte_order == "big" else "<") + letter
+    if len(data) != struct.calcsize(form):
+        return None
+    value: int | float = struct.unpack(form, data)[0]
+    return value

@@ -1,0 +1,250 @@
+"""Look at the storage from the nodes of the job, through the command that starts processes there.
+
+`srun`, `kubectl exec`, `ssh` or any other command runs `ckptctl preflight --node-report` on
+a node; what it prints is one line of JSON for each process. The reports are those of
+`node` and `probing`, so several nodes are compared in one way, however they were started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+
+from ckptctl.errors import StorageUnavailable, UsageError
+from ckptctl.formats.bounded_json import decode_json
+from ckptctl.preflight_checks.nodes import facts_of_this_node
+from ckptctl.preflight_checks.probing import Compared, StorageProbe, Written
+from ckptctl.preflight_checks.results import NodeFacts
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, open_store
+
+SCHEMA = "ckptctl.node/1"
+PATIENCE = 10
+"""A launcher may take so many times the timeout of the storage: it may have to wait for nodes."""
+_MOST_BYTES = 4 << 20
+_MOST_PROCESSES = 4096
+_TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
+# They are about the process that was typed, and not about those on other nodes.
+_NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT", "CKPTCTL_LAUNCHER")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one process on a node saw: of each root in their order, and of a probe."""
+
+    facts: tuple[NodeFacts, ...]
+    written: Written | None = None
+    compared: Compared | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A command that runs another one on nodes of the job, as a list of arguments.
+
+    The last argument may be the ckptctl that is there (`kubectl exec worker-0 -- ckptctl`);
+    otherwise this one is run by its path, as on a shared file system.
+    """
+
+    words: tuple[str, ...]
+    timeout_s: float = 300.0
+
+    def reports(self, arguments: Sequence[str], n_roots: int) -> tuple[NodeReport, ...]:
+        """What the processes report that `ckptctl preflight ARGUMENTS` started, of `n_roots`.
+
+        Raises `UsageError` where there is no such command, `StorageUnavailable` where it
+        fails, takes too long, or no process reports.
+        """
+        here = os.path.basename(self.words[-1]) == "ckptctl"
+        own = () if here else (sys.executable, "-m", "ckptctl")
+        words = [*self.words, *own, "preflight", *arguments]
+        printed, said, code = _run(words, self.timeout_s)
+        found = tuple(_reports_in(printed, n_roots))
+        if code or not found:
+            last = (said.strip().splitlines() or ["it printed nothing on standard error"])[-1]
+            what = "printed no report" if not code else f"ended with {code}"
+            raise StorageUnavailable(
+                f"the launcher {self.words[0]} {what}, so nobody knows what the nodes of the job "
+                f"see: {last[:400]}",
+                next_command="ckptctl preflight --help",
+            )
+        return found
+
+
+def _run(words: Sequence[str], timeout_s: float) -> tuple[str, str, int]:
+    """Standard output, standard error and exit code; bounded in bytes and in time."""
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"--launcher: there is no command {words[0]!r}")
+    environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        except BaseException as error:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise StorageUnavailable(
+                f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; nobody knows "
+                "what the nodes of the job see"
+            ) from error
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(_MOST_BYTES).decode("utf-8", "replace"))
+    return texts[0], texts[1], code
+
+
+def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
+    """The reports among the lines; `srun --label` and `kubectl --prefix` put words in front."""
+    n_found = 0
+    for line in printed.splitlines():
+        start = line.find('{"schema": "' + SCHEMA)
+        if start < 0 or n_found == _MOST_PROCESSES:
+            continue
+        n_found += 1
+        try:
+            report = report_of(decode_json(line[start:], max_bytes=_MOST_BYTES))
+            if len(report.facts) != n_roots:
+                raise ValueError("roots")
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageUnavailable(
+                f"a node printed a report that cannot be read ({type(error).__name__}): "
+                f"{line[start : start + 200]}"
+            ) from error
+        yield report
+
+
+def report_of(document: object) -> NodeReport:
+    """The report in a document; raises `ValueError`, `TypeError` or `KeyError` for another one."""
+    if not isinstance(document, dict):
+        raise TypeError("a report is a JSON object")
+    roots = document["roots"]
+    if not isinstance(roots, list):
+        raise TypeError("roots")
+    written, compared = document.get("written"), document.get("compared")
+    return NodeReport(
+        tuple(_typed(NodeFacts, one) for one in roots),
+        None if written is None else _written(written),
+        None if compared is None else _compared(compared),
+    )
+
+
+def _typed(of: type[NodeFacts], given: object) -> NodeFacts:
+    """The facts, each of the type that it has in facts of this process."""
+    if not isinstance(given, dict):
+        raise TypeError("facts")
+    kept = of(host=str(given["host"])[:256])
+    kinds = {"mount": str, "error": str, "free": int}
+    for name in of.__dataclass_fields__:
+        value = given.get(name)
+        kind = kinds.get(name, type(getattr(kept, name)))
+        if name == "host" or value is None:
+            continue
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(name)
+        kept = replace(kept, **{name: value[:4000] if isinstance(value, str) else value})  # type: ignore[arg-type]
+    return kept
+
+
+def _written(given: object) -> Written:
+    if not isinstance(given, dict):
+        raise TypeError("written")
+    error = given["error"]
+    return replace(
+        probe_of(str(given["token"])),
+        host=str(given["host"])[:256],
+        seconds=float(given["seconds"]),
+        error=None if error is None else str(error)[:4000],
+        error_code=int(given["error_code"]),
+    )
+
+
+def _compared(given: object) -> Compared:
+    if not isinstance(given, dict) or not isinstance(given["wrong"], list):
+        raise TypeError("compared")
+    error = given["error"]
+    return Compared(
+        host=str(given["host"])[:256],
+        n_bytes=int(given["n_bytes"]),
+        seconds=float(given["seconds"]),
+        wrong=tuple(str(one)[:400] for one in given["wrong"][:100]),
+        error=None if error is None else str(error)[:4000],
+        error_code=int(given["error_code"]),
+    )
+
+
+def probe_of(token: str) -> Written:
+    """What the probe with this token wrote; raises `UsageError` for another word."""
+    if _TOKEN.fullmatch(token) is None:
+        raise UsageError(f"{token!r} is not what a storage probe is called")
+    return Written("", token, 0.0)
+
+
+def report_from_here(
+    roots: Sequence[str], step: str, probe: str | None, to_storage: Mapping[str, object]
+) -> dict[str, object]:
+    """What this process sees of the roots, as a document.
+
+    `step` is the URL of the chosen step, empty where there is none; it is looked at in the
+    root that holds it. `probe` is the token of a probe in the first root: its files are
+    compared, and files of this process are written and left for the one who asked.
+    """
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(open_store(root, **to_storage))  # type: ignore[arg-type]
+            for root in roots
+        ]
+        facts = [
+            facts_of_this_node(one, base_name(step) if holds(one, step) else None) for one in stores
+        ]
+        document: dict[str, object] = {"schema": SCHEMA, "roots": [asdict(one) for one in facts]}
+        if probe is not None:
+            mine = StorageProbe(stores[0])
+            document["compared"] = asdict(mine.compare(probe_of(probe)))
+            document["written"] = asdict(mine.write())
+        return document
+
+
+def holds(store: Store, step: str) -> bool:
+    """Whether a step, by its URL, is in this root."""
+    return bool(step) and join_url(store.url, base_name(step)) == step
+
+
+def arguments(
+    roots: Sequence[str], step: str, probe: Written | None, to_storage: Mapping[str, object]
+) -> list[str]:
+    """The arguments of the `preflight` that reports from a node."""
+    words = [_absolute(root) for root in roots]
+    words += ["--node-report", f"{_absolute(step)}" if step else "none"]
+    words += ["--node-probe", probe.token] if probe is not None else []
+    if to_storage.get("endpoint_url"):
+        words += ["--endpoint-url", str(to_storage["endpoint_url"])]
+    options = to_storage.get("storage_options")
+    for key, value in options.items() if isinstance(options, Mapping) else ():
+        words += [
+            "--storage-option",
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}",
+        ]
+    return [*words, "--timeout", f"{to_storage.get('timeout_s', 30.0)}"]
+
+
+def _absolute(url: str) -> str:
+    return absolute_url(url) if is_local(url) else url

@@ -1,0 +1,231 @@
+"""Record each resume of a run of several roots, and rule out the steps that it left behind.
+
+A resume from step N supersedes every newer step, and a mark in each root states that. An
+optional root may be absent at that moment, or be the local disk of another machine, and a
+root may be read-only. So the root that the job saves to keeps a record of each resume,
+`.ckptctl/branches/ATTEMPT.from-STEP.json`, and `pick` over several roots compares the
+steps of the other roots with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.errors import OwnFileUnreadable, PathNotFound
+from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
+from ckptctl.formats.layouts import OWN_FOLDER, is_of_one_attempt
+from ckptctl.formats.marks import metadata_digest
+from ckptctl.formats.own_files import (
+    list_in,
+    object_in,
+    optional_count_in,
+    read_back,
+    same_names,
+    text_in,
+    with_digest,
+)
+from ckptctl.formats.seals import Seal
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.opening import absolute_url, base_name
+
+BRANCHES_FOLDER = f"{OWN_FOLDER}/branches"
+
+MAX_READ = 1_000
+"""So many records are read, the newest; of older ones the name counts."""
+
+_SCHEMA = "ckptctl.branch/1"
+_FIELDS = ("schema", "attempt", "step", "at", "loaded", "left")
+_FIELDS_LEFT = ("url", "number", "metadata")
+_MAX_BYTES = 8 << 20
+_MAX_OBJECTS = 50_000
+_START = "start"
+_TIME = r"[0-9]{8}T[0-9]{6}\.[0-9]{6}Z"
+_NAME = re.compile(
+    rf"(?P<attempt>(?P<at>{_TIME})-[0-9a-f]{{8}})\.from-(?P<step>start|[0-9]+)\.json"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A save that was listed and not taken; `metadata` is None for one that had none yet."""
+
+    url: str
+    number: int
+    metadata: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A resume of the run, as one of its roots records it.
+
+    `step` is None for a run that began, `loaded` the `metadata_digest` of the save that was
+    loaded. `at_s` is when it was decided, in seconds since 1970, `root` the recording root.
+    """
+
+    root: str
+    attempt: str
+    step: int | None
+    at_s: float
+    loaded: str | None = None
+    left: frozenset[Left] = frozenset()
+
+    def leaves(self, report: Report, seal: Seal | None) -> bool:
+        """Whether the step was saved on the branch that this resume abandoned.
+
+        It was where the resume listed that very save. A step that was not listed is
+        judged by its seal: the attempt that saved it and when it was sealed, by the clocks of
+        the job's machines. Without a seal of `ckptctl.train` the time of its newest file
+        decides, by the clock of the storage.
+        """
+        number = report.number
+        if number is None or (self.step is not None and number <= self.step):
+            return False
+        metadata = metadata_digest(report.digests)
+        if Left("", number, metadata) in self.left:
+            return True
+        name = base_name(report.url)
+        if is_of_one_attempt(name) and Left(absolute_url(report.url), number, None) in self.left:
+            return True
+        if seal is not None and seal.origin is not None:
+            if seal.origin.attempt >= self.attempt:
+                return False
+            sealed_s = _seconds(seal.sealed_at, "%Y-%m-%dT%H:%M:%SZ")
+            # A seal is dated to the second: of the same one it may be of the abandoned branch.
+            return sealed_s is None or sealed_s <= int(self.at_s)
+        return report.written_s is not None and report.written_s < self.at_s
+
+
+def put_resume(
+    store: Store,
+    attempt: str,
+    step: int | None,
+    digests: Sequence[tuple[str, str]],
+    left: Sequence[Report],
+) -> None:
+    """Record a resume in the root that the job saves to. Cost: one write."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    document = {
+        "schema": _SCHEMA,
+        "attempt": attempt,
+        "step": step,
+        "at": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "loaded": metadata_digest(digests),
+        "left": [
+            {
+                "url": absolute_url(one.url),
+                "number": one.number,
+                "metadata": metadata_digest(one.digests),
+            }
+            for one in left
+        ],
+    }
+    name = f"{attempt}.from-{_START if step is None else step}.json"
+    store.put(f"{BRANCHES_FOLDER}/{name}", with_digest(document), replace=True)
+
+
+def read_resumes(store: Store) -> tuple[Resume, ...]:
+    """The resumes that a root records.
+
+    The name of a record counts where its content cannot be read. Raises `StorageError`
+    where the root does not answer. Cost: one listing, and one read for each resume.
+    """
+    try:
+        entries = store.list_dir(BRANCHES_FOLDER)
+    except PathNotFound:
+        return ()
+    named: dict[str, Resume] = {}
+    for entry in entries:
+        match = _NAME.fullmatch(entry.path.rpartition("/")[2])
+        at_s = _seconds(match["at"], "%Y%m%dT%H%M%S.%fZ") if match else None
+        if match is not None and at_s is not None:
+            step = None if match["step"] == _START else int(match["step"])
+            named[entry.path] = Resume(store.url, match["attempt"], step, at_s)
+    newest = sorted(named, reverse=True)[:MAX_READ]
+    for path, data in in_flight(lambda path: _read(store, path), newest):
+        if data is not None:
+            named[path] = _parsed(named[path], data)
+    return tuple(named.values())
+
+
+def _read(store: Store, path: str) -> bytes | None:
+    try:
+        return store.read(path, limit=_MAX_BYTES)
+    except (PathNotFound, TooLarge):
+        return None
+
+
+def _parsed(named: Resume, data: bytes) -> Resume:
+    try:
+        fields, _ = read_back(data, _SCHEMA, _FIELDS, max_objects=_MAX_OBJECTS)
+        loaded = fields["loaded"]
+        left = [_left(object_in(one, "left")) for one in list_in(fields["left"], "left")]
+        return replace(
+            named,
+            at_s=_seconds(text_in(fields["at"], "at")) or named.at_s,
+            loaded=None if loaded is None else text_in(loaded, "loaded"),
+            left=frozenset(left),
+        )
+    except OwnFileUnreadable:
+        return named
+
+
+def _left(fields: Mapping[str, object]) -> Left:
+    same_names(fields, _FIELDS_LEFT, "left")
+    number = optional_count_in(fields["number"], "left.number")
+    if number is None:
+        raise OwnFileUnreadable("a save in left has no number")
+    if fields["metadata"] is None:
+        return Left(text_in(fields["url"], "left.url"), number, None)
+    # The same save counts wherever a copy of it lies.
+    return Left("", number, text_in(fields["metadata"], "left.metadata"))
+
+
+def _seconds(text: str, form: str = "%Y-%m-%dT%H:%M:%S.%fZ") -> float | None:
+    """A time in UTC, in seconds since 1970; None for a text that is no time."""
+    try:
+        at = datetime.datetime.strptime(text, form).replace(tzinfo=datetime.timezone.utc)
+        return at.timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def left_behind(looked: Inspection, resumes: Sequence[Resume]) -> Resume | None:
+    """The resume that left a step behind; None for a step of the branch that goes on.
+
+    `resumes` are those that other roots record. A step that a resume loaded is of the
+    branch again, whatever came before, and so is one that a person has accepted.
+    """
+    report, notes = looked.report, looked.notes
+    if report.verdict is Verdict.UNKNOWN or (notes is not None and notes.accepted):
+        return None
+    metadata = metadata_digest(report.digests)
+    for one in sorted(resumes, key=lambda one: one.attempt, reverse=True):
+        if metadata is not None and (one.step, one.loaded) == (report.number, metadata):
+            return None
+        if one.leaves(report, notes.seal if notes else None):
+            return one
+    return None
+
+
+def ruled_out(looked: Inspection, resume: Resume) -> Inspection:
+    """What was found of a step, with the finding that a resume has left it behind."""
+    report = looked.report
+    went_on = "began anew" if resume.step is None else f"went on from step {resume.step}"
+    finding = Finding(
+        "step.superseded",
+        "",
+        f"superseded by attempt {resume.attempt}: the run {went_on}, by the record in "
+        f"{resume.root}, and this step is of the branch before it",
+        found=f"a save of the abandoned branch in {report.url}",
+        next_command=None,
+    )
+    findings = in_order((*report.findings, finding))
+    verdict = verdict_of(findings)
+    code = verdict.exit_code if verdict is Verdict.SUPERSEDED else report.exit_code
+    report = replace(report, findings=findings, verdict=verdict, exit_code=code)
+    return replace(looked, report=report)

@@ -1,0 +1,324 @@
+"""Which of the candidates is the newest that may be resumed from?
+
+The policy and nothing else: candidates come newest first, looking at one is a
+function that the caller gives. Nothing here knows a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+
+from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
+from ckptctl.formats.layouts import StepName
+from ckptctl.model import STATE_KINDS, Level
+from ckptctl.selection.results import PassedOver
+
+MAX_LOOKED_FURTHER = 10
+"""How many steps behind too many damaged ones are inspected for the newest that is sound."""
+
+MAX_PREDECESSORS = 10
+"""How many older steps are asked whether they hold the optimizer that a newer one lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One step under one of the roots; `tier` is the place of its root in the argument list.
+
+    `optional` says that its root may be absent: then a step in it that does not
+    answer stops nothing.
+    """
+
+    tier: int
+    named: StepName
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller lets `pick` take. `max_fallback` counts damaged steps."""
+
+    allow_missing_state: bool = False
+    accept_unverifiable: bool = False
+    before: int | None = None
+    skip: Collection[int] = ()
+    max_fallback: int = 2
+
+
+@dataclass(slots=True)
+class Choice:
+    """What choosing came to: the chosen report or none, and everything passed over on the way.
+
+    `damaged` are the numbers of those that are damaged. `stopped` says why the search
+    ended before the steps did: `unknown` for a step that could not be looked at,
+    `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
+    that turned out to be something else, `unknown` the copies of the step at which the
+    search stopped that could not be looked at. `further` is there after too many damaged
+    steps: the search for the newest sound step behind them, which is for a person to
+    decide on.
+    """
+
+    chosen: Report | None = None
+    no_steps: list[Candidate] = field(default_factory=list)
+    passed_over: list[PassedOver] = field(default_factory=list)
+    damaged: list[int | None] = field(default_factory=list)
+    unknown: list[Report] = field(default_factory=list)
+    stopped: str | None = None
+    exit_code: int = EXIT_NONE_USABLE
+    further: Choice | None = None
+
+    def pass_over(self, report: Report, reason: str) -> None:
+        """Note a step that is not taken."""
+        self.passed_over.append(PassedOver(report, reason))
+        # Copies of one step come one after the other.
+        if report.damaged and self.damaged[-1:] != [report.number]:
+            self.damaged.append(report.number)
+
+
+Inspect = Callable[[Candidate, Level], Report]
+"""Look at a candidate, at the given level or deeper."""
+
+
+def in_order(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
+    """The candidates that the policy lets through, newest first, earlier tiers first."""
+    return sorted(
+        (
+            c
+            for c in candidates
+            if (policy.before is None or c.named.number < policy.before)
+            and c.named.number not in policy.skip
+        ),
+        key=lambda c: (-c.named.number, c.tier),
+    )
+
+
+def choose(candidates: Sequence[Candidate], look: Inspect, policy: Policy) -> Choice:
+    """Take the newest candidate that passes; stop where the answer would not be sure.
+
+    `candidates` come from `in_order`. Looks at as few as it can: at one, if the
+    newest is whole and lacks nothing; at its predecessor too, if it lacks state.
+    """
+    choice = Choice()
+    for copies, older in by_number(candidates):
+        if take_one_of(copies, older, look, policy, choice):
+            return choice
+        if choice.unknown:
+            choice.stopped = "unknown"
+            choice.exit_code = max(report.exit_code for report in choice.unknown)
+            return choice
+        if len(choice.damaged) > policy.max_fallback:
+            choice.stopped = "suspect"
+            number = copies[0].named.number
+            rest = [one for one in candidates if one.named.number < number]
+            _look_further(rest, look, policy, choice)
+            return choice
+    return choice
+
+
+def _look_further(
+    candidates: Sequence[Candidate], look: Inspect, policy: Policy, choice: Choice
+) -> None:
+    """Find the newest sound step behind too many damaged ones, and do not choose it."""
+    choice.further = Choice(damaged=[*choice.damaged])
+    for copies, older in islice(by_number(candidates), MAX_LOOKED_FURTHER):
+        if take_one_of(copies, older, look, policy, choice.further):
+            return
+
+
+def by_number(
+    candidates: Sequence[Candidate],
+) -> Iterator[tuple[list[Candidate], Sequence[Candidate]]]:
+    """The copies of each step in turn, with the older candidates that it is compared with."""
+    n_seen = 0
+    for _, group in groupby(candidates, key=lambda c: c.named.number):
+        copies = list(group)
+        n_seen += len(copies)
+        yield copies, candidates[n_seen : n_seen + MAX_PREDECESSORS]
+
+
+def take_one_of(
+    copies: Sequence[Candidate],
+    older: Sequence[Candidate],
+    look: Inspect,
+    policy: Policy,
+    choice: Choice,
+) -> bool:
+    """Whether one of the copies of a step may be resumed from: it is `choice.chosen` then.
+
+    `older` are the steps that it is compared with. `choice` holds what was passed over
+    before, and gets what is passed over here. `pick` stops at the first step for which
+    this is true; retention goes on until it has counted enough of them.
+    """
+    # Once one step was found damaged, a glance is not enough for the next.
+    level = Level.STRUCTURE if choice.damaged else Level.LISTING
+    for candidate in copies:
+        report = look(candidate, level)
+        if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
+            choice.no_steps.append(candidate)
+            continue
+        others = [one for one in copies if one.tier != candidate.tier]
+        reason = why_not(report, older, look, policy, others)
+        if reason is None:
+            choice.chosen, choice.exit_code = report, 0
+            return True
+        choice.pass_over(report, reason)
+        if report.verdict is Verdict.UNKNOWN and not candidate.optional:
+            choice.unknown.append(report)
+    return False
+
+
+def _marked_elsewhere(report: Report, others: Sequence[Candidate], look: Inspect) -> str | None:
+    """Why a step is refused for a mark on the copy of the same save in another root."""
+    for other in (look(one, Level.LISTING) for one in others):
+        same_save = bool(report.digests) and other.digests == report.digests
+        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
+            return f"{other.verdict.value} in {other.url}, which holds the same save"
+    return None
+
+
+def why_not(
+    report: Report,
+    older: Sequence[Candidate],
+    look: Inspect,
+    policy: Policy,
+    others: Sequence[Candidate] = (),
+) -> str | None:
+    """Why a step is not taken, for itself or for what other steps say; None where it is.
+
+    `others` are its copies in other roots, `older` the steps that it is compared with.
+    """
+    return (
+        refusal(report, policy)
+        or _marked_elsewhere(report, others, look)
+        or _lacking(report, older, look, policy)
+    )
+
+
+def refusal(report: Report, policy: Policy) -> str | None:
+    """Why a step cannot be taken for what it is itself, in one line; None where it can be."""
+    if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable:
+        return None
+    if report.usable:
+        return None
+    faults = report.with_severity(Severity.FAULT)
+    if faults:
+        first = faults[0]
+        place = f"{first.where}: " if first.where and first.where not in first.message else ""
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return f"{report.verdict.value}: {place}{first.message}{more}"
+    conditions = {23: "state.missing", 24: "world-size.fixed state.lost"}
+    wanted = conditions.get(report.exit_code, "").split()
+    said = [finding.message for finding in report.findings if finding.code in wanted]
+    return said[0] if said else report.verdict.value
+
+
+def _lacking(
+    report: Report, older: Sequence[Candidate], look: Inspect, policy: Policy
+) -> str | None:
+    missing = absent_kinds(report)
+    if policy.allow_missing_state or not (missing or _may_lack_more(report)):
+        return None
+    # A step that lacks nothing for certain is worth one more look, not ten.
+    older = older if missing else older[:1]
+    # At the same level: what is read and what is believed by name do not compare.
+    for earlier in _predecessors(older, look, report.level, ask_all="optimizer" in missing):
+        if earlier.verdict is Verdict.UNKNOWN:
+            if not missing:
+                return None
+            what = ", ".join(missing)
+            return f"lacks {what}, and step {earlier.number}, which may hold it, did not answer"
+        lost = ", ".join(_lost(report, earlier, missing))
+        if lost:
+            return (
+                f"lacks {lost}, which step {earlier.number} holds: "
+                f"a resume from here would reset it (--allow-missing-state takes it all the same)"
+            )
+    return None
+
+
+_KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "step")
+
+
+def absent_kinds(report: Report) -> tuple[str, ...]:
+    """The kinds of train state that the step lacks, and must hold where a step before it does."""
+    return tuple(kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held)
+
+
+def demanded(chosen: Report, require: Collection[str], policy: Policy) -> tuple[str, ...]:
+    """The kinds of train state that were demanded of a chosen step.
+
+    `require`, and what the comparison with the steps before demands: it lets a step
+    through that lacks a kind only where they lack it too.
+    """
+    absent = _KINDS_THAT_COUNT if policy.allow_missing_state else absent_kinds(chosen)
+    by_steps = set(_KINDS_THAT_COUNT).difference(absent)
+    return tuple(kind for kind in STATE_KINDS if kind in by_steps or kind in require)
+
+
+def _may_lack_more(report: Report) -> bool:
+    """A step of parts, or with state of some ranks only: its predecessor tells what belongs there.
+
+    A save that is killed between two parts, or between the files of two ranks, leaves
+    what it has written whole.
+    """
+    n_ranks = [report.state.part(kind).n_ranks for kind in _KINDS_PER_RANK]
+    n_writers = report.world_size.size if report.world_size else 0
+    return any(report.parts) or any(n is not None and n < n_writers for n in n_ranks)
+
+
+_KINDS_PER_RANK = ("rng", "dataloader")
+
+
+def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[str]:
+    yield from (kind for kind in missing if kind in earlier.state.held)
+    yield from (_part(part) for part in earlier.parts if part not in report.parts)
+    if report.world_size != earlier.world_size:
+        return
+    # Safetensors have no metadata that would miss the shard of a rank.
+    there = {part: set(ranks) for part, ranks in report.ranks}
+    for part, ranks in earlier.ranks:
+        gone = set(ranks) - there.get(part, set(ranks))
+        if gone:
+            yield f"the shards of {len(gone)} of {len(ranks)} ranks in {part or 'the step'}"
+    for kind in _KINDS_PER_RANK:
+        now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
+        if now is not None and before is not None and now < before:
+            yield f"the {kind} of {before - now} of {before} ranks"
+
+
+def _part(path: str) -> str:
+    # The part without a path lies at the top of the step's folder.
+    return f"the part {path}" if path else "the tensors at the top of its folder"
+
+
+def _predecessors(
+    older: Sequence[Candidate], look: Inspect, level: Level, *, ask_all: bool
+) -> Iterator[Report]:
+    # A damaged predecessor says nothing; the one before it is asked instead.
+    says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
+    for candidate in older:
+        report = look(candidate, level)
+        absent = candidate.optional and report.verdict is Verdict.UNKNOWN
+        if absent or report.verdict in says_nothing:
+            continue
+        yield report
+        if not ask_all:
+            return
+
+
+def suspect_storage(choice: Choice) -> Iterator[Finding]:
+    """Yield `root.suspect` where two or more recent steps are damaged."""
+    damaged = choice.damaged
+    if len(damaged) < 2:
+        return
+    numbers = ", ".join(str(number) for number in damaged)
+    yield Finding(
+        "root.suspect",
+        "",
+        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage path itself, "
+        "and check the file system before you trust any newer save",
+        expected="at most one damaged step",
+        found=f"{len(damaged)} damaged steps",
+        next_command="ckptctl explain root.suspect",
+    )

@@ -1,0 +1,412 @@
+"""Decide whether roots without a usable step are those of a new run.
+
+`judge_empty` is the one function that answers "fresh". A job that starts fresh over a
+good run loses all of it, so the answer needs evidence: what lies in each root and in the
+folders below it, what the root's own record says about earlier steps, whether the
+scheduler or a supervisor has started the job before, and whether the root exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
+from ckptctl.formats.layouts import NO_RUN_BELOW, saved_weights, step_name
+from ckptctl.model import FileInfo
+from ckptctl.selection.history import History, read_history
+from ckptctl.selection.results import Answer
+from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
+from ckptctl.selection.targets import check_is_folder, check_root_there, parse_target
+from ckptctl.selection.tiers import Tier
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url
+
+RESTART_COUNTERS = (
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "CKPTCTL_RESTART_COUNT",
+)
+"""Variables that say how often a job was started again; `ckptctl run` sets the last one."""
+
+MAX_FOLDERS = 2_000
+MAX_FOLDERS_TRIED = 64
+MAX_NAMED = 8
+_MAX_DEPTH = 3
+_MAX_NEIGHBOURS = 3
+
+OpenStore = Callable[[str], Store]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What roots without a usable step mean, with the reason in `message`.
+
+    `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
+    prove the opposite) or `UNKNOWN` (75: the first save may still be running). `missing`
+    are the roots that do not exist.
+    """
+
+    answer: Answer
+    message: str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the answer."""
+        codes = {Answer.FRESH: EXIT_FRESH, Answer.UNKNOWN: StorageError.exit_code}
+        return codes.get(self.answer, EXIT_NONE_USABLE)
+
+
+def judge_empty(
+    tiers: Sequence[Tier],
+    pattern: re.Pattern[str] | None = None,
+    *,
+    interrupted: Sequence[Report] = (),
+    pointers: Sequence[Finding] = (),
+    open_other: OpenStore | None = None,
+) -> Beginning:
+    """Decide what roots mean that hold no step, or none but `interrupted` saves.
+
+    `pointers` are the findings about pointers that name a step, which is not usable then.
+    `open_other` opens the folder above a root that does not exist, to name what lies beside
+    it, and folders that links in a root lead to.
+
+    Raises `UsageError` where a root is a wrong path or holds saved weights of no known
+    step, and `StorageUnavailable` where the storage is probably not mounted, where it does
+    not answer, and where a restarted job finds no trace of its earlier attempt.
+
+    Cost: a second listing of a root on an object store or a network, one listing of each
+    folder down to three levels, at most `MAX_FOLDERS`, and the reads of `read_history`.
+    """
+    failed = next((tier.error for tier in tiers if tier.error is not None), None)
+    if failed is not None:  # it may hold the only step
+        raise failed
+    tiers = [tier for tier in tiers if tier.listing.exists or not tier.optional]
+    urls = ", ".join(tier.store.url for tier in tiers)
+    histories = [read_history(one.store) if one.listing.known else History() for one in tiers]
+    for tier, history in zip(tiers, histories, strict=True):
+        try:
+            check_empty(
+                tier.store,
+                tier.listing,
+                pattern,
+                open_other=open_other,
+                is_root=history.used,
+            )
+        except UsageError as error:
+            if not interrupted:
+                raise
+            return Beginning(Answer.NONE_USABLE, error.message)
+        if history.held is not None or (history.used and history.doubt is not None):
+            return Beginning(Answer.NONE_USABLE, _lost(tier.store.url, history, interrupted))
+    counter = restart_counter()
+    unused = [
+        tier.store.url
+        for tier, history in zip(tiers, histories, strict=True)
+        if not (tier.optional or history.used)
+    ]
+    if counter is not None and unused:
+        raise StorageUnavailable(
+            f"{', '.join(unused)}: there is no usable step, but {counter} is "
+            f"{os.environ[counter]}: this is a restarted job whose earlier attempt left nothing "
+            "here; its storage is probably not mounted",
+            next_command=f"ckptctl scan {shlex.quote(unused[0])}",
+        )
+    if pointers:
+        first = pointers[0]
+        return Beginning(
+            Answer.NONE_USABLE,
+            f"no {'usable ' if interrupted else ''}step is left in {urls}, but {first.where} names "
+            f"{first.found}: what was saved here is gone; do not start fresh before you know why",
+        )
+    if interrupted:
+        histories = [h for h, tier in zip(histories, tiers, strict=True) if tier.listing.steps]
+        return _after_interrupted(urls, histories, interrupted, counter)
+    missing = [tier.store for tier in tiers if not tier.listing.exists]
+    if not missing:
+        holds = "holds" if len(tiers) == 1 else "hold"
+        return Beginning(Answer.FRESH, f"{urls} {holds} no step at all: this is a fresh run")
+    beside = "".join(_neighbours(store, open_other) for store in missing)
+    names = tuple(store.url for store in missing)
+    verb = "does" if len(missing) == 1 else "do"
+    return Beginning(
+        Answer.FRESH, f"{', '.join(names)} {verb} not exist: check the path{beside}", names
+    )
+
+
+def restart_counter() -> str | None:
+    """The variable that says that this job was started before; None where none does."""
+    counts = ((name, os.environ.get(name, "")) for name in RESTART_COUNTERS)
+    return next((name for name, count in counts if count.isdecimal() and int(count) > 0), None)
+
+
+def _lost(url: str, history: History, interrupted: Sequence[Report]) -> str:
+    there = f"nothing but {_saves(interrupted)}" if interrupted else "no step"
+    if history.held is not None:
+        return (
+            f"{url} holds {there}, but {history.held}: what was saved here is gone; do not "
+            "start fresh before you know why"
+        )
+    return (
+        f"{url} holds {there}, and its record does not prove that no step was ever usable "
+        f"there: {history.doubt}; do not start fresh before you know why"
+    )
+
+
+def _after_interrupted(
+    urls: str,
+    histories: Sequence[History],
+    interrupted: Sequence[Report],
+    counter: str | None,
+) -> Beginning:
+    saves = _saves(interrupted)
+    if not all(history.never_held for history in histories):
+        return Beginning(
+            Answer.NONE_USABLE,
+            f"{urls}: {saves}, and no record proves that no step was ever usable: do not start "
+            "fresh over them",
+        )
+    # A counter says that the attempt which was saving has ended.
+    if counter is None and any(one.verdict is Verdict.IN_PROGRESS for one in interrupted):
+        return Beginning(
+            Answer.UNKNOWN,
+            f"{urls}: the first save of the run is still being written, or was interrupted a "
+            f"moment ago ({saves}); ask again, or pass a shorter --grace",
+        )
+    return Beginning(
+        Answer.FRESH,
+        f"{urls}: {saves}, and by its record no step of this run was ever usable: this is a "
+        "fresh run",
+    )
+
+
+def _saves(interrupted: Sequence[Report]) -> str:
+    steps = ", ".join(str(one.number) for one in interrupted[:3])
+    more = f" and {len(interrupted) - 3} more" if len(interrupted) > 3 else ""
+    many = "s" if len(interrupted) > 1 else ""
+    return f"the unfinished save{many} of step{many} {steps}{more}"
+
+
+def _neighbours(store: Store, open_other: OpenStore | None) -> str:
+    """What lies beside a root that does not exist and has a similar name, as a clause."""
+    name = base_name(store.url)
+    if open_other is None or not name:
+        return ""
+    try:
+        with open_other(parent_url(store.url)) as above:
+            entries = above.list_dir("")
+    except (StorageError, UsageError):
+        return ""  # a help, and no condition: the folder above may be closed to us
+    names = [one.path for one in entries if one.kind != "file" and one.path != name]
+    longer = [other for other in names if other.startswith(name)]
+    alike = [
+        *longer,
+        *(n for n in difflib.get_close_matches(name, names, n=_MAX_NEIGHBOURS) if n not in longer),
+    ]
+    return f" (beside it: {_some(alike)})" if alike else ""
+
+
+def check_has_steps(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> None:
+    """Raise where a command that works on what is there was given a wrong path.
+
+    A root that is there and holds no step is none: see `check_empty`.
+    """
+    check_root_there(store.url, listing)
+    if not listing.steps:
+        check_empty(store, listing, pattern)
+
+
+def check_empty(
+    store: Store,
+    listing: RootListing,
+    pattern: re.Pattern[str] | None = None,
+    *,
+    open_other: OpenStore | None = None,
+    is_root: bool = False,
+) -> None:
+    """Raise where what lies in a root shows that it is not that of a new run.
+
+    `UsageError` where it names or is a step, a file, or a folder above a root, and
+    where it holds saved weights whose names give no step number; `StorageUnavailable`
+    where it is a link to nowhere, where a second listing shows other steps, and where a
+    folder in it cannot be listed. `is_root` says that ckptctl has used it as a root: then
+    it may hold more folders than are looked at.
+    """
+    check_listed_again(store, listing, pattern)
+    holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
+    if not (listing.exists and holds_other):
+        _check_path(store.url, exists=listing.exists)
+    elif _is_step(base_name(store.url)):
+        listing = replace(listing, is_step=True)
+    if listing.is_step:
+        raise UsageError(
+            f"{store.url} is a step itself, not a root that holds steps",
+            next_command=f"ckptctl verify {shlex.quote(store.url)}",
+        )
+    weights = list(listing.unnumbered)
+    if not weights:
+        inside, n_left_out = _listed_below(store, listing, pattern, open_other)
+        roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
+        if roots:
+            raise UsageError(
+                f"{store.url} holds no steps itself, but {_some(roots)} in it "
+                f"do{'es' if len(roots) == 1 else ''}",
+                next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
+            )
+        for path, one in inside:
+            weights += [path] if one.is_step else [f"{path}/{name}" for name in one.unnumbered]
+        if n_left_out and not weights and not is_root:
+            raise UsageError(
+                f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
+                f"{n_left_out:,} were not looked at: one of them may hold a run. Give the run a "
+                "folder of its own",
+                next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
+            )
+    if weights:
+        looks = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
+        kind = saved_weights(FileInfo(base_name(f"/{weights[0]}"), 0))
+        raise UsageError(
+            f"{store.url} is not empty: {_some(weights)} {looks}{f' ({kind})' if kind else ''}, "
+            "but no name in it gives a step number; say with --pattern where the number is, or "
+            "name the step itself",
+            next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
+        )
+
+
+def check_unnumbered(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
+) -> Iterator[Finding]:
+    """Yield `root.unnumbered` where checkpoints bear no step number, which `pick` never takes.
+
+    Cost: one listing for each folder that is no step, at most `MAX_FOLDERS_TRIED`.
+    """
+    inside = _listed_folders(store, listing, pattern)
+    names = [*listing.unnumbered, *(name for name, one in inside if one.is_step or one.unnumbered)]
+    if not names:
+        return
+    looks = "looks like a checkpoint" if len(names) == 1 else "look like checkpoints"
+    yield Finding(
+        "root.unnumbered",
+        ", ".join(names[:MAX_NAMED]),
+        f"{_some(names)} {looks} and bear{'s' * (len(names) == 1)} no step number: "
+        "not in the list, and never taken by pick",
+        expected="a step number in the name, or --pattern",
+        found=_some(names),
+        next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",
+    )
+
+
+def _check_path(url: str, *, exists: bool) -> None:
+    """Raise where an address under which nothing was found was meant as something else."""
+    target = parse_target(url) if "@" in url else None
+    if target is not None and target.which is not None:
+        raise UsageError(
+            f"{url} names a step, and a root is wanted: the folder that holds the steps",
+            next_command=f"ckptctl scan {shlex.quote(target.root)}",
+        )
+    if not exists:
+        check_is_folder(url)
+
+
+def _is_step(name: str) -> bool:
+    named = step_name(name)
+    return named is not None and not named.bare
+
+
+Below = tuple[str, RootListing]
+
+
+def _listed_below(
+    store: Store,
+    listing: RootListing,
+    pattern: re.Pattern[str] | None,
+    open_other: OpenStore | None,
+) -> tuple[list[Below], int]:
+    """The folders below a root that hold steps or saved weights, and how many were left out.
+
+    The level that is nearest to the root and holds any; three levels at most.
+    """
+    left = MAX_FOLDERS
+    found = [
+        (name, one)
+        for name in listing.links
+        if (one := _behind_link(store.url, name, pattern, open_other)) is not None
+    ]
+    level = _folders_of(listing)
+    for _ in range(_MAX_DEPTH):
+        below: list[str] = []
+        for path, one in _listed(store, level[:left], pattern):
+            found.append((path, one))
+            below += [f"{path}/{name}" for name in _folders_of(one)]
+        held = [each for each in found if _holds(each[1])]
+        if held or len(level) > left:
+            return held, len(level) - min(left, len(level))
+        left -= len(level)
+        level = below
+    return [], 0
+
+
+def _folders_of(listing: RootListing) -> list[str]:
+    # A name of digits alone is a step only if its content says so.
+    bare = (step.name for step in listing.steps if step.bare)
+    return [name for name in (*listing.folders, *bare) if name not in NO_RUN_BELOW]
+
+
+def _holds(listing: RootListing) -> bool:
+    whole = any(not step.bare for step in listing.steps)
+    return whole or listing.is_step or bool(listing.unnumbered)
+
+
+def _listed(
+    store: Store, folders: Sequence[str], pattern: re.Pattern[str] | None
+) -> Iterator[Below]:
+    listed = partial(_names_in, store)
+    if store.kind is Kind.LOCAL:
+        both: Iterable[tuple[str, list[FileInfo]]] = ((path, listed(path)) for path in folders)
+    else:
+        both = in_flight(listed, folders)
+    for path, names in both:
+        yield path, read_listing(names, pattern)
+
+
+def _names_in(store: Store, folder: str) -> list[FileInfo]:
+    try:
+        entries = store.list_dir(folder)
+    except PathNotFound:  # somebody removed it since the root was listed
+        return []
+    return [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
+
+
+def _listed_folders(
+    store: Store, listing: RootListing, pattern: re.Pattern[str] | None
+) -> Iterator[tuple[str, RootListing]]:
+    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
+        with suppress(StorageError):
+            yield folder, read_listing(_names_in(store, folder), pattern)
+
+
+def _behind_link(
+    url: str, name: str, pattern: re.Pattern[str] | None, open_other: OpenStore | None
+) -> RootListing | None:
+    """What lies in the folder that a link in a local root leads to; None for any other link."""
+    path = join_url(url, name)
+    if open_other is None or not is_local(url) or not os.path.isdir(absolute_url(path)):
+        return None
+    with open_other(path) as other:
+        return read_listing(other.list_dir(""), pattern)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,143 @@
+"""Whose root is it, and may this process still write to it?
+
+A root that ckptctl writes to bears a sentinel, `.ckptctl/root.json`, from the first
+start on: a job that finds neither it nor steps has lost its storage. Every attempt
+takes the next number in `.ckptctl/fence/`, which no two can have; the highest holds the
+root. A process of an older attempt that is still alive, or wakes up, sees that before
+each thing it would publish, and stops.
+
+Between the look and the act remains a moment that no file system closes: an orphan
+that sleeps exactly there publishes one last thing, into a folder of its own attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
+from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
+from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
+from ckptctl.storage.contract import Kind, Store, TooLarge
+from ckptctl.storage.opening import absolute_url
+
+_TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
+_MAX_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A place in the order of attempts; the highest number holds the root."""
+
+    number: int
+    attempt: str
+
+
+_held: dict[str, Token] = {}
+"""The token that this process took last, by the address of the root."""
+
+
+def held_token(root: str) -> Token | None:
+    """The token that this process took of a root; None where it took none."""
+    return _held.get(absolute_url(root).rstrip("/"))
+
+
+def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token:
+    """Take the root over: whoever held it before may write no more.
+
+    `name_attempt` makes the name of the attempt, given that of the attempt before it, None
+    where there was none. Two that come at the same moment get different numbers, and the
+    higher one holds. Where a store ignores the condition of a conditional write, two can
+    have written the same number: the token is read back, and the one that was written last
+    holds it.
+
+    Cost: a listing, a read and a write, and a read more on an object store; again for each
+    attempt that came first.
+    """
+    put_sentinel(store)
+    number = _highest(store)
+    while True:
+        attempt = name_attempt(_attempt_of(store, number) if number else None)
+        number += 1
+        fields: dict[str, object] = {
+            "schema": "ckptctl.fence/1",
+            "number": number,
+            "attempt": attempt,
+            "at": time_now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        try:
+            store.put(f"{FENCE_FOLDER}/{number:010}.json", with_digest(fields))
+        except AlreadyExists:
+            continue
+        token = Token(number, attempt)
+        if _other_under(store, token) is None:
+            _held[absolute_url(store.url).rstrip("/")] = token
+            return token
+
+
+def check_token(store: Store, token: Token) -> None:
+    """Raise `Fenced` where another attempt holds the root.
+
+    Cost: one listing of a small folder, and one small read on an object store.
+    """
+    highest = _highest(store)
+    if highest > token.number:
+        other = _attempt_of(store, highest)
+    elif (under := _other_under(store, token)) is not None:
+        other = under
+    else:
+        return
+    raise Fenced(
+        f"{store.url}: attempt {other} has taken the root over from {token.attempt}, which is "
+        "this one; nothing more is written by it",
+        next_command=f"ckptctl scan {shlex.quote(store.url)}",
+    )
+
+
+def _other_under(store: Store, token: Token) -> str | None:
+    """The attempt that has written the number of `token` after it; None where none has.
+
+    Only a file system creates a file exclusively for certain. A token that is gone or
+    damaged names no other attempt.
+    """
+    if store.kind is not Kind.OBJECT:
+        return None
+    found = _read_attempt(store, token.number)
+    return found if found not in (None, token.attempt) else None
+
+
+def holder(store: Store) -> Token | None:
+    """The token that holds the root; None for a root that no attempt has ever held."""
+    highest = _highest(store)
+    return Token(highest, _attempt_of(store, highest)) if highest else None
+
+
+def _highest(store: Store) -> int:
+    try:
+        entries = store.list_dir(FENCE_FOLDER)
+    except PathNotFound:
+        return 0
+    names = (_TOKEN.fullmatch(entry.path.rpartition("/")[2]) for entry in entries)
+    return max((int(match["number"]) for match in names if match), default=0)
+
+
+def _attempt_of(store: Store, number: int) -> str:
+    return _read_attempt(store, number) or f"number {number}"
+
+
+def _read_attempt(store: Store, number: int) -> str | None:
+    path = f"{FENCE_FOLDER}/{number:010}.json"
+    names = ("schema", "number", "attempt", "at", "host", "pid")
+    try:
+        fields, _ = read_back(
+            store.read(path, limit=_MAX_BYTES), "ckptctl.fence/1", names, max_objects=8
+        )
+        return text_in(fields["attempt"], "attempt")
+    except (OwnFileUnreadable, PathNotFound, TooLarge):
+        return None

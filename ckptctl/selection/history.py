@@ -1,0 +1,244 @@
+"""Read and write what a root records about the steps that it has held.
+
+The sentinel `.ckptctl/root.json` states whether the root was empty when ckptctl first
+wrote to it, and the first step that was found usable there. The ledgers of
+`ckptctl.train` below `.ckptctl/attempts/` state which steps were saved and resumed from.
+Together they tell a run that has never finished a save from one whose steps are gone. A
+record that cannot be read in full proves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckptctl import __version__
+from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
+from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.own_files import (
+    Fields,
+    flag_in,
+    optional_count_in,
+    read_back,
+    time_now,
+    with_digest,
+)
+from ckptctl.selection.roots import list_root
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.opening import base_name
+
+ROOT_FILE = f"{OWN_FOLDER}/root.json"
+ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
+FENCE_FOLDER = f"{OWN_FOLDER}/fence"
+
+_SCHEMA = "ckptctl.root/1"
+_FIELDS = ("schema", "tool", "created_at")
+_LATER_FIELDS = ("began_empty", "usable_step")
+_MAX_SENTINEL = 64 << 10
+_MAX_LEDGER = 16 << 20
+_MAX_LINE = 1 << 20
+_MAX_LEDGERS = 1_000
+
+_NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
+
+_OF_ATTEMPT = re.compile(
+    r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})"
+    r"(?P<rest>\.jsonl|\.rank[0-9]+\.jsonl|\.resume\.json)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the record of one root says; each line is a clause for a message.
+
+    `used` states that ckptctl has used the root before. `held` is the evidence that
+    the root held a usable step, None without one. `doubt` is why the record cannot prove
+    that it never did, None where it can.
+    """
+
+    used: bool = False
+    held: str | None = None
+    doubt: str | None = "ckptctl keeps no record there"
+
+    @property
+    def never_held(self) -> bool:
+        """The record proves that no step of the root was ever usable."""
+        return self.used and self.held is None and self.doubt is None
+
+
+def begin_run(stores: Iterable[Store], step: int | None) -> None:
+    """Write the sentinel of each mandatory root of a run, or record the step that is usable.
+
+    A root that cannot be written to is still one that can be resumed from: only without a
+    step is a `StorageError` raised.
+    """
+    for store in stores:
+        if step is None:
+            put_sentinel(store)
+        else:
+            with suppress(StorageError):
+                record_usable(store, step)
+
+
+def put_sentinel(store: Store) -> None:
+    """Write `.ckptctl/root.json` where it is missing. Cost: a read; a listing and a write then."""
+    with suppress(OwnFileUnreadable):
+        if _sentinel(store) is not None:
+            return
+    with suppress(AlreadyExists):
+        store.put(ROOT_FILE, with_digest(_new(began_empty=not list_root(store).steps)))
+
+
+def record_usable(store: Store, step: int) -> None:
+    """Record once that a step of the root is usable; makes the sentinel where it is missing.
+
+    From then on the root is never taken for that of a new run. Cost: a read, and once a write.
+    """
+    try:
+        fields = _sentinel(store)
+    except OwnFileUnreadable:
+        fields = None
+    if fields is None or fields.get("usable_step") is None:
+        fields = {**(fields or _new(began_empty=False)), "usable_step": step}
+        store.put(ROOT_FILE, with_digest(fields), replace=True)
+
+
+def _new(*, began_empty: bool) -> Fields:
+    return {
+        "schema": _SCHEMA,
+        "tool": f"ckptctl {__version__}",
+        "created_at": time_now(),
+        "began_empty": began_empty,
+    }
+
+
+def _sentinel(store: Store) -> Fields | None:
+    """The fields of the sentinel, None without one. Raises `OwnFileUnreadable`, `StorageError`."""
+    try:
+        data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
+    except PathNotFound:
+        return None
+    except TooLarge as error:
+        raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
+    fields, _ = read_back(data, _SCHEMA, _FIELDS, optional=_LATER_FIELDS, max_objects=4)
+    flag_in(fields.get("began_empty", False), "began_empty")
+    optional_count_in(fields.get("usable_step"), "usable_step")
+    return fields
+
+
+def read_history(store: Store) -> History:
+    """What the root's own record says. Raises `StorageError` where it does not answer.
+
+    Cost: one read, one listing, and one read for each attempt, at most `_MAX_LEDGERS`; two
+    or three listings more where there is no sentinel.
+    """
+    try:
+        fields = _sentinel(store)
+        if fields is None:
+            _check_absent(store, ROOT_FILE, "file")
+    except OwnFileUnreadable as error:
+        return History(True, doubt=f"{ROOT_FILE} cannot be read: {error.message}")
+    step = None if fields is None else fields.get("usable_step")
+    if step is not None:
+        return History(True, held=f"{ROOT_FILE} records that step {step} was usable")
+    held, doubt = _read_ledgers(store)
+    if fields is None:
+        # The sentinel is written before anything else: it was there, and is gone.
+        used = held is not None or doubt is not None or _is_used(store)
+        return History(used, held, doubt or f"there is no {ROOT_FILE}")
+    if doubt is None and not fields.get("began_empty"):
+        doubt = f"by {ROOT_FILE} it was not empty when ckptctl first used it"
+    return History(True, held, doubt)
+
+
+def _check_absent(store: Store, path: str, kind: str) -> None:
+    """Raise `OwnFileUnreadable` where something lies there that is not what belongs there.
+
+    A store says of a folder in the place of a file that no such file is there.
+    """
+    folder, _, name = path.rpartition("/")
+    try:
+        entries = store.list_dir(folder)
+    except PathNotFound:
+        if folder:
+            _check_absent(store, folder, "dir")
+        return
+    if any(base_name(one.path) == name and one.kind != kind for one in entries):
+        raise OwnFileUnreadable(f"{path} is no {_NAMES_OF_KINDS[kind]}")
+
+
+def _is_used(store: Store) -> bool:
+    """Whether an attempt has taken the root over, or kept a ledger in it."""
+    for folder in (FENCE_FOLDER, ATTEMPTS_FOLDER):
+        with suppress(PathNotFound):
+            if store.list_dir(folder):
+                return True
+    return False
+
+
+def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
+    """`held` and `doubt` of the ledgers: of rank 0 alone, which records saves and resumes."""
+    try:
+        entries = store.list_dir(ATTEMPTS_FOLDER)
+    except PathNotFound:
+        try:
+            _check_absent(store, ATTEMPTS_FOLDER, "dir")
+        except OwnFileUnreadable as error:
+            return None, f"its ledgers cannot be read: {error.message}"
+        return None, None
+    files = [entry.path for entry in entries]
+    attempts = {
+        match["attempt"]: None
+        for path in files
+        if (match := _OF_ATTEMPT.fullmatch(path.rpartition("/")[2]))
+    }
+    if len(attempts) > _MAX_LEDGERS:
+        return None, f"it has {len(attempts):,} attempts, and {_MAX_LEDGERS:,} are read"
+    paths = [f"{ATTEMPTS_FOLDER}/{attempt}.jsonl" for attempt in sorted(attempts)]
+    doubt = next((f"the ledger {path} is missing" for path in paths if path not in files), None)
+    there = [path for path in paths if path in files]
+    for path, data in in_flight(lambda path: _read(store, path), there):
+        try:
+            step = _step_in(data)
+        except OwnFileUnreadable as error:
+            doubt = f"the ledger {path} cannot be read: {error.message}"
+            continue
+        if step is not None:
+            return f"the ledger {path} records step {step}", None
+    return None, doubt
+
+
+def _read(store: Store, path: str) -> bytes | None:
+    try:
+        return store.read(path, limit=_MAX_LEDGER)
+    except (PathNotFound, TooLarge):
+        return None
+
+
+def _step_in(data: bytes | None) -> int | None:
+    """A step that was saved, resumed from or loaded by an attempt; None where there was none.
+
+    Raises `OwnFileUnreadable` for a ledger that is empty or that a line of cannot be read.
+    """
+    if not data:
+        raise OwnFileUnreadable("it is empty" if data is not None else "it is gone or too large")
+    for line in data.splitlines():
+        try:
+            row = decode_json(line, max_bytes=_MAX_LINE)
+        except NotJson as error:
+            raise OwnFileUnreadable("a line is not JSON, or was truncated") from error
+        if not isinstance(row, dict):
+            raise OwnFileUnreadable("a line is no object")
+        if (step := _step_of(row)) is not None:
+            return step
+    return None
+
+
+def _step_of(row: Mapping[str, object]) -> int | None:
+    step = row.get("step")
+    loaded = row.get("event") in ("saved", "resumed") or row.get("phase") == "loading"
+    return step if loaded and isinstance(step, int) else None

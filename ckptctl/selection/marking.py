@@ -1,0 +1,231 @@
+"""How does a word get onto a step, and how is it taken back?
+
+A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a
+name that nobody else uses, or at the end of a file of marks where the root cannot
+be written to. Two writers at once lose nothing. What marks mean for a step is the
+question of `checks.marked`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import os
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+
+from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
+from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
+from ckptctl.formats.marks import (
+    MARKS_FOLDER,
+    Mark,
+    MarkKind,
+    mark_bytes,
+    metadata_digest,
+    standing,
+)
+from ckptctl.formats.own_files import MAX_STRING
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.marks_file import add_mark
+from ckptctl.model import Level
+from ckptctl.selection.results import Marked
+from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import absolute_url, join_url
+
+MAX_EVIDENCE = 32
+
+
+def mark(
+    step: str,
+    word: MarkKind | str,
+    *,
+    reason: str = "",
+    evidence: Sequence[str] = (),
+    by: str | None = None,
+    marks: str | None = None,
+    pattern: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Marked:
+    """Say of a step that it is `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
+
+    `pick` passes over what is rejected or superseded. `accepted` lifts both, and lets a
+    folder that was renamed stand for the step that its name says; `unpinned` lifts a pin.
+    What they lift stays on record. A mark speaks of the save that lies there now, and lapses
+    when the step is saved anew. `reason` must be given for a rejection; `evidence` says where
+    to look (a URL, a log); `by` is who says it, the user and the host by default. `marks` is
+    a file to write to instead of the step.
+
+    Raises `UsageError`, and `StorageError` where the step cannot be looked at or
+    written to: then nothing was written. Cost: a look at `listing`, one write.
+    """
+    spoken = _known(word)
+    by = by or f"{user_name()}@{socket.gethostname()}"
+    _check_words(spoken, reason, evidence, by)
+    asked = conditions((), None, None, 600.0, marks=marks)
+    with open_target(
+        step,
+        asked=asked,
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as found:
+        looked = inspect_step(
+            found.store, found.named, asked, level=Level.LISTING, files=found.files
+        )
+        report = looked.report
+        check_inspected(report)
+        stand = looked.notes.marks if looked.notes else ()
+        if spoken is MarkKind.UNPINNED and looked.notes:
+            # A pin on an earlier save keeps the folder, so it can be taken off as well.
+            stand += tuple(pin for pin in looked.notes.pins if pin not in stand)
+        lifted = tuple(one for one in stand if one.word in spoken.lifts)
+        if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
+            return _nothing_to_lift(report, spoken, stand)
+        made = new_mark(
+            report, spoken, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
+        )
+        path = _write(found, made, marks)
+        return Marked(
+            url=report.url,
+            number=report.number,
+            mark=made,
+            path=path,
+            lifted=lifted,
+            standing=standing((*stand, made)),
+            message=f"{report.url} is {spoken.value}",
+            exit_code=0,
+            next_command=_next_command(found, spoken, marks),
+        )
+
+
+def new_mark(
+    report: Report,
+    word: MarkKind,
+    *,
+    reason: str,
+    by: str,
+    evidence: Sequence[str] = (),
+    lifts: Sequence[str] = (),
+) -> Mark:
+    """A mark made now, on the save of the step that `report` is about."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Mark(
+        id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
+        word=word,
+        by=by,
+        at=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        reason=reason,
+        url=absolute_url(report.url),
+        number=report.number,
+        metadata=metadata_digest(report.digests),
+        evidence=tuple(evidence),
+        lifts=tuple(lifts),
+    )
+
+
+def put_mark(store: Store, name: str, made: Mark) -> str:
+    """Write a mark into the step `name` of a root; its path in the step. Cost: one write."""
+    own_file = f"{MARKS_FOLDER}/{made.id}.json"
+    store.put(f"{name}/{own_file}", mark_bytes(made))
+    return own_file
+
+
+def _known(word: MarkKind | str) -> MarkKind:
+    try:
+        return MarkKind(word)
+    except ValueError:
+        words = ", ".join(known.value for known in MarkKind)
+        raise UsageError(f"{word!r} is no word of a mark; they are {words}") from None
+
+
+def user_name() -> str:
+    """Who runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # A container may run as a number that has no name.
+        return f"user {os.geteuid()}"
+
+
+def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
+    if word is MarkKind.REJECTED and not reason.strip():
+        raise UsageError(
+            "a rejection needs a reason: whoever reads it at night must know why",
+            instead="--reason 'loss spike after the resume'",
+        )
+    if len(evidence) > MAX_EVIDENCE:
+        raise UsageError(f"{len(evidence)} pieces of evidence; at most {MAX_EVIDENCE} are kept")
+    for text in (reason, by, *evidence):
+        if len(text) > MAX_STRING:
+            raise UsageError(
+                f"a text of a mark has {len(text):,} characters; at most {MAX_STRING:,} are kept"
+            )
+
+
+def check_inspected(report: Report) -> None:
+    """Raise where nobody knows which save the mark would speak of."""
+    if report.verdict is not Verdict.UNKNOWN:
+        return
+    why = report.with_severity(Severity.FAULT)[0]
+    error = AccessDenied if report.exit_code == EXIT_DENIED else StorageUnavailable
+    raise error(f"{why.message}; no mark was written", next_command=why.next_command)
+
+
+def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
+    """Write the mark; gives the address of the file that it lies in."""
+    if marks is not None:
+        add_mark(marks, made)
+        return marks
+    if found.is_file:
+        raise UsageError(
+            f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE",
+            instead="--marks marks.jsonl",
+        )
+    try:
+        own_file = put_mark(found.store, found.name, made)
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; no mark was written. Where the root is read-only, "
+            "--marks FILE keeps marks elsewhere",
+            next_command=f"ckptctl scan {shlex.quote(found.store.url)} --marks marks.jsonl",
+        ) from error
+    return join_url(found.url, own_file)
+
+
+def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> bool:
+    """Whether it says, for the first time, that a folder which was renamed is meant."""
+    renamed = {"step.wrong-step", "metadata.foreign"} & {f.code for f in report.findings}
+    said = any(one.word is MarkKind.ACCEPTED for one in stand)
+    return word is MarkKind.ACCEPTED and bool(renamed) and not said
+
+
+def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) -> Marked:
+    what = (
+        "neither rejected nor superseded, nor renamed"
+        if word is MarkKind.ACCEPTED
+        else "not pinned"
+    )
+    return Marked(
+        url=report.url,
+        number=report.number,
+        mark=None,
+        path=None,
+        lifted=(),
+        standing=stand,
+        message=f"{report.url} is {what}; nothing was written",
+        exit_code=0,
+        next_command=f"ckptctl verify {shlex.quote(report.url)}",
+    )
+
+
+def _next_command(found: OpenTarget, word: MarkKind, marks: str | None) -> str:
+    option = f" --marks {shlex.quote(marks)}" if marks is not None else ""
+    if word in (MarkKind.REJECTED, MarkKind.SUPERSEDED, MarkKind.ACCEPTED):
+        return f"ckptctl pick {shlex.quote(found.store.url)}{option}"
+    return f"ckptctl verify {shlex.quote(found.url)}{option}"

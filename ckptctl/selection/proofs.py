@@ -1,0 +1,96 @@
+"""Is every byte of a step proven, and where is that written down?
+
+A proof is made once: a seal, or the note `.ckptctl/proof.json` that retention leaves in a
+step after it has compared all of its bytes. Either holds for the files that were
+proven, by their names, sizes and write times, and for one metadata: a step that was
+written to since, or copied without its times, has to be proven again.
+
+A proof shows what the bytes were then. Bytes that a disk has lost since, without a write,
+show only where they are read again (`--level content`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ckptctl import __version__
+from ckptctl.checks.seals import written_ms
+from ckptctl.errors import OwnFileUnreadable, PathNotFound
+from ckptctl.formats.layouts import OWN_FOLDER, is_own
+from ckptctl.formats.marks import metadata_digest
+from ckptctl.formats.own_files import canonical, read_back, time_now, with_digest
+from ckptctl.formats.seals import Seal
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.model import Step
+from ckptctl.storage.contract import Store, TooLarge
+
+PROOF = f"{OWN_FOLDER}/proof.json"
+"""Where the note lies in its step."""
+
+SCHEMA = "ckptctl.proof/1"
+
+_FIELDS = ("schema", "tool", "at", "number", "metadata", "files")
+_MAX_BYTES = 64 << 10
+
+
+def has_seal(looked: Inspection) -> bool:
+    """Whether a seal lists all files that the step needs, and speaks of this save of it."""
+    notes = looked.notes
+    if notes is None or notes.seal is None:
+        return False
+    return not any(finding.code == "seal.partial" for finding in notes.findings)
+
+
+def is_proven(store: Store, looked: Inspection) -> bool:
+    """Whether a seal or a note proves the bytes of the files that lie there now.
+
+    Storage errors pass through. Cost: one short read where there is a note.
+    """
+    seal = looked.notes.seal if looked.notes and has_seal(looked) else None
+    return (seal is not None and _as_sealed(seal, looked.step)) or _noted(store, looked)
+
+
+def write_proof(store: Store, looked: Inspection) -> None:
+    """Leave a note that all bytes of the step have been compared. Cost: one write."""
+    store.put(f"{looked.step.name}/{PROOF}", with_digest(_fields(looked)), replace=True)
+
+
+def _as_sealed(seal: Seal, step: Step) -> bool:
+    """Whether nobody has written to a sealed file since; metadata is compared by its digest."""
+    there = {file.path: file for file in step.files}
+    metadata = dict(seal.step.metadata)
+    return all(
+        (now := there.get(file.path)) is not None
+        and (now.size, written_ms(now)) == (file.size, file.written_ms)
+        for file in seal.files
+        if file.path not in metadata
+    )
+
+
+def _noted(store: Store, looked: Inspection) -> bool:
+    if not any(file.path == PROOF and file.kind == "file" for file in looked.step.files):
+        return False
+    try:
+        data = store.read(f"{looked.step.name}/{PROOF}", limit=_MAX_BYTES)
+        fields, _ = read_back(data, SCHEMA, _FIELDS, max_objects=8)
+    except (OwnFileUnreadable, PathNotFound, TooLarge):
+        return False
+    now = _fields(looked)
+    return all(fields[name] == now[name] for name in ("number", "metadata", "files"))
+
+
+def _fields(looked: Inspection) -> dict[str, object]:
+    report = looked.report
+    files = {
+        file.path: [file.size, written_ms(file)]
+        for file in looked.step.files
+        if not is_own(file.path)
+    }
+    return {
+        "schema": SCHEMA,
+        "tool": f"ckptctl {__version__}",
+        "at": time_now(),
+        "number": report.number,
+        "metadata": metadata_digest(report.digests),
+        "files": hashlib.sha256(canonical(files)).hexdigest(),
+    }

@@ -1,0 +1,247 @@
+"""Plan or apply retention of a root: what `ckptctl prune` does.
+
+Only steps that `pick` would take, and that are proven, count as kept. What counts, what
+stays and what goes is decided in `retention`; here a root is opened, unproven steps are
+read where steps without a seal may count, and the result is put into words.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptctl.errors import PathNotFound, UsageError
+from ckptctl.formats.bounded_json import NotJson, read_json
+from ckptctl.formats.layouts import OWN_FOLDER, compile_pattern
+from ckptctl.inspection.arguments import conditions, known_level
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
+from ckptctl.model import Level
+from ckptctl.selection.choosing import Candidate, Policy, refusal
+from ckptctl.selection.empty_roots import check_has_steps
+from ckptctl.selection.fencing import holder
+from ckptctl.selection.leftovers import abandoned_uploads
+from ckptctl.selection.picking import CachingInspector
+from ckptctl.selection.proofs import write_proof
+from ckptctl.selection.removing import remove_step
+from ckptctl.selection.retention import OnLooked, PruneDecision, Retained, Rules, retain
+from ckptctl.selection.roots import list_all
+from ckptctl.selection.tiers import Tier
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes of how many have been compared, of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` did, or would do: the fate of every step, newest first.
+
+    `applied` says that what goes is gone; `n_bytes` is the size of all that goes.
+    `n_bytes_to_prove` is the size of the steps that count only if all of their bytes are
+    sound and that nothing has proven yet: `apply` reads them before anything goes.
+    `n_uploads` counts the unfinished uploads of killed saves, which `apply` aborts.
+    """
+
+    root: str
+    keep: int
+    applied: bool
+    fates: tuple[PruneDecision, ...]
+    n_bytes: int
+    n_bytes_to_prove: int
+    message: str
+    exit_code: int
+    next_command: str | None
+    n_uploads: int = 0
+
+
+def prune(
+    root: str,
+    keep: int,
+    *,
+    apply: bool = False,
+    unsealed: bool = False,
+    level: Level | None = None,
+    marks: str | None = None,
+    pattern: str | None = None,
+    on_looked: OnLooked | None = None,
+    on_bytes: OnBytes | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Pruned:
+    """Remove what is older than the newest `keep` good steps; without `apply` only say what goes.
+
+    A step is good where `pick` would take it and its bytes are proven: by a seal, or with
+    `unsealed` by a look at all of its bytes, which `apply` takes once and notes down in the
+    step. `level` is how deep `pick` is to look; None is as deep as is cheap. Pinned steps
+    stay, those with a mark that cannot be read, and the one that the newest attempt resumed
+    from; damaged ones are left to a person. A step that is not as it was looked at stays.
+
+    `marks` is a file of marks to be read beside those in the steps. `on_looked` is told how
+    many steps have been looked at, `on_bytes` how much of one has been read.
+
+    A step that cannot be removed is reported in its fate, and the others go. Raises
+    `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
+    the root cannot be listed, and where nothing at all could be removed. Cost: one listing, a
+    look at each step, several at once; on an object store a request for each object
+    that goes.
+    """
+    if keep < 1:
+        raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
+    asked = conditions((), None, None, _GRACE_S, marks=marks)
+    level = known_level(level)
+    compiled = compile_pattern(pattern)
+    with open_store(
+        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
+    ) as store:
+        listing, trees = list_all(store, compiled)
+        check_has_steps(store, listing, compiled)
+        rules = Rules(keep, asked, level=level, unsealed=unsealed, protected=_resumed_from(store))
+        retained = retain(
+            Tier(store, listing, trees=trees),
+            rules,
+            prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
+            remove=partial(_remove, store, asked.marks) if apply else None,
+            on_looked=on_looked,
+        )
+        uploads = abandoned_uploads(store, compiled)
+        for upload in uploads if apply else ():
+            store.abort_upload(upload)
+    if retained.failures and not any(one.goes for one in retained.fates):
+        raise retained.failures[0]
+    options = [
+        *(["--unsealed"] if unsealed else []),
+        *(["--level", level.value] if level is not None else []),
+        *(["--marks", marks] if marks is not None else []),
+        *(["--pattern", pattern] if pattern is not None else []),
+    ]
+    pruned = _pruned(root, keep, retained, options, apply=apply)
+    if not uploads:
+        return pruned
+    n = len(uploads)
+    what = f"{n} unfinished upload{'' if n == 1 else 's'} of killed saves"
+    again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+    return replace(
+        pruned,
+        n_uploads=n,
+        message=f"{pruned.message}; {what} {'aborted' if apply else 'to be aborted'}",
+        next_command=pruned.next_command if apply else f"{again} --apply",
+    )
+
+
+_GRACE_S = 600.0
+
+
+def _will_be_proven(_: Inspection, __: CachingInspector, ___: Candidate) -> None:
+    """A plan reads no bytes: it says how many `--apply` reads."""
+    return
+
+
+def _proven(
+    store: Store,
+    on_bytes: OnBytes | None,
+    _: Inspection,
+    looker: CachingInspector,
+    candidate: Candidate,
+) -> str | None:
+    """Compare all bytes of a step, and note it down where they are sound."""
+    from ckptctl.inspection.content import Asked
+    from ckptctl.records.byte_pass import Limits
+
+    looker.content = Asked(Limits(on_progress=on_bytes))
+    report = looker(candidate, Level.CONTENT)
+    reason = refusal(report, Policy())
+    if reason is None:
+        write_proof(store, looker.looked[candidate])
+    return reason
+
+
+def _remove(store: Store, marks: MarksInFile | None, looked: Inspection) -> bool:
+    if marks is not None and read_marks_file(marks.path) != marks:
+        return False
+    return remove_step(store, looked.step.name, seen=looked.step.files)
+
+
+_ATTEMPTS = f"{OWN_FOLDER}/attempts"
+_RESUMED = ".resume.json"
+_MAX_RECORD = 1 << 20
+
+
+def _resumed_from(store: Store) -> Mapping[int, str]:
+    """The steps that the newest attempts on record resumed from: of the holder, and by name.
+
+    A record that cannot be read names no step. Cost: two listings and two short reads.
+    """
+    names = set()
+    held = holder(store)
+    if held is not None:
+        names.add(f"{_ATTEMPTS}/{held.attempt}{_RESUMED}")
+    try:
+        paths = [one.path for one in store.list_dir(_ATTEMPTS)]
+    except PathNotFound:
+        return {}
+    records = sorted(path for path in paths if path.endswith(_RESUMED))
+    names = (names & set(records)) | set(records[-1:])
+    steps = (_step_in(store, name) for name in names)
+    return {step: "the newest attempt resumed from it" for step in steps if step is not None}
+
+
+def _step_in(store: Store, record: str) -> int | None:
+    try:
+        fields = read_json(store, record, max_bytes=_MAX_RECORD)
+    except (PathNotFound, NotJson):
+        return None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return step if type(step) is int else None
+
+
+def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, apply: bool) -> Pruned:
+    fates = tuple(retained.fates)
+    going = [one for one in fates if one.goes]
+    n_counted = sum(one.counts for one in fates)
+    quoted = shlex.quote(root)
+    command: str | None = None
+    if not fates:
+        message = f"nothing goes: {root} holds no step at all"
+    elif n_counted < keep:
+        message = f"nothing goes: {n_counted} of {keep} good steps are there"
+        if any("not sealed" in one.reason for one in fates):
+            command = f"ckptctl seal {quoted}@auto"
+    elif apply:
+        message = f"removed {_steps(going)}"
+    elif going:
+        message = f"{_steps(going)} would go; nothing was removed"
+        again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+        command = f"{again} --apply"
+        if retained.n_to_read:
+            message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
+    else:
+        message = f"nothing goes: no step that is older than the {_newest(keep)} is free to go"
+    if retained.failures:
+        n_failed = len(retained.failures)
+        message += f"; {n_failed} step{'' if n_failed == 1 else 's'} could not be removed"
+        command = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+    return Pruned(
+        root=root,
+        keep=keep,
+        applied=apply,
+        fates=fates,
+        n_bytes=sum(one.n_bytes for one in going),
+        n_bytes_to_prove=retained.n_to_read,
+        message=message,
+        exit_code=max((error.exit_code for error in retained.failures), default=0),
+        next_command=command,
+    )
+
+
+def _newest(keep: int) -> str:
+    return "newest good step" if keep == 1 else f"newest {keep} good steps"
+
+
+def _steps(going: list[PruneDecision]) -> str:
+    n_bytes = sum(one.n_bytes for one in going)
+    return f"{len(going)} step{'' if len(going) == 1 else 's'}, {n_bytes:,} bytes"

@@ -1,0 +1,56 @@
+"""How does a step go so that nobody takes half of it?
+
+Its metadata first: from then on it is an interrupted save to everyone, is never taken, and
+goes for good at the next retention. Then what ckptctl wrote about it, then the rest: as
+long as anything is left of it, that is recognised for what it is. Which steps may go is the
+question of `pruning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
+from ckptctl.formats.layouts import METADATA, is_flat_file, is_own
+from ckptctl.inspection.step_listing import list_step
+from ckptctl.model import FileInfo
+from ckptctl.storage.contract import Store
+from ckptctl.storage.in_flight import act_in_flight
+from ckptctl.storage.local import LocalStore
+from ckptctl.storage.opening import join_url
+
+
+def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = None) -> bool:
+    """Remove a step; False, and nothing is removed, where its files are not those of `seen`.
+
+    No link is followed, neither in the step nor in the place of a folder of it. Raises
+    `AccessDenied` or `StorageUnavailable` where something of it cannot be removed; what is
+    left then is an interrupted save, or the whole step. Cost: one listing; on an object
+    store a request for each object, several at once.
+    """
+    listed = list_step(store, name)
+    if seen is not None and tuple(seen) != listed:
+        return False
+    files = [file.path for file in listed]
+    markers = [path for path in files if _is_marker(path)]
+    # A seal that outlived shards would make damage of what is only half removed.
+    own = [path for path in files if is_own(path) and path not in markers]
+    try:
+        if [file.path for file in listed if is_flat_file(file)] == [name]:
+            store.remove(name)
+        elif isinstance(store, LocalStore):
+            store.remove_folder(name, first=(markers, own))
+        else:
+            rest = set(files).difference(markers, own)
+            for paths in (markers, own, sorted(rest)):
+                act_in_flight(store.remove, [f"{name}/{path}" for path in paths])
+    except StorageError as error:
+        kind = AccessDenied if isinstance(error, AccessDenied) else StorageUnavailable
+        url = join_url(store.url, name)
+        why = error.message.removeprefix(f"{url}: ")
+        raise kind(f"{url} could not be removed whole: {why}") from error
+    return True
+
+
+def _is_marker(path: str) -> bool:
+    return path.rsplit("/", 1)[-1].endswith(METADATA)

@@ -1,0 +1,424 @@
+"""Decide which old steps go, by the rules of `pick`, and remove them.
+
+A step counts as kept only where `pick` would take it, compared with the steps that it
+would be compared with, and where its bytes are proven. Steps that are older than all
+that count go, oldest first, unless something speaks for one of them; none goes whose
+loss would make `pick` refuse a step that counts. `prune` and `Checkpointer(keep=)` both
+come here. How a step is removed is in `removing`, what a proof is in `proofs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.findings import Report, Verdict
+from ckptctl.formats.layouts import OWN_FOLDER, StepName, is_own, step_name
+from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.reports import Conditions
+from ckptctl.inspection.step_listing import list_step
+from ckptctl.model import FileInfo, Level
+from ckptctl.selection.choosing import (
+    MAX_PREDECESSORS,
+    Candidate,
+    Choice,
+    Policy,
+    by_number,
+    in_order,
+    refusal,
+    take_one_of,
+    why_not,
+)
+from ckptctl.selection.picking import CachingInspector, candidates_of
+from ckptctl.selection.proofs import PROOF, has_seal, is_proven
+from ckptctl.selection.roots import older_steps
+from ckptctl.selection.tiers import Tier
+from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.opening import base_name, is_local, join_url
+
+ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
+"""Where steps lie that a later save of the same number took the place of."""
+
+_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
+_OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
+
+OnLooked = Callable[[int, int], None]
+"""Told how many steps of how many have been looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which steps count: the newest `keep` that `pick` would take under the same conditions.
+
+    `level` is how deep `pick` is to look. Without `unsealed` a step needs a seal to count.
+    `protected` are steps that stay whatever they are, each with the reason.
+    """
+
+    keep: int
+    asked: Conditions
+    policy: Policy = field(default_factory=Policy)
+    level: Level | None = None
+    unsealed: bool = False
+    protected: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """What retention means for one step: whether it `goes`, and why or why not.
+
+    `counts` says that it is one of the steps that are kept for being good.
+    """
+
+    number: int
+    url: str
+    verdict: Verdict
+    n_bytes: int
+    goes: bool
+    reason: str
+    counts: bool = False
+
+
+@dataclass(slots=True)
+class Retained:
+    """What retention decided: the fate of every step, newest first.
+
+    `n_to_read` is the size in bytes of the steps that count only once they are proven.
+    `failures` are what kept steps from being removed that were to go.
+    """
+
+    fates: list[PruneDecision] = field(default_factory=list)
+    n_to_read: int = 0
+    failures: list[StorageError] = field(default_factory=list)
+
+
+Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
+"""Prove the bytes of a step; why it cannot be, None where it is proven, or is assumed to be."""
+
+Remove = Callable[[Inspection], bool]
+"""Remove a step that is as it was seen; False where it is not. See `removing.remove_step`."""
+
+
+def retain(
+    tier: Tier,
+    rules: Rules,
+    *,
+    prove: Prove,
+    remove: Remove | None,
+    memory: dict[str, Inspection] | None = None,
+    on_looked: OnLooked | None = None,
+) -> Retained:
+    """Decide on every step of a root, and with `remove` remove what goes.
+
+    `memory` holds what was seen of whole steps the last time, and gets what is
+    seen now: a step whose files are the same is not read again. Where a step that counts
+    has changed since it was looked at, nothing more goes. What cannot be removed is
+    reported, and the others go.
+
+    Raises `StorageError` where the root cannot be listed. Cost: a look at level `listing`
+    at each step, several at once; the look of `pick` at those that may count; what `prove`
+    reads; before each removal a listing of each step that counts.
+    """
+    decision = _Decision(tier, rules, memory, on_looked)
+    decision.count(prove)
+    if len(decision.counted) == rules.keep:
+        decision.remove_older(remove)
+    return decision.retained()
+
+
+class _Decision:
+    """The decision on one root, while it is made."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        rules: Rules,
+        memory: dict[str, Inspection] | None,
+        on_looked: OnLooked | None,
+    ) -> None:
+        self._store = tier.store
+        self._rules = rules
+        self._tier = tier
+        self._looker = CachingInspector([tier], rules.asked, rules.level)
+        self._order = in_order(candidates_of([tier]), rules.policy)
+        self._memory = {} if memory is None else memory
+        self._looks = self._look_at_all(on_looked)
+        self._fates: dict[str, PruneDecision] = {}
+        self._aside: list[PruneDecision] = []
+        self._result = Retained()
+        self.counted: list[_Counted] = []
+
+    def retained(self) -> Retained:
+        """The fates, newest first; what was moved aside comes last."""
+        names = [candidate.named.name for candidate in self._order]
+        fates = [self._fates.get(name) or self._fate(name, "not needed") for name in names]
+        self._result.fates = [*fates, *self._aside]
+        return self._result
+
+    # Looking
+
+    def _look_at_all(self, on_looked: OnLooked | None) -> dict[str, Inspection]:
+        """A look at `listing` at every step, several at once."""
+        looks: dict[str, Inspection] = {}
+        for candidate, looked in in_flight(self._look, self._order):
+            looks[candidate.named.name] = replace(looked, parts=())
+            if on_looked is not None:
+                on_looked(len(looks), len(self._order))
+            if self._is_all_that_pick_sees:
+                self._looker.looked[candidate] = looks[candidate.named.name]
+        whole = {name: one for name, one in looks.items() if one.report.usable}
+        self._memory.clear()
+        self._memory.update(whole)
+        return looks
+
+    @property
+    def _is_all_that_pick_sees(self) -> bool:
+        level = self._rules.level
+        return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
+
+    def _look(self, candidate: Candidate) -> Inspection:
+        named = candidate.named
+        files = self._tier.trees.get(named.name)
+        known = self._memory.get(named.name)
+        if known is not None:
+            try:
+                files = list_step(self._store, named.name) if files is None else files
+            except StorageError:
+                files = None  # the look says what it is
+            if files is not None and tuple(files) == known.step.files:
+                return known
+        return inspect_step(
+            self._store,
+            named,
+            self._rules.asked,
+            level=Level.LISTING,
+            files=files,
+            older=lambda: older_steps(self._tier.listing.steps, named.number),
+        )
+
+    # Counting
+
+    def count(self, prove: Prove) -> None:
+        """Find the newest steps that count, as `pick` finds the newest that it takes."""
+        choice = Choice()
+        for copies, older in by_number(self._order):
+            if len(self.counted) == self._rules.keep:
+                return
+            for copy in copies:
+                name = copy.named.name
+                reason = self._cannot_count(name, choice) or self._taken(copy, older, choice, prove)
+                if reason is None:
+                    break
+                self._fates[name] = self._fate(name, f"{reason}: does not count")
+
+    def _cannot_count(self, name: str, choice: Choice) -> str | None:
+        """What the listing says against a step; None where a deeper look is worth while."""
+        looked = self._looks[name]
+        report = looked.report
+        if not looked.step.parts and report.verdict is not Verdict.UNKNOWN:
+            return "not recognised as a checkpoint"
+        reason = refusal(report, self._rules.policy)
+        if reason is not None:
+            choice.pass_over(report, reason)
+            return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
+        if not (self._rules.unsealed or has_seal(looked)):
+            return "whole, but not sealed"
+        return None
+
+    def _taken(
+        self, copy: Candidate, older: Sequence[Candidate], choice: Choice, prove: Prove
+    ) -> str | None:
+        """Count a step that `pick` would take and whose bytes are proven; else why it does not."""
+        consulted: list[Candidate] = []
+
+        def asked(candidate: Candidate, at_least: Level) -> Report:
+            consulted.append(candidate)
+            return self._looker(candidate, at_least)
+
+        n_before = len(choice.passed_over)
+        if not take_one_of([copy], older, asked, self._rules.policy, choice):
+            over = choice.passed_over[n_before:]
+            # `pick` goes on to say which of its options would take the step.
+            reason = over[0].reason.partition(": a resume from here")[0] if over else ""
+            return reason or "not recognised as a checkpoint"
+        looked = self._looks[copy.named.name]
+        report = self._looker.looked[copy].report
+        n_to_read = 0
+        if not (report.level is Level.CONTENT or is_proven(self._store, looked)):
+            unproven = prove(looked, self._looker, copy)
+            if unproven is not None:
+                return unproven
+            n_to_read = report.n_bytes
+        name = copy.named.name
+        how = "sealed" if has_seal(looked) else "proven"
+        self._fates[name] = replace(self._fate(name, f"kept: whole and {how}"), counts=True)
+        self._result.n_to_read += n_to_read
+        self.counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
+        return None
+
+    # Removing
+
+    def remove_older(self, remove: Remove | None) -> None:
+        """Let go of what is older than all that counts, oldest first."""
+        oldest = self.counted[-1].candidate.named.number
+        what = "newest good step"
+        if self._rules.keep > 1:
+            what = f"newest {self._rules.keep} good steps"
+        gone: set[str] = set()
+        for candidate in reversed(self._order):
+            name = candidate.named.name
+            if candidate.named.number >= oldest:
+                break
+            stays = self._stays(self._looks[name]) or self._is_needed(candidate, gone)
+            if stays is None:
+                stays = self._removed(self._looks[name], remove)
+            if stays is None:
+                gone.add(name)
+            self._fates[name] = self._fate(name, stays or f"older than the {what}", goes=not stays)
+        self._remove_aside(oldest, f"moved aside, and older than the {what}", remove)
+
+    def _removed(self, looked: Inspection, remove: Remove | None) -> str | None:
+        """Remove a step, or only plan to; why it stays all the same."""
+        if remove is None:
+            return None
+        changed = self._changed()
+        if changed is not None:
+            return f"step {changed}, which counts, changed meanwhile"
+        try:
+            if remove(looked):
+                return None
+        except PathNotFound:
+            return None  # somebody else has removed it
+        except StorageError as error:
+            self._result.failures.append(error)
+            return error.message
+        return "changed meanwhile"
+
+    def _changed(self) -> int | None:
+        """A step that counted and was marked, written to or removed since; None without one.
+
+        Between the look and the removal lie the reads of a proof and earlier removals.
+        """
+        for one in self.counted:
+            named = one.candidate.named
+            try:
+                now = list_step(self._store, named.name)
+            except StorageError:
+                return named.number
+            if _but_proof(now) != _but_proof(self._looks[named.name].step.files):
+                return named.number
+        return None
+
+    def _stays(self, looked: Inspection) -> str | None:
+        """What speaks for a step although it is old; None where it may go."""
+        report = looked.report
+        marked = _marked(looked)
+        if marked is not None:
+            return marked
+        named = self._rules.protected.get(-1 if report.number is None else report.number)
+        if named is not None:
+            return named
+        if not looked.step.parts and not _is_left_over(looked):
+            return "not recognised as a checkpoint"
+        if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
+            return None
+        if report.verdict is Verdict.IN_PROGRESS:
+            return "in-progress: it may still be written"
+        return f"{report.verdict.value}: left to a person"
+
+    def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
+        """Why a step is needed so that `pick` goes on taking those that count; None if it is not.
+
+        A step that lacks state is compared with the older ones: without the nearest of
+        them, which lacks it too, one further back that holds it would have it refused.
+        """
+        name = candidate.named.name
+        for one in self.counted:
+            if not one.is_compared or candidate not in (older := self._older(one, gone)):
+                continue
+            older = self._older(one, {*gone, name})
+            if why_not(one.report, older, self._looker, self._rules.policy) is not None:
+                return f"step {one.candidate.named.number} would be refused without it"
+        return None
+
+    def _older(self, one: _Counted, gone: Collection[str]) -> list[Candidate]:
+        """What a step that counts is compared with once `gone` are gone."""
+        older = (
+            candidate
+            for candidate in self._order
+            if candidate.named.number < one.candidate.named.number
+            and candidate.named.name not in gone
+        )
+        return list(islice(older, MAX_PREDECESSORS))
+
+    def _remove_aside(self, oldest: int, reason: str, remove: Remove | None) -> None:
+        """Let go of what later saves took the place of; nobody but a person looks there."""
+        for named in moved_aside(self._store):
+            if named.number >= oldest:
+                continue
+            looked = inspect_step(self._store, named, self._rules.asked, level=Level.LISTING)
+            stays: str | None = _marked(looked)
+            if looked.report.verdict is Verdict.UNKNOWN:
+                stays = f"{looked.report.verdict.value}: left to a person"
+            if stays is None:
+                stays = self._removed(looked, remove)
+            fate = _fate(self._store, looked, stays or reason, goes=not stays)
+            self._aside.append(fate)
+
+    def _fate(self, name: str, reason: str, *, goes: bool = False) -> PruneDecision:
+        return _fate(self._store, self._looks[name], reason, goes=goes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A step that counts, as `pick` sees it; `is_compared` if older steps had a say in that."""
+
+    candidate: Candidate
+    report: Report
+    is_compared: bool
+
+
+def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
+    """The files of a step without the note that retention itself leaves."""
+    return [file for file in files if file.path != PROOF]
+
+
+def moved_aside(store: Store) -> tuple[StepName, ...]:
+    """The steps in `.ckptctl/aside`, where a file system has any. Cost: one listing."""
+    if not is_local(store.url):
+        return ()
+    try:
+        entries = store.list_dir(ASIDE_FOLDER)
+    except PathNotFound:
+        return ()
+    found = []
+    for entry in entries:
+        match = _ASIDE.fullmatch(base_name(entry.path))
+        named = step_name(match["name"]) if match and entry.kind == "dir" else None
+        if named is not None:
+            found.append(replace(named, name=entry.path))
+    return tuple(found)
+
+
+def _marked(looked: Inspection) -> str | None:
+    """Why the marks on a step keep it; None where they do not."""
+    if looked.notes is not None and looked.notes.pins:
+        return "pinned"
+    if looked.notes is not None and looked.notes.unread and not _is_left_over(looked):
+        return "a mark on it cannot be read: it may be pinned"
+    return None
+
+
+def _is_left_over(looked: Inspection) -> bool:
+    """Whether nothing of a step is there but what ckptctl wrote: its removal was cut short."""
+    return all(is_own(file.path) for file in looked.step.files)
+
+
+def _fate(store: Store, looked: Inspection, reason: str, *, goes: bool) -> PruneDecision:
+    report = looked.report
+    number = report.number if report.number is not None else 0
+    url = join_url(store.url, looked.step.name)
+    return PruneDecision(number, url, report.verdict, report.n_bytes, goes, reason)

@@ -1,0 +1,306 @@
+"""How is a step sealed?
+
+Looked at first, as deep as it goes: what is not whole is not sealed. Then every
+byte is read and digested, the folder is listed again to see that nothing changed
+meanwhile, and the seal is written whole. Nothing else in the step is touched. What
+a seal proves later is the question of `checks.sealed`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl import __version__
+from ckptctl.checks.seals import written_ms
+from ckptctl.checks.shape import check_unchanged
+from ckptctl.checks.store_checksums import as_kept, best_of
+from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
+from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
+from ckptctl.formats.checksums import can_compute, checksumming
+from ckptctl.formats.digests import Algorithm, Digests
+from ckptctl.formats.layouts import is_own
+from ckptctl.formats.own_files import time_now
+from ckptctl.formats.seals import (
+    MAX_SEAL_BYTES,
+    SEAL,
+    Identity,
+    Seal,
+    SealedFile,
+    seal_bytes,
+)
+from ckptctl.inspection.arguments import conditions
+from ckptctl.inspection.content import Asked
+from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.relisting import really_changed
+from ckptctl.inspection.reports import Conditions
+from ckptctl.inspection.step_listing import list_step
+from ckptctl.model import FileInfo, Level, WorldSize
+from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.records.digest_runs import DigestRun, Stretch
+from ckptctl.selection.results import Sealed
+from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.storage.contract import ShortRead, Store
+from ckptctl.storage.opening import join_url
+
+LEVEL = Level.CONTENT
+"""How deep a step is looked at before it is sealed."""
+
+
+def seal(
+    step: str,
+    *,
+    key: bytes | None = None,
+    replace: bool = False,
+    accept_unverifiable: bool = False,
+    saved_world_size: int | None = None,
+    jobs: int | None = None,
+    marks: str | None = None,
+    on_progress: OnProgress | None = None,
+    pattern: str | None = None,
+    grace_s: float = 600.0,
+    storage_options: Mapping[str, object] | None = None,
+    endpoint_url: str | None = None,
+    timeout_s: float = 30.0,
+) -> Sealed:
+    """Write down the digests of a step that is whole, in `.ckptctl/seal.json` in it.
+
+    `step` is named as for `verify`. Without `key` the digests are xxh3-128 and show
+    damage; with one they are SHA-256, and nobody without the key can make such a seal.
+    `replace` takes the place of a seal that is there. `accept_unverifiable` seals what
+    nothing in it can prove good, as it is. `saved_world_size` is how many ranks wrote
+    the step; it is checked, and kept in the seal. `jobs` is how many threads read.
+
+    A step that is not whole is refused: the answer bears its report and its exit code.
+    Raises `UsageError` where there is a seal already, `StorageError` where the storage
+    fails.
+
+    Where the storage keeps checksums of whole objects, the seal has them, too: those that can
+    be computed here are compared with the bytes first.
+
+    Cost: a look at level `content`, every byte read once more, one write; on an object store
+    one HEAD for each file.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
+    asked = conditions((), None, saved_world_size, grace_s, key=key, marks=marks)
+    with open_target(
+        step,
+        asked=asked,
+        pattern=pattern,
+        storage_options=storage_options,
+        endpoint_url=endpoint_url,
+        timeout_s=timeout_s,
+    ) as found:
+        return seal_found(
+            found,
+            asked,
+            key=key,
+            replace=replace,
+            accept_unverifiable=accept_unverifiable,
+            saved_world_size=saved_world_size,
+            jobs=jobs,
+            on_progress=on_progress,
+        )
+
+
+def seal_found(
+    found: OpenTarget,
+    asked: Conditions,
+    *,
+    key: bytes | None = None,
+    replace: bool = False,
+    accept_unverifiable: bool = False,
+    saved_world_size: int | None = None,
+    jobs: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Sealed:
+    """Seal a step whose store is open; see `seal`."""
+    had_one = _check_place(found, replace=replace)
+    first, second = _halves(on_progress)
+    looked = inspect_step(
+        found.store,
+        found.named,
+        asked,
+        level=LEVEL,
+        files=found.files,
+        content=Asked(Limits(jobs, on_progress=first)),
+    )
+    refused = looked.report.verdict is not Verdict.COMPLETE and not (
+        accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
+    )
+    if refused:
+        return _refused(looked.report)
+    algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
+    sealed = [file for file in found.files if is_sealed(file)]
+    limits = Limits(jobs, on_progress=second)
+    try:
+        files, contradicted = digested(found.store, found.name, sealed, algorithm, limits)
+    except (PathNotFound, ShortRead) as error:
+        gone = inspection_failed(found.store, error, looked.step)
+        return _refused(_with_findings(looked.report, [gone]))
+    unlike = [*check_unchanged(looked.step, list_step(found.store, found.name))]
+    changed = really_changed(found.store, looked.step, unlike)
+    if changed or contradicted:
+        return _refused(_with_findings(looked.report, [*changed, *contradicted]))
+    made = Seal(
+        algorithm,
+        identity_of(looked, saved_world_size),
+        files,
+        time_now(),
+        f"ckptctl {__version__}",
+    )
+    _write(found, seal_bytes(made, key), replace=had_one)
+    return _sealed(looked.report, made, keyed=key is not None, replaced=had_one)
+
+
+def _check_place(found: OpenTarget, *, replace: bool) -> bool:
+    """Whether there is a seal that may be replaced; raises where one cannot be written."""
+    if found.is_file:
+        raise UsageError(f"{found.url} is one file, not a folder; there is no place for a seal")
+    there = any(file.path == SEAL for file in found.files)
+    if there and not replace:
+        raise _sealed_already(found)
+    return there
+
+
+def _sealed_already(found: OpenTarget) -> UsageError:
+    return UsageError(
+        f"{found.url} is sealed already; --replace makes the seal anew from what lies there now",
+        next_command=f"ckptctl verify {shlex.quote(found.url)} --require-seal",
+    )
+
+
+def _halves(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgress | None]:
+    """Progress of the first and of the second of two passes, as one."""
+    if on_progress is None:
+        return None, None
+    return (
+        lambda done, total: on_progress(done, 2 * total),
+        lambda done, total: on_progress(total + done, 2 * total),
+    )
+
+
+def is_sealed(file: FileInfo) -> bool:
+    """Whether a file of a step belongs into its seal."""
+    return file.kind == "file" and not is_own(file.path)
+
+
+def digested(
+    store: Store, name: str, files: Sequence[FileInfo], algorithm: Algorithm, limits: Limits
+) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
+    """Some files of the step `name` with their digests, in order, and what the store keeps of them.
+
+    The findings are the files whose bytes do not come to the checksum that the store keeps.
+    Cost: every byte of them, and on an object store one HEAD for each.
+    """
+    paths = [f"{name}/{file.path}" for file in files]
+    kept = [*store.kept(paths)]
+    best = [best_of(answer, can_compute) for answer in kept]
+    beside = [checksumming(checksum.algorithm) if checksum else None for checksum in best]
+    runs = [
+        DigestRun(Stretch(path, 0, file.size), algorithm, beside=computing)
+        for path, file, computing in zip(paths, files, beside, strict=True)
+    ]
+    n_bytes = read_runs(store, runs, limits)
+    if limits.on_progress is not None:
+        limits.on_progress(n_bytes, n_bytes)
+    sealed: list[SealedFile] = []
+    found: list[Finding] = []
+    for file, run, answer, checksum in zip(files, runs, kept, best, strict=True):
+        computed = run.beside.hexdigest() if run.beside else None
+        of_store, wrong = as_kept(file.path, answer, checksum, computed)
+        sealed.append(SealedFile(file.path, file.size, written_ms(file), _read(run), of_store))
+        found += wrong
+    return tuple(sealed), tuple(found)
+
+
+def _read(run: DigestRun) -> Digests:
+    digests = run.digests
+    assert digests is not None  # noqa: S101 - a pass that nobody stops reads all of it
+    return digests
+
+
+def identity_of(looked: Inspection, saved_world_size: int | None) -> Identity:
+    """Which step a look has seen, as its seal will say it."""
+    report = looked.report
+    save_ids = {one.save_id for part in looked.parts for one in part.metadata if one.save_id}
+    return Identity(
+        number=report.number,
+        name=looked.step.name,
+        layout=report.layout,
+        level=report.level.value,
+        metadata=tuple(sorted(report.digests)),
+        save_ids=tuple(sorted(save_ids)),
+        world_size=saved_world_size or _certain(report.world_size),
+        state=report.state.held,
+        tokens=report.state.tokens.value,
+    )
+
+
+def _certain(world_size: WorldSize | None) -> int | None:
+    return None if world_size is None or world_size.at_least else world_size.size
+
+
+def _with_findings(report: Report, more: list[Finding]) -> Report:
+    findings = in_order((*report.findings, *more))
+    verdict = verdict_of(findings)
+    return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
+
+
+def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
+    if len(data) > MAX_SEAL_BYTES:
+        raise UsageError(
+            f"the seal of {found.url} would have {len(data):,} bytes, more than "
+            f"{MAX_SEAL_BYTES:,}; the step has too many files"
+        )
+    try:
+        found.store.put(f"{found.name}/{SEAL}", data, replace=replace)
+    except AlreadyExists as error:
+        raise _sealed_already(found) from error
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"{error.message}; the seal was not written, and the step is as it was",
+            next_command=f"ckptctl verify {shlex.quote(found.url)}",
+        ) from error
+
+
+def _refused(report: Report) -> Sealed:
+    next_command = report.with_severity(Severity.FAULT)[0].next_command
+    if report.verdict is Verdict.UNVERIFIABLE:
+        next_command = f"ckptctl seal {shlex.quote(report.url)} --accept-unverifiable"
+    return Sealed(
+        url=report.url,
+        number=report.number,
+        path=None,
+        replaced=False,
+        kind="",
+        n_files=0,
+        n_bytes=0,
+        report=report,
+        message=f"not sealed: the step is {report.verdict.value}",
+        exit_code=report.exit_code,
+        next_command=next_command
+        or f"ckptctl verify {shlex.quote(report.url)} --level {report.level.value}",
+    )
+
+
+def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Sealed:
+    n_files = len(made.files)
+    proof = "proven whole" if report.usable else "as it is, which nothing proves whole,"
+    return Sealed(
+        url=report.url,
+        number=report.number,
+        path=join_url(report.url, SEAL),
+        replaced=replaced,
+        kind=made.algorithm.value + (" with a key" if keyed else ""),
+        n_files=n_files,
+        n_bytes=made.n_bytes,
+        report=report,
+        message=f"sealed: {n_files:,} file{'' if n_files == 1 else 's'} with "
+        f"{made.n_bytes:,} bytes, {proof} at level {report.level.value}",
+        exit_code=0,
+        next_command=f"ckptctl verify {shlex.quote(report.url)} --require-seal",
+        n_stored=sum(bool(file.stored and file.stored.checksum) for file in made.files),
+    )

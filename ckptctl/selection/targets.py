@@ -1,0 +1,141 @@
+"""Which step does an argument name?
+
+`PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
+`pick` takes). Only the part behind the last `@` is looked at, and only if it is
+one of these and no folder of that name is there: a path may hold an `@` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
+from ckptctl.formats.layouts import StepName, parts_of, step_name
+from ckptctl.model import SHARDED, FileInfo
+from ckptctl.selection.roots import RootListing, check_listed_again, list_root
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import absolute_url, base_name, is_local, parent_url
+
+_SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The root that holds the step, and which of its steps is meant.
+
+    `which` is a step number, `latest`, `auto`, or None where `name` is the folder.
+    """
+
+    root: str
+    which: int | str | None
+    name: str | None
+
+
+def parse_target(target: str) -> Target:
+    """Take a step argument apart, without looking at the storage.
+
+    Raises `UsageError` for an empty argument, or one that is a root of a storage.
+    """
+    if not target.strip():
+        raise UsageError("the step is empty; name it as PATH, ROOT@1200, ROOT@latest or ROOT@auto")
+    match = _SELECTED.fullmatch(target)
+    if match and not _is_there(target):
+        which = match["which"]
+        return Target(match["root"], int(which) if which.isdigit() else which, None)
+    path = _plain(target)
+    name = base_name(path)
+    if not name:
+        raise UsageError(f"{target} is no step; name it as PATH, ROOT@1200, ROOT@latest")
+    return Target(parent_url(path), None, name)
+
+
+def _is_there(target: str) -> bool:
+    # A folder of this machine that has such a name is the one that is meant.
+    return is_local(target) and os.path.lexists(_local_path(target))
+
+
+def _local_path(target: str) -> str:
+    return os.path.expanduser(target.removeprefix("file://"))
+
+
+def check_root_there(url: str, listing: RootListing) -> None:
+    """Raise where what is asked about a root cannot be answered because none is there.
+
+    `UsageError` and `PathNotFound` where the path is wrong, `StorageUnavailable` where it is
+    a link to nowhere. Whether a root that is not there is a fresh run is `empty_roots`' question.
+    """
+    if not listing.exists:
+        check_is_folder(url)
+        raise PathNotFound(
+            f"{url} does not exist", next_command=f"ckptctl scan {shlex.quote(parent_url(url))}"
+        )
+
+
+def check_is_folder(url: str) -> None:
+    """Raise where a folder was not found at `url`, and a file or a link to nowhere is there."""
+    path = absolute_url(url)
+    if not is_local(url) or not os.path.lexists(path):
+        return
+    if os.path.islink(path):
+        raise StorageUnavailable(
+            f"{url} is a link to {os.readlink(path)}, which is not there",
+            next_command="findmnt --real",
+        )
+    raise UsageError(
+        f"{url} is a file, not a folder that holds steps",
+        next_command=f"ckptctl scan {shlex.quote(parent_url(url))}",
+    )
+
+
+def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
+    """Raise `UsageError` where a folder without a step number holds whole steps: it is a root."""
+    for part in parts_of(tuple(files)):
+        first = step_name(part.path.split("/", 1)[0])
+        if part.format in SHARDED and first is not None and not first.bare:
+            raise UsageError(
+                f"{url} is no step but a root that holds steps, {first.name} for one; "
+                f"name one of them, or take the newest as {url}@latest",
+                next_command=f"ckptctl scan {shlex.quote(url)}",
+            )
+
+
+def _plain(target: str) -> str:
+    # `verify .` and `verify ROOT/latest` mean the folder that is really there.
+    if not is_local(target):
+        return target
+    path = _local_path(target)
+    if os.path.islink(path.rstrip("/")):
+        return os.path.realpath(path)
+    return os.path.abspath(path) if os.path.basename(path.rstrip("/")) in (".", "..", "") else path
+
+
+def named_step(
+    store: Store, target: Target, pattern: re.Pattern[str] | None = None
+) -> StepName | str:
+    """The step that a target names under its root: a `StepName`, or the bare folder name.
+
+    `auto` is not decided here. Raises `UsageError` where the root holds no such
+    step. Cost: one listing for a number or `latest`, nothing for a path; one more before
+    it is said that there is none.
+    """
+    if target.name is not None:
+        return step_name(target.name, pattern) or target.name
+    listing = list_root(store, pattern)
+    check_root_there(store.url, listing)
+    steps = listing.steps
+    wanted = [s for s in steps if target.which == "latest" or s.number == target.which]
+    if wanted:
+        return wanted[0]
+    check_listed_again(store, listing, pattern)
+    look = f"ckptctl scan {shlex.quote(store.url)}"
+    if not steps:
+        raise UsageError(f"{store.url} holds no steps", next_command=look)
+    raise UsageError(
+        f"{store.url} holds no step {target.which}; its newest is {steps[0].number}, "
+        f"its oldest {steps[-1].number}",
+        next_command=look,
+    )

@@ -1,0 +1,389 @@
+"""Which step does this job go on from, and does every rank see the same one?
+
+Rank 0 looks and decides, as `pick` does; the others receive its decision, and each
+proves that it sees the same metadata bytes. There are three ways to come without a
+step: a fresh run, nothing usable, and a storage that did not answer. Only the first is
+an answer; the others are errors, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptctl.errors import (
+    CkptctlError,
+    LoadFailed,
+    NothingToResume,
+    StorageError,
+    StorageUnavailable,
+    UsageError,
+)
+from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.formats.layouts import METADATA, compile_pattern
+from ckptctl.inspection.arguments import known_level
+from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
+from ckptctl.model import Level
+from ckptctl.selection.empty_roots import judge_empty
+from ckptctl.selection.picking import pick
+from ckptctl.selection.results import Answer, PassedOver
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.tiers import Roots, open_tiers
+from ckptctl.selection.verifying import verify
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.train.process_group import Group
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.content import Outcomes
+    from ckptctl.records.byte_pass import OnProgress
+
+SETTLE_S = 60.0
+"""How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A newer step that was not taken, and why; `not_loaded` where loading it showed that."""
+
+    step: int | None
+    path: str
+    verdict: str
+    reason: str
+    not_loaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The step to load, None for a fresh run; `digests` are the SHA-256 of its metadata files."""
+
+    step: int | None
+    path: str | None
+    digests: tuple[tuple[str, str], ...] = ()
+    fell_back: bool = False
+    rejected: tuple[Rejected, ...] = ()
+    level: str | None = None
+    written_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """How rank 0 looks: what `pick` takes, by the same names."""
+
+    roots: Roots
+    before: int | None = None
+    level: Level | str | None = None
+    require: Collection[str] = ()
+    max_fallback: int = 2
+    allow_missing_state: bool = False
+    require_seal: bool = False
+    key: bytes | None = None
+    pattern: str | None = None
+    grace_s: float = 600.0
+    storage_options: Mapping[str, object] | None = None
+    endpoint_url: str | None = None
+    timeout_s: float = 30.0
+    settle_s: float = SETTLE_S
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """What opens a store."""
+        return {
+            "storage_options": self.storage_options,
+            "endpoint_url": self.endpoint_url,
+            "timeout_s": self.timeout_s,
+        }
+
+
+def check_roots(looking: Looking) -> int:
+    """Raise where roots without steps are not those of a run that has saved nothing yet.
+
+    The number of steps that the roots hold. Asked before anything is written there: a root
+    that ckptctl has marked would pass for one that is known. Raises `StorageError`,
+    `UsageError`. Cost: one listing of each root.
+    """
+    pattern = compile_pattern(looking.pattern)
+    with ExitStack() as stack:
+        tiers = open_tiers(
+            stack, looking.roots, lambda store: (list_root(store, pattern), {}), **looking.storage
+        )
+        n_steps = sum(len(tier.listing.steps) for tier in tiers)
+        if not n_steps:
+            opened = partial(open_store, **looking.storage)
+            begins = judge_empty(tiers, pattern, open_other=opened)
+            if begins.answer is not Answer.FRESH:
+                raise NothingToResume(
+                    begins.message,
+                    exit_code=begins.exit_code,
+                    next_command=f"ckptctl scan {looking.roots.words}",
+                )
+        return n_steps
+
+
+def decide(
+    resume_from: str | int | None,
+    looking: Looking,
+    *,
+    skip: Collection[int] = (),
+) -> Decision:
+    """What one process answers: a step, or a fresh run. `skip` are steps that did not load.
+
+    `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
+    `NothingToResume` where steps are there and none is usable (11), or one could not be
+    looked at (75), and for a named step that is not usable (its verdict's code).
+    """
+    wanted = wanted_step(resume_from, looking.roots)
+    if wanted == "none":
+        return _fresh()
+    if wanted == "auto":
+        return _newest(looking, skip)
+    if not wanted.isdecimal():
+        return _named(wanted, looking, skip)
+    failed: CkptctlError | None = None
+    for url in looking.roots.urls:
+        try:
+            return _named(f"{url.rstrip('/')}@{wanted}", looking, skip)
+        except CkptctlError as error:
+            if error.exit_code == Verdict.SUPERSEDED.exit_code:
+                raise  # a copy in another root, without the mark, would be taken
+            # What is wrong with a step that is there says more than that another root lacks it.
+            if failed is None or isinstance(failed, UsageError):
+                failed = error
+    assert failed is not None  # noqa: S101 - there is at least one root
+    raise failed
+
+
+def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
+    """What was asked for: `auto`, `none`, digits, or what can be the path of a step.
+
+    Raises `UsageError` for a word that is none of them: no such path is there.
+    """
+    wanted = str(resume_from if resume_from is not None else "none").strip() or "none"
+    known = wanted in ("auto", "none") or wanted.isdecimal()
+    if known or "/" in wanted or "@" in wanted or os.path.lexists(wanted):
+        return wanted
+    raise UsageError(
+        f"resume_from is {wanted!r}; it can be auto, none, a step number, or the path of a step",
+        next_command=f"ckptctl scan {roots.words}",
+    )
+
+
+def _fresh() -> Decision:
+    return Decision(None, None)
+
+
+def _newest(looking: Looking, skip: Collection[int]) -> Decision:
+    found = pick(
+        *looking.roots.urls,
+        optional_roots=looking.roots.optional,
+        level=_first_level(looking),
+        require=looking.require,
+        allow_missing_state=looking.allow_missing_state,
+        before=looking.before,
+        skip=skip,
+        max_fallback=looking.max_fallback,
+        pattern=looking.pattern,
+        grace_s=looking.grace_s,
+        require_seal=looking.require_seal,
+        key=looking.key,
+        **looking.storage,
+    )
+    rejected = tuple(_rejected(over) for over in found.passed_over)
+    if found.answer is Answer.FRESH and not skip:
+        return Decision(None, None, rejected=rejected)
+    if found.chosen is None:
+        raise NothingToResume(
+            found.message,
+            exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
+            next_command=found.next_command or f"ckptctl scan {looking.roots.words}",
+        )
+    fell_back = found.answer is Answer.FELL_BACK or bool(skip)
+    return _chosen(found.chosen, rejected, fell_back=fell_back)
+
+
+def _first_level(looking: Looking) -> Level | None:
+    """How deep rank 0 looks: level `content` comes after it, and all ranks share it."""
+    level = known_level(looking.level)
+    return None if level is Level.CONTENT else level
+
+
+def _rejected(over: PassedOver) -> Rejected:
+    report = over.report
+    return Rejected(report.number, report.url, report.verdict.value, over.reason)
+
+
+def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
+    report = verify(
+        target,
+        level=_first_level(looking) or Level.STRUCTURE,
+        require=looking.require,
+        pattern=looking.pattern,
+        grace_s=looking.grace_s,
+        require_seal=looking.require_seal,
+        key=looking.key,
+        **looking.storage,
+    )
+    if not report.usable:
+        raise _not_usable(report)
+    if report.number is None:
+        raise UsageError(f"{report.url}: the name of the folder gives no step number")
+    if report.number in skip:
+        raise NothingToResume(
+            f"{report.url} was asked for, and it could not be loaded",
+            exit_code=11,
+            next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
+        )
+    return _chosen(report, (), fell_back=False)
+
+
+def _not_usable(report: Report) -> CkptctlError:
+    faults = report.with_severity(Severity.FAULT)
+    why = faults[0].message if faults else "a condition that was asked for does not hold"
+    return NothingToResume(
+        f"{report.url} was asked for, and it is {report.verdict.value}: {why}",
+        exit_code=report.exit_code,
+        next_command=f"ckptctl verify {shlex.quote(report.url)}",
+    )
+
+
+def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) -> Decision:
+    return Decision(
+        report.number,
+        report.url,
+        report.digests,
+        fell_back,
+        rejected,
+        report.level.value,
+        report.written_s,
+    )
+
+
+def prove_seen(decision: Decision, group: Group, looking: Looking) -> None:
+    """Let every rank prove that it sees the metadata that rank 0 decided on.
+
+    Raises the same error on every rank, which names the one that sees something else: its
+    mount is stale or empty. Cost: one read of the metadata on each rank.
+    """
+    path = decision.path
+    if path is None or group.size == 1:
+        return
+    waited_s = 0.0 if group.is_first else looking.settle_s
+    group.from_all(lambda: _see(path, decision.digests, looking, waited_s))
+
+
+def changed(decision: Decision, looking: Looking) -> str | None:
+    """What has become of the step that was decided on; None where it lies there as it did.
+
+    Cost: one read of its metadata.
+    """
+    if decision.path is None:
+        return None
+    return _differs(decision.path, decision.digests, looking)
+
+
+def _see(
+    path: str, digests: tuple[tuple[str, str], ...], looking: Looking, settle_s: float
+) -> None:
+    until_s = time.monotonic() + settle_s
+    pause_s = 0.1
+    while (wrong := _differs(path, digests, looking)) is not None:
+        if time.monotonic() + pause_s > until_s:
+            raise StorageUnavailable(
+                f"{path}: {wrong}; this machine does not see what rank 0 sees, so no rank loads. "
+                "Its mount is stale, or it is not mounted there",
+                next_command="findmnt --real",
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+
+
+def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) -> str | None:
+    name = base_name(path)
+    try:
+        with open_store(parent_url(path), **looking.storage) as store:
+            for file, digest in digests:
+                data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
+                found = hashlib.sha256(data).hexdigest()
+                if found != digest:
+                    return f"{file} has digest {found[:12]}…, and rank 0 read {digest[:12]}…"
+    except StorageError as error:
+        return error.message
+    return None
+
+
+class _TrainGroup:
+    """The ranks of a job as `verify` shares the bytes of a step among them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def watch(self, told: OnProgress | None) -> OnProgress:
+        """See `judge.bytes_look.Crew.watch`; a job tells nobody."""
+        return told or (lambda _done, _total: None)
+
+    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
+        """See `judge.bytes_look.Crew.gather`."""
+        every = self._group.gather(found)
+        return every[1:] if self._group.is_first else ()
+
+
+def prove_content(decision: Decision, group: Group, looking: Looking) -> LoadFailed | None:
+    """Compare every byte of the step where level `content` was asked for, shared by all ranks.
+
+    The failure that all ranks agree on, None where the step is what was saved. Raises
+    `StorageError`. Cost: every byte of the step, read by one rank or another.
+    """
+    path = decision.path
+    if path is None or looking.level is None or Level(looking.level) is not Level.CONTENT:
+        return None
+    reports = group.from_all(
+        lambda: verify(
+            path,
+            level=Level.CONTENT,
+            pattern=looking.pattern,
+            require_seal=looking.require_seal,
+            key=looking.key,
+            crew=_TrainGroup(group) if group.size > 1 else None,
+            **looking.storage,
+        )
+    )
+    report = reports[0]
+    if report.usable:
+        return None
+    first = report.with_severity(Severity.FAULT)[0]
+    if report.verdict is Verdict.UNKNOWN:
+        raise StorageUnavailable(first.message, next_command=first.next_command)
+    return LoadFailed(f"{report.verdict.value} at level content: {first.message}")
+
+
+def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
+    """What it means that several steps looked whole and were not."""
+    steps = ", ".join(str(step) for step in failed)
+    return NothingToResume(
+        f"{len(failed)} steps looked whole and are not ({steps}): suspect the storage path itself "
+        "before you trust an older step",
+        exit_code=11,
+        next_command=f"ckptctl scan {roots.words}",
+    )
+
+
+def metadata_path(decision: Decision) -> str:
+    """The address of the one metadata file of a step that this package saved or can load."""
+    assert decision.path is not None  # noqa: S101 - asked for where there is a step
+    files = [file for file, _ in decision.digests]
+    if files != [METADATA]:
+        raise UsageError(
+            f"{decision.path} holds {len(files)} metadata files ({', '.join(files[:3])}); "
+            "Checkpointer loads steps with one. `resolve` gives its path to a script that loads "
+            "by itself",
+            next_command=f"ckptctl show {shlex.quote(decision.path)}",
+        )
+    return join_url(decision.path, METADATA)

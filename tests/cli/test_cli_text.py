@@ -1,0 +1,61 @@
+"""Lines, before they are printed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.cli.text import Line, Span, line, made_safe, padded, wrapped
+
+WORDS = st.lists(st.text("ab é層", min_size=0, max_size=12), max_size=12)
+
+
+def texts(a_line: Line, width: int | None) -> list[str]:
+    return [part.text for part in wrapped(a_line, width)]
+
+
+def test_prose_is_broken_at_spaces_and_hangs():
+    assert texts(line("one two three four", hang=2), 9) == ["one two", "  three", "  four"]
+
+
+def test_the_indentation_of_the_first_line_stays():
+    assert texts(line("  one two", hang=4), 6) == ["  one", "    two"]
+
+
+def test_a_path_is_never_broken():
+    path = "/shared/checkpoints/run/step_1200"
+    assert texts(line("see ", path, hang=2), 12) == ["see", f"  {path}"]
+    assert texts(line(f"{path} {path}", solid=True), 12) == [f"{path} {path}"]
+
+
+def test_off_a_terminal_nothing_is_broken():
+    assert texts(line("word " * 100), None) == [("word " * 100).rstrip()]
+
+
+def test_a_word_that_goes_over_two_styles_stays_whole():
+    assert texts(line("aa ", Span("bb", "bad"), ",", " cc"), 5) == ["aa", "bb,", "cc"]
+
+
+def test_styles_survive_a_break():
+    parts = list(wrapped(line("aaa ", Span("bbb", "bad")), 4))
+    assert [span for span in parts[1].spans if span.text] == [Span("bbb", "bad")]
+
+
+@given(WORDS, st.integers(1, 30))
+def test_wrapping_loses_no_word_and_changes_no_order(words, width):
+    whole = line(*(f"{word} " for word in words))
+    assert " ".join(texts(whole, width)).split() == whole.text.split()
+
+
+@given(WORDS, st.integers(1, 30))
+def test_no_line_is_too_long_but_for_a_single_word(words, width):
+    for part in wrapped(line(*(f"{word} " for word in words)), width):
+        assert part.width <= width or len(part.text.split()) <= 1 or not part.text.strip()
+
+
+def test_a_cell_is_filled_up_and_never_cut():
+    assert padded("ab", 4).text == "ab  "
+    assert padded("ab", 4, right=True).text == "  ab"
+    assert padded("abcdef", 4).text == "abcdef"
+
+
+def test_every_piece_is_made_safe():
+    assert made_safe(line("a\x1b", Span("\n", "bad"))).text == "a\\x1b\\n"

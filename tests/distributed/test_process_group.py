@@ -1,0 +1,184 @@
+"""Four processes, one verdict: they share the bytes, and none is missed when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, validated
+from huge_step import bytes_read, make_huge
+
+from ckptctl.distributed.process_group import Place, place_in
+
+SIZE = 4
+
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)),
+    *("-m", "ckptctl"),
+)
+
+Copy = Callable[[Path], Path]
+
+
+@pytest.fixture
+def step(checkpoints: Path, copy_of: Copy) -> Path:
+    return copy_of(checkpoints / "run_fsdp4") / "step_500"
+
+
+def damage(step: Path) -> None:
+    """Change one byte in each of two files."""
+    for name in ("__0_0.distcp", "__3_0.distcp"):
+        before = (step / name).stat()
+        data = bytearray((step / name).read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        (step / name).write_bytes(data)
+        os.utime(step / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextmanager
+def processes(step: Path, *args: object) -> Iterator[Sequence[subprocess.Popen[str]]]:
+    """Four of the command, told their places as a launcher does, without one that ends them."""
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [*COMMAND, "verify", step, "--level", "content", *map(str, args)],
+            env=clean_environment(
+                RANK=str(rank), WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+# Who is it?
+
+
+def test_torchrun_says_the_place():
+    told = {"RANK": "2", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert place_in(told) == Place(2, 8)
+    assert place_in({**told, "WORLD_SIZE": "1", "RANK": "0"}) is None
+
+
+def test_srun_says_the_place_and_its_first_node_is_where_to_meet():
+    told = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "16",
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_STEP_NODELIST": "gpu-[007-009,012]",
+    }
+    assert place_in(told) == Place(3, 16, ("gpu-007", 20_000 + 1234567 % 20_000))
+    assert place_in({**told, "SLURM_STEP_NODELIST": "alpha,beta"}).meet_at[0] == "alpha"
+
+
+def test_a_batch_script_of_a_large_job_is_one_process():
+    assert place_in({"SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_JOB_ID": "7"}) is None
+    assert place_in({}) is None
+
+
+def test_what_a_training_process_starts_stays_out_of_its_job():
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code = (
+        "import os, subprocess, sys\n"
+        "said = 'import os; from ckptctl.distributed.process_group import place_in; '\n"
+        "said += 'print(place_in(os.environ))'\n"
+        "subprocess.run([sys.executable, '-c', said], check=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(**told), capture_output=True, text=True
+    )
+    assert done.stdout == "None\n"
+
+
+# Four real processes
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_torchrun_gives_one_report_in_which_every_byte_is_proven(step: Path, tmp_path: Path):
+    report_file = tmp_path / "report.json"
+    done = subprocess.run(
+        [*TORCHRUN, "verify", step, "--level", "content", "--json", "--report", report_file],
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    report = validated(done.stdout)["report"]
+    assert (report["verdict"], report["level"]) == ("complete", "content")
+    assert report["bytes_proven"] == report["bytes_in_records"] > 0
+    assert report["records_proven"] == report["n_records"]
+    assert json.loads(report_file.read_text())["report"] == report
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_all_processes_end_with_the_code_that_the_bytes_of_two_of_them_give(step: Path):
+    damage(step)
+    with processes(step, "--json") as started:
+        said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [21] * SIZE
+    assert [out for out, _ in said[1:]] == [""] * (SIZE - 1)
+    report = validated(said[0][0])["report"]
+    faults = [one["where"] for one in report["findings"] if one["severity"] == "fault"]
+    assert faults == ["__0_0.distcp", "__3_0.distcp"]
+    assert report["records_proven"] == report["n_records"] - 2
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_process_that_is_killed_is_an_error_in_all_others_and_never_a_pass(
+    step: Path, tmp_path: Path, lost: int
+):
+    make_huge(step)
+    report_file = tmp_path / "report.json"
+    with processes(step, "--report", report_file) as started:
+        # What torch itself reads when it is imported is far below a gigabyte.
+        reader = reading(started)
+        victim = started[lost] if started[lost] is not reader else started[lost + 1]
+        victim.send_signal(signal.SIGKILL)
+        codes = [process.wait(timeout=120) for process in started]
+        said = started[0].stderr.read()
+    assert sorted(codes) == [-9, 75, 75, 75]
+    if victim is not started[0]:
+        document = validated(report_file.read_text())
+        assert (document["exit_code"], document["ok"]) == (75, False)
+        assert "a process is gone" in said + report_file.read_text()
+    else:
+        assert not report_file.exists()
+
+
+def reading(started: Sequence[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """The process whose share is the huge record, once it reads it."""
+    while all(process.poll() is None for process in started):
+        for process in started:
+            if bytes_read(process.pid) > 2 << 30:
+                return process
+        time.sleep(0.05)
+    raise AssertionError("a process has ended before the bytes were read")

@@ -1,0 +1,91 @@
+"""The formulas against numbers that others have published or that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.goodput.model import (
+    available_interval,
+    daly_interval,
+    effective_share,
+    first_order_share,
+    mtbf_of,
+    young_interval,
+)
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rate", "hours"),
+    [(2048, 6.5e-3, 1.803), (16384, 6.5e-3, 0.225), (512, 6.5e-3, 7.21), (2048, 2.34e-3, 5.008)],
+)
+def test_the_mean_time_between_failures_of_measured_fleets(nodes: int, rate: float, hours: float):
+    assert mtbf_of(nodes, rate) / HOUR == pytest.approx(hours, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("save", "mtbf", "young", "daly", "available"),
+    [
+        (60, 11124, 1155.4, 1115.7, 1232.4),
+        (60, 8280, 996.8, 957.2, 1076.5),
+        (30, 86400, 2276.8, 2256.9, 2311.0),
+        (120, 86400, 4553.7, 4474.0, 4683.2),
+        (300, 86400, 7200.0, 7001.4, 7518.7),
+        (120, 6480, 1247.1, 1168.4, 1401.2),
+    ],
+)
+def test_the_best_intervals(save: float, mtbf: float, young: float, daly: float, available: float):
+    assert young_interval(save, mtbf) == pytest.approx(young, abs=0.06)
+    assert daly_interval(save, mtbf) == pytest.approx(daly, abs=0.06)
+    assert available_interval(save, mtbf, 300) == pytest.approx(available, abs=0.06)
+
+
+def test_saves_slower_than_two_failures_leave_one_a_failure():
+    assert daly_interval(200, 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("interval", "mtbf", "first_order", "exact"),
+    [(1115.716, 11124, 0.86911, 0.87576), (957.196, 8280, 0.84328, 0.85293)],
+)
+def test_the_effective_share(interval: float, mtbf: float, first_order: float, exact: float):
+    assert first_order_share(interval, 60, mtbf, 300) == pytest.approx(first_order, abs=1e-5)
+    assert effective_share(interval, 60, mtbf, 300) == pytest.approx(exact, abs=1e-5)
+
+
+@pytest.mark.parametrize(("interval", "share"), [(3600, 0.6764), (300, 0.9307), (1800, 0.8151)])
+def test_the_effective_share_of_a_published_job(interval: float, share: float):
+    # 2,048 nodes, saves that do not block, five minutes to start again.
+    mtbf = mtbf_of(2048, 6.5e-3)
+    assert first_order_share(interval, 0, mtbf, 300) == pytest.approx(share, abs=1e-4)
+
+
+TIMES = st.floats(1e-3, 1e7)
+
+
+@given(TIMES, TIMES, st.floats(0, 1e6), TIMES)
+def test_a_share_lies_between_0_and_1_and_the_first_order_below_the_exact_one(
+    save: float, mtbf: float, restart: float, interval: float
+):
+    exact = effective_share(interval, save, mtbf, restart)
+    assert 0 <= exact <= 1
+    assert 0 <= first_order_share(interval, save, mtbf, restart) <= 1
+
+
+@given(st.floats(1, 1e4), st.floats(1e5, 1e7), st.floats(0, 1e4))
+def test_no_interval_is_much_better_than_the_best(save: float, mtbf: float, restart: float):
+    best = effective_share(daly_interval(save, mtbf), save, mtbf, restart)
+    for factor in (0.3, 0.7, 1.5, 3.0):
+        other = effective_share(daly_interval(save, mtbf) * factor, save, mtbf, restart)
+        assert other <= best * 1.001
+
+
+def test_what_never_comes_to_an_end_leaves_nothing():
+    assert effective_share(1e6, 1, 1, 0) == 0
+    assert effective_share(0, 1, 100, 0) == 0
+    assert math.isfinite(effective_share(1, 1, 1e-3, 1e6))

@@ -1,0 +1,113 @@
+"""What a failure costs, from numbers that are given and from what lies under a root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import UsageError
+from ckptctl.goodput.measuring import measured
+
+
+@pytest.fixture
+def root(framework_roots: Path, tmp_path: Path) -> Path:
+    """Five steps, 100 apart and saved every 600 s, each within 30 s; one restart in between."""
+    source = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+    at = 1_700_000_000
+    for number in (100, 200, 300, 400, 500):
+        step = tmp_path / "root" / f"step_{number}"
+        shutil.copytree(source, step)
+        at += 7200 if number == 300 else 600
+        files = sorted(one for one in step.rglob("*") if one.is_file())
+        for place, file in enumerate(files):
+            seconds = at - 30 + 30 * place // (len(files) - 1)
+            os.utime(file, (seconds, seconds))
+    return tmp_path / "root"
+
+
+def test_the_times_of_saves_are_those_of_their_files(root: Path):
+    seen = measured(str(root))
+    assert (seen.n_steps, seen.interval_s, seen.steps_apart) == (5, 600, 100)
+    assert (seen.save_s, seen.step_s) == (30, 6)
+    assert seen.n_bytes == sum(
+        f.stat().st_size for f in (root / "step_100").rglob("*") if f.is_file()
+    )
+
+
+def test_a_seal_that_came_later_does_not_make_a_save_longer(root: Path):
+    own = root / "step_500" / ".ckptctl"
+    own.mkdir(exist_ok=True)
+    (own / "seal.json").write_text("{}")
+    assert measured(str(root)).save_s == 30
+
+
+def test_a_root_of_one_step_says_how_long_it_took_and_not_how_often(root: Path):
+    for number in (100, 200, 300, 400):
+        shutil.rmtree(root / f"step_{number}")
+    seen = measured(str(root))
+    assert (seen.interval_s, seen.step_s, seen.save_s) == (None, None, 30)
+    found = ckptctl.recovery_cost(str(root))
+    assert found.per_failure_s is None
+    assert found.message.startswith("fewer than two saves")
+
+
+def test_what_is_measured_and_what_is_given_are_told_apart(root: Path):
+    found = ckptctl.recovery_cost(str(root), mtbf_s=11124, load_s=240, save_s=60)
+    sources = {one.name: (one.value, one.source) for one in found.given}
+    assert sources["interval"] == (600, "measured")
+    assert sources["save"] == (60, "given")
+    assert (found.rollback_s, found.startup_s, found.per_failure_s) == (300, 240, 540)
+    assert found.daly_s == pytest.approx(1115.7, abs=0.1)
+    assert found.share < found.best_share < 0.9
+
+
+@pytest.mark.parametrize(("parts", "total"), [((5, 30, 67, 3), 1905), ((5, 30, 120, 90), 2045)])
+def test_the_recovery_times_of_a_published_job(parts: tuple[float, ...], total: float):
+    reschedule, connect, compiling, load = parts
+    found = ckptctl.recovery_cost(
+        interval_s=3600,
+        reschedule_s=reschedule,
+        connect_s=connect,
+        load_s=load,
+        compile_s=compiling,
+        n_gpus=8,
+    )
+    assert found.per_failure_s == total
+    assert found.lost_gpu_hours_per_failure == pytest.approx(total * 8 / 3600)
+    assert found.next_command == "ckptctl cost --interval 3600 --mtbf 8h"
+
+
+def test_nodes_and_their_rate_make_the_mean_time_between_failures():
+    found = ckptctl.recovery_cost(
+        interval_s=3600, save_s=0, n_nodes=2048, failures_per_node_day=6.5e-3
+    )
+    (mtbf,) = [one for one in found.given if one.name == "mtbf"]
+    assert (round(mtbf.value), mtbf.source) == (6490, "worked out")
+    assert found.young_s is None
+    assert found.share is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({}, "how often is saved"),
+        ({"interval_s": 0}, "--interval is 0"),
+        ({"interval_s": float("nan")}, "--interval is nan"),
+        ({"interval_s": 1, "mtbf_s": float("inf")}, "--mtbf is inf"),
+        ({"interval_s": 1, "load_s": -1}, "--load is -1"),
+        ({"interval_s": 1, "n_nodes": 4}, "belong together"),
+        ({"interval_s": 1, "n_gpus": 0}, "--gpus is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict, says: str):
+    with pytest.raises(UsageError, match=says):
+        ckptctl.recovery_cost(**wrong)
+
+
+def test_a_save_that_takes_the_whole_interval_is_refused():
+    with pytest.raises(ckptctl.UsageError, match="there would be no training"):
+        ckptctl.recovery_cost(interval_s=3600, save_s=3600, mtbf_s=3600)

@@ -1,0 +1,146 @@
+"""A module imports from its own floor or a lower one; and what may be imported where."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
+
+# docs/design.md, section 8.
+LAYERS = {
+    "errors": 0,
+    "model": 0,
+    "findings": 0,
+    "storage": 1,
+    "formats": 2,
+    "records": 3,
+    "checks": 4,
+    "inspection": 5,
+    "loss": 5,
+    "failures": 5,
+    "selection": 6,
+    "distributed": 6,
+    "resharding": 7,
+    "goodput": 7,
+    "preflight_checks": 8,
+    "diagnostics": 8,
+    "supervisor": 8,
+    "train": 8,
+    "runbook": 9,
+    "cli": 11,
+    "__main__": 11,
+}
+# The public names are asked for by name from every floor, and fetched when they are asked for.
+TOP = "__init__"
+
+TORCH_ALLOWED = ("distributed", "train")
+HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema", "PIL")
+"""Never at the top of a module: imported inside the function that needs them."""
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(name: str) -> str:
+    return name.removesuffix(".py").split("/")[0]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that is imported anywhere in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imports_at_start(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What is imported when the module is: not in functions, not for type checkers."""
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imports(node)
+        if isinstance(node, (ast.Try, ast.With)):
+            yield from imports(node)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from imports(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_from_its_own_floor_or_a_lower_one(path):
+    own = layer_of(path.relative_to(PACKAGE).as_posix())
+    if own == TOP:
+        return
+    too_high = [
+        f"line {line}: {name}"
+        for line, name in imports(ast.parse(path.read_text()))
+        if name.startswith("ckptctl.")
+        and (floor := name.split(".")[1]) in LAYERS
+        and LAYERS[floor] > LAYERS[own]
+    ]
+    assert too_high == []
+
+
+def test_every_module_has_a_floor():
+    there = {layer_of(path.relative_to(PACKAGE).as_posix()) for path in MODULES}
+    assert there - {TOP} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_stays_in_its_floors_and_numpy_out_of_the_package(path):
+    own = layer_of(path.relative_to(PACKAGE).as_posix())
+    roots = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()))}
+    assert "numpy" not in roots or own == "train"
+    assert "torch" not in roots or own in TORCH_ALLOWED
+    assert "rich" not in roots or own == "cli"
+    assert "click" not in roots
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_heavy_is_imported_at_the_start(path):
+    if layer_of(path.relative_to(PACKAGE).as_posix()) in TORCH_ALLOWED:
+        return
+    tree = ast.parse(path.read_text())
+    heavy = [name for _, name in imports_at_start(tree) if name.split(".")[0] in HEAVY]
+    assert heavy == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_public_names_of_typer_are_used(path):
+    names = [name for _, name in imports(ast.parse(path.read_text()))]
+    assert not [name for name in names if name.startswith("typer.")]
+
+
+MAY_PRINT = ("cli/output.py", "cli/main.py", "cli/progress.py", "train/reporting.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_one_module_prints(path):
+    if path.relative_to(PACKAGE).as_posix() in MAY_PRINT:
+        return
+    tree = ast.parse(path.read_text())
+    streams = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("stdout", "stderr", "__stdout__", "__stderr__")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "sys"
+    ]
+    prints = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+    assert streams + prints == []
+
+
+def test_no_module_is_named_after_a_public_function_and_none_is_called_utils():
+    public = {"scan", "verify", "pick", "show"}
+    library = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "cli"]
+    assert not {path.stem for path in library} & (public | {"utils"})

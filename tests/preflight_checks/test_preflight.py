@@ -1,0 +1,580 @@
+"""The gate of a job: one path when everything is well, one reason when it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+import ckptctl
+from ckptctl.errors import NothingToResume, UsageError
+from ckptctl.goodput.measuring import Measured
+from ckptctl.preflight_checks.nodes import check_nodes
+from ckptctl.preflight_checks.probing import StorageProbe, check_probe
+from ckptctl.preflight_checks.results import NodeFacts, Outcome
+from ckptctl.preflight_checks.sizing import check_cadence, check_capacity, ranks_in
+from ckptctl.resharding import advising
+from ckptctl.storage.local import LocalStore
+from ckptctl.train.cluster import cluster_context
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that the tests run on may be part of a job."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "PET_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def root(framework_roots: Path, tmp_path: Path) -> Path:
+    """Steps 100, 200 and 300, saved by two ranks, an hour apart and a minute long."""
+    source = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+    for hours, number in enumerate((100, 200, 300)):
+        step = tmp_path / "ckpt" / f"step_{number}"
+        shutil.copytree(source, step)
+        for place, file in enumerate(sorted(one for one in step.rglob("*") if one.is_file())):
+            at = 1_700_000_000 + 3600 * hours + (60 if place else 0)
+            os.utime(file, (at, at))
+    return tmp_path / "ckpt"
+
+
+def cut(root: Path, number: int, rank: int = 1) -> None:
+    """Cut the shard file of one rank short, without a trace in its times."""
+    file = root / f"step_{number}" / f"__{rank}_0.distcp"
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[:1000])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def outcomes(found: ckptctl.Preflight) -> dict[str, Outcome]:
+    return {check.name: check.outcome for check in found.checks}
+
+
+def message(found: ckptctl.Preflight, name: str) -> str:
+    (check,) = [one for one in found.checks if one.name == name]
+    return check.message
+
+
+# One process
+
+
+def test_a_sound_root_gives_its_newest_step_and_every_check_is_ok(root: Path):
+    found = ckptctl.preflight(str(root), mtbf_s=24 * 3600)
+    assert (found.chosen, found.step, found.exit_code) == (f"{root}/step_300", 300, 0)
+    assert outcomes(found) == dict.fromkeys(
+        ("step", "state", "storage", "capacity", "cadence"), Outcome.OK
+    )
+    (node,) = found.nodes
+    assert (node.host, node.n_names, node.error) == (socket.gethostname(), 3, None)
+    assert node.read_bytes > 0
+
+
+def test_a_damaged_newest_step_is_a_warning_and_the_older_one_is_taken(root: Path):
+    cut(root, 300)
+    found = ckptctl.preflight(str(root))
+    assert found.step == 200
+    assert outcomes(found)["step"] is Outcome.WARNING
+    assert "damage" not in outcomes(found)
+
+
+def test_damaged_steps_that_one_rank_wrote_in_one_hour_say_so(root: Path):
+    cut(root, 200)
+    cut(root, 300)
+    found = ckptctl.preflight(str(root))
+    assert found.step == 100
+    assert message(found, "damage") == (
+        "steps 300, 200 are damaged: all have damage in files of rank 1; all were written "
+        "between 2023-11-14 23:14 UTC and 2023-11-15 00:14 UTC, and no good one then"
+    )
+
+
+def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root: Path):
+    cut(root, 200, rank=0)
+    cut(root, 300, rank=1)
+    found = ckptctl.preflight(str(root))
+    assert "rank" not in message(found, "damage")
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    (attempts / "20260101T000000.resume.json").write_text('{"cluster": {"local_world_size": 8}}')
+    found = ckptctl.preflight(str(root))
+    assert "all have damage in files of node 0 (ranks 0 to 7)" in message(found, "damage")
+
+
+def test_none_usable_is_a_failure_with_no_path(root: Path):
+    for number in (100, 200, 300):
+        cut(root, number)
+    found = ckptctl.preflight(str(root))
+    assert (found.exit_code, found.path) == (11, None)
+    with pytest.raises(NothingToResume):
+        _ = found.chosen
+
+
+def without(root: Path, kind: str, *numbers: int) -> None:
+    """Write the train state of some steps anew, without one kind."""
+    for number in numbers:
+        file = root / f"step_{number}" / "train_state.pt"
+        state = torch.load(file, weights_only=False)
+        del state[kind]
+        torch.save(state, file)
+
+
+@pytest.mark.parametrize("kind", ["rng", "dataloader"])
+def test_a_step_that_lost_a_kind_is_passed_over_unasked(root: Path, kind: str):
+    without(root, kind, 300)
+    found = ckptctl.preflight(str(root))
+    assert (found.step, found.exit_code) == (200, 0)
+    assert f"lacks {kind}, which step 200 holds" in found.pick.passed_over[0].reason
+    assert kind in found.pick.required
+    assert outcomes(found)["state"] is Outcome.OK
+
+
+def test_a_kind_that_no_step_holds_is_a_remark_and_the_options_are_named(root: Path):
+    without(root, "rng", 100, 200, 300)
+    found = ckptctl.preflight(str(root))
+    assert (found.step, found.exit_code, found.pick.absent) == (300, 0, ("rng",))
+    assert outcomes(found)["state"] is Outcome.WARNING
+    assert message(found, "state") == (
+        "requires model, optimizer, scheduler, dataloader, step; does not restore rng "
+        "(--require KIND,... demands more, --allow-missing-state less)"
+    )
+    demanding = ckptctl.preflight(str(root), require=["rng"])
+    assert (demanding.path, demanding.exit_code) == (None, 11)
+
+
+def test_a_fresh_run_is_10_or_0_where_it_is_allowed(tmp_path: Path):
+    assert ckptctl.preflight(str(tmp_path / "new")).exit_code == 10
+    found = ckptctl.preflight(str(tmp_path / "new"), allow_fresh=True, create=True)
+    assert (found.exit_code, found.path) == (0, None)
+    assert set(outcomes(found)) == {"step", "storage"}
+
+
+def test_a_full_disk_stops_the_job_before_it_trains_to_its_first_save(root: Path):
+    found = ckptctl.preflight(str(root), room_for=10**9)
+    assert (found.exit_code, found.path) == (75, None)
+    assert "nothing can be saved" in found.message
+    assert found.next_command == f"ckptctl prune {root} --keep 3"
+
+
+@pytest.mark.parametrize("wrong", [{"mtbf_s": 0}, {"mtbf_s": float("nan")}, {"room_for": -1}])
+def test_what_makes_no_sense_is_refused(root: Path, wrong: dict):
+    with pytest.raises(UsageError):
+        ckptctl.preflight(str(root), **wrong)
+
+
+# Nodes
+
+
+HERE = NodeFacts("node1", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a", metadata="m")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            {"listing": "b", "n_names": 0, "mount": "ext4 /dev/a on /"},
+            "other names under the root than node1 (0 names there, 3 here): ext4 /dev/a on / there",
+        ),
+        ({"metadata": "n"}, "node2 sees other metadata of the step than node1: a stale mount"),
+        ({"error": "no answer", "error_code": 75}, "node2 cannot look: no answer"),
+        ({"read_only": True}, "read-only on node2"),
+        ({"free": 5}, "5 bytes are free on node2, and the next saves need 100"),
+    ],
+)
+def test_a_node_that_differs_is_named(other: dict, says: str):
+    about = {"mount": HERE.mount, "free": 10**12, "n_names": 3, "listing": "a", "metadata": "m"}
+    checks = list(check_nodes("ckpt", [HERE, NodeFacts("node2", **{**about, **other})], 100))
+    (failed,) = [one for one in checks if one.outcome is Outcome.FAILED]
+    assert says in failed.message
+    assert failed.exit_code == 75
+
+
+def test_a_job_that_saves_nothing_may_read_from_a_full_storage_that_is_read_only():
+    full = replace(HERE, read_only=True, free=0)
+    assert [one.outcome for one in check_nodes("ckpt", [full], None)] == [Outcome.OK]
+
+
+def test_nodes_that_see_the_same_are_counted():
+    there = NodeFacts("node2", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a", metadata="m")
+    (check,) = check_nodes("ckpt", [HERE, there, there], 100)
+    assert check.outcome is Outcome.OK
+    assert check.message.startswith("2 nodes see the same: 3 names under the root")
+
+
+def started(folder: Path, rank: int, port: int, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "preflight", "ckpt", *args],
+        cwd=folder,
+        env=clean_environment(
+            RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free when the test begins."""
+    with closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_two_processes_give_one_path_and_one_answer(root: Path, port: int):
+    both = [started(root.parent, rank, port, "--probe-storage") for rank in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [out for out, _ in said] == ["ckpt/step_300\n", ""]
+    assert "268 MB written, read back and compared" in said[0][1]
+    assert not (root / ".ckptctl").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_process_whose_storage_is_another_one_stops_all(root: Path, tmp_path: Path, port: int):
+    (tmp_path / "elsewhere" / "ckpt").mkdir(parents=True)
+    both = [started(root.parent, 0, port), started(tmp_path / "elsewhere", 1, port)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [75, 75], said
+    assert [out for out, _ in said] == ["", ""]
+    assert "cannot look" in said[0][1]
+
+
+# Through a launcher: the command below starts a process as srun would, in another folder
+
+
+def launcher(*words: str) -> list[str]:
+    return ["--launcher", shlex.join(words)]
+
+
+def test_a_launcher_compares_what_the_nodes_of_the_job_see(root: Path):
+    twice = "for i in 0 1; do printf '%s: ' $i; \"$@\"; done"  # as srun --label prints it
+    ran = run_ckptctl("preflight", root, "--json", *launcher("bash", "-c", twice, "srun"))
+    document = validated(ran.stdout)
+    assert (ran.returncode, document["path"]) == (0, f"{root}/step_300")
+    assert len(document["nodes"]) == 3
+    assert len({node["metadata"] for node in document["nodes"]}) == 1
+
+
+def test_a_storage_that_only_this_node_sees_is_75(root: Path, tmp_path: Path):
+    # The other node has a folder of the same name, on another disk.
+    (tmp_path / "other").mkdir()
+    swap = f'here={root} there={tmp_path}/other; exec "${{@//$here/$there}}"'
+    ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert f"{socket.gethostname()} cannot look" in ran.stderr
+    (tmp_path / "other" / "step_300").mkdir()
+    shutil.copy(root / "step_300" / ".metadata", tmp_path / "other" / "step_300")
+    ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert "sees other names under the root" in ran.stderr
+
+
+def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(
+    root: Path, tmp_path: Path
+):
+    ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("env"))
+    assert ran.returncode == 0, ran.stderr
+    # Each of the two wrote 67 MB; each read its own or the other's, and this one both.
+    assert "201 MB written, read back and compared" in ran.stderr
+    assert not (root / ".ckptctl").exists()
+    # A node that reads other bytes than were written here.
+    spoil = f"f=$(ls {root}/.ckptctl/probe-*/3.bin); printf x >> /dev/null; "
+    spoil += 'dd if=/dev/zero of=$f bs=4096 count=1 seek=9 conv=notrunc status=none; exec "$@"'
+    ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("bash", "-c", spoil, "srun"))
+    assert (ran.returncode, ran.stdout) == (11, "")
+    assert "the storage does not give back what was written" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["no-such-launcher"], 2, "there is no command"),
+        (["false"], 75, "ended with 1"),
+        (["bash", "-c", "echo no nodes left >&2; exit 3"], 75, "no nodes left"),
+        (["true"], 75, "printed no report"),
+        (["bash", "-c", """echo '{"schema": "ckptctl.node/1"'"""], 75, "cannot be read"),
+        (
+            ["bash", "-c", """echo '{"schema": "ckptctl.node/1", "roots": [{"host": 1}]}'"""],
+            75,
+            "sees other names",
+        ),
+        (["bash", "-c", """echo '{"schema": "ckptctl.node/1", "roots": []}'"""], 75, "cannot"),
+    ],
+)
+def test_a_launcher_that_fails_says_so(root: Path, words: list[str], code: int, says: str):
+    ran = run_ckptctl("preflight", root, *launcher(*words))
+    assert (ran.returncode, ran.stdout) == (code, ""), ran.stderr
+    assert says in ran.stderr
+
+
+def test_a_launcher_that_never_ends_is_ended(root: Path):
+    ran = run_ckptctl("preflight", root, "--timeout", "0.3", *launcher("bash", "-c", "sleep 600"))
+    assert (ran.returncode, ran.stdout) == (75, "")
+    assert "did not end within 3 s" in ran.stderr
+
+
+def test_the_report_of_a_node_holds_to_its_schema(root: Path):
+    ran = run_ckptctl("preflight", root, "--node-report", f"{root}/step_300")
+    assert ran.returncode == 0
+    assert len(ran.stdout.splitlines()) == 1
+    assert validated(ran.stdout)["roots"][0]["n_names"] == 3
+
+
+# Ranks and saves
+
+
+def recorded(root: Path, name: str, step: int | None, world_size: int) -> None:
+    """The record of a resume, as ckptctl.train leaves it."""
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    record = {"schema": "ckptctl.resume/1", "step": step, "world_size": world_size}
+    (attempts / f"{name}.resume.json").write_text(json.dumps(record))
+
+
+def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts_them(root: Path):
+    recorded(root, "20261120T000000.000000Z-00000001", None, 2)
+    found = ckptctl.preflight(str(root))
+    assert (found.exit_code, outcomes(found)["writers"]) == (0, Outcome.OK)
+    # A later resume from the chosen step itself says nothing of who wrote it.
+    recorded(root, "20261122T000000.000000Z-00000003", 300, 8)
+    assert ckptctl.preflight(str(root)).exit_code == 0
+    recorded(root, "20261121T000000.000000Z-00000002", 200, 4)
+    found = ckptctl.preflight(str(root))
+    assert (found.path, found.exit_code) == (None, 11)
+    assert "4 ranks wrote it" in found.message
+    assert "no shard file of rank 2, 3; --saved-world-size 2 states" in found.message
+    assert ckptctl.preflight(str(root), saved_world_size=2).exit_code == 0
+    assert ckptctl.preflight(str(root), saved_world_size=4).step is None
+
+
+def test_the_environment_says_how_many_ranks_there_will_be():
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+    assert ranks_in(cluster_context(slurm)) == (32, "4 nodes of 8 GPUs")
+    per_node = {**slurm, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    assert ranks_in(cluster_context(per_node)) == (32, "4 nodes of 8 GPUs")
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "16"}
+    assert ranks_in(cluster_context(torchrun)) == (16, "torchrun")
+    assert ranks_in(cluster_context({"SLURM_JOB_ID": "1"})) is None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "outcome", "says"),
+    [
+        (2, Outcome.OK, "2 ranks, as saved"),
+        (None, Outcome.OK, "saved by 2 ranks; compare with --world-size N"),
+        (1, Outcome.WARNING, "1 rank, saved by 2: reshard on load"),
+        (4, Outcome.WARNING, "4 ranks, saved by 2: reshard on load"),
+    ],
+)
+def test_capacity_compares_ranks_with_those_that_saved(
+    root: Path, world_size: int | None, outcome: Outcome, says: str
+):
+    found = ckptctl.preflight(str(root), world_size=world_size)
+    assert outcomes(found)["capacity"] is outcome
+    assert message(found, "capacity").startswith(says)
+
+
+def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
+    assert ckptctl.preflight(str(root), world_size=2).resharding is None
+    found = ckptctl.preflight(str(root), world_size=3)
+    assert found.resharding is not None
+    assert found.resharding.stock_bytes > found.resharding.needed_bytes
+    assert outcomes(found)["resharding"] is Outcome.OK
+    assert message(found, "resharding").startswith("loading as it is will do: stock dcp.load")
+
+
+def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(advising, "MIN_GAIN_BYTES", 1)
+    found = ckptctl.preflight(str(root), world_size=16)
+    (check,) = [one for one in found.checks if one.name == "resharding"]
+    assert check.outcome is Outcome.WARNING
+    assert check.message.startswith("resharding first pays with stock dcp.load, which would read")
+    assert (found.exit_code, found.chosen) == (0, f"{root}/step_300")
+    assert check.next_command is not None
+    words = shlex.split(check.next_command)
+    assert words == [
+        *("ckptctl", "reshard", f"{root}/step_300", f"{root}-for-16/step_300"),
+        *("--world-size", "16", "--apply"),
+    ]
+    assert run_ckptctl(*words[1:]).returncode == 0
+    again = ckptctl.preflight(f"{root}-for-16", world_size=16)
+    assert (again.exit_code, again.resharding) == (0, None)
+    validated(run_ckptctl("preflight", root, "--world-size", 16, "--json").stdout)
+
+
+def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root: Path):
+    chosen = ckptctl.verify(f"{root}@300")
+    seen = Measured(3, interval_s=3600, steps_apart=100, save_s=60)
+    check = check_capacity(1, "", chosen, seen)
+    assert check.message.endswith(
+        "50% of the ranks, so 1,000 steps take about 20 h instead of 10 h; or wait for 1 more"
+    )
+
+
+def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root: Path):
+    found = ckptctl.preflight(str(root), world_size=1, world_sizes=[1, 2, 4])
+    assert (found.exit_code, found.capacity.value) == (0, "smaller")
+    one, two, four = found.sizes
+    assert [each.world_size for each in found.sizes] == [1, 2, 4]
+    assert (two.share, two.resharding, two.message.split("; ")[0]) == (1.0, None, "as saved")
+    assert one.rank_bytes == found.pick.chosen.n_bytes
+    assert four.rank_bytes == found.pick.chosen.n_bytes // 4
+    assert one.resharding == found.resharding
+    assert four.resharding is not None
+    assert "needed" in four.message
+    assert (one.step_s, four.step_s) == (72.0, 18.0)
+    assert "1,000 steps take about 20 h instead of 10 h" in one.message
+    assert {"size 1", "size 2", "size 4"} <= {check.name for check in found.checks}
+    assert ckptctl.preflight(str(root), world_size=4).capacity.value == "larger"
+    assert ckptctl.preflight(str(root), world_size=2).capacity.value == "as-saved"
+    assert ckptctl.preflight(str(root)).capacity.value == "unknown"
+
+
+def test_a_size_that_loses_state_or_cannot_be_loaded_says_so(framework_roots: Path):
+    hugging_face = next((framework_roots / "transformers").rglob("checkpoint-*")).parent
+    found = ckptctl.preflight(str(hugging_face), world_sizes=[1, 3])
+    assert found.exit_code == 0
+    assert [each.lost for each in found.sizes] == [("rng",), ("rng",)]
+    assert all("loses rng" in each.message for each in found.sizes)
+    assert outcomes(found)["size 3"] is Outcome.WARNING
+
+
+def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
+    ran = run_ckptctl("preflight", root, "--world-size", "1", "--print-capacity")
+    assert (ran.stdout, ran.returncode) == ("smaller\n", 0)
+    assert "1 rank, saved by 2" in ran.stderr
+    wrong = run_ckptctl("preflight", root, "--world-sizes", "2,x")
+    assert (wrong.stdout, wrong.returncode) == ("", 2)
+    assert "numbers of ranks, not 'x'" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "outcome", "says"),
+    [
+        (None, Outcome.OK, "a save every 60 min: a failure loses 30 min on average"),
+        (24 * 3600, Outcome.OK, "a save every 60 min, a failure every 24 h"),
+        (4 * 3600, Outcome.WARNING, "a failure every 4 h; best is every 21"),
+        (1800, Outcome.WARNING, "most work is done again; best is every"),
+    ],
+)
+def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outcome, says: str):
+    check = check_cadence("ckpt", mtbf, Measured(5, interval_s=3600, steps_apart=1, save_s=60))
+    assert check.outcome is outcome
+    assert says in check.message
+
+
+def test_the_work_behind_the_chosen_step_is_counted_from_the_log(root: Path, tmp_path: Path):
+    log = tmp_path / "train.jsonl"
+    rows = [
+        {"step": n, "loss": 3 - n / 1000, "tokens": n * 4096, "time": 1e9 + 2 * n}
+        for n in range(350)
+    ]
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = ckptctl.preflight(str(root), logs=[str(log)])
+    assert message(found, "recompute").startswith("computed again: 49 steps, 200,704 tokens")
+    assert message(found, "recompute").endswith("(from step 300 to step 349)")
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:250]))
+    found = ckptctl.preflight(str(root), logs=[str(log)])
+    assert outcomes(found)["recompute"] is Outcome.WARNING
+    log.write_text("nothing to see\n")
+    assert ckptctl.preflight(str(root), logs=[str(log)]).exit_code == 0
+    assert run_ckptctl("preflight", root, "--log", tmp_path / "gone.log").returncode == 2
+
+
+# The probe
+
+
+class Forgetful(LocalStore):
+    """A file system that loses a block of the third file that is written to it."""
+
+    def put_pieces(self, path, pieces, size):
+        super().put_pieces(path, pieces, size)
+        if path.endswith("/2.bin"):
+            with open(f"{self.url}/{path}", "r+b") as file:
+                file.seek(5 << 20)
+                file.write(bytes(4096))
+
+
+def probed(store: LocalStore) -> ckptctl.Check:
+    with StorageProbe(store) as probe:
+        written = probe.write()
+        return check_probe([written], [probe.compare(written)])
+
+
+def test_a_storage_that_gives_back_what_was_written_is_ok_and_left_as_it_was(root: Path):
+    before = sorted(root.rglob("*"))
+    check = probed(LocalStore(str(root)))
+    assert check.outcome is Outcome.OK
+    assert check.message.startswith("67 MB written, read back and compared")
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_lost_block_is_a_failure_that_pages_someone_and_the_folder_is_gone(root: Path):
+    check = probed(Forgetful(str(root)))
+    assert (check.outcome, check.exit_code) == (Outcome.FAILED, 11)
+    assert "file 2: 4," in check.message
+    assert "bytes of zeros from 5,242,880 to 5,246,975 are not what was written" in check.message
+    assert not (root / ".ckptctl").exists()
+
+
+def test_what_others_keep_below_ckptctl_stays(root: Path):
+    (root / ".ckptctl").mkdir()
+    (root / ".ckptctl" / "root.json").write_text("{}")
+    assert probed(LocalStore(str(root))).outcome is Outcome.OK
+    assert [one.name for one in (root / ".ckptctl").iterdir()] == ["root.json"]
+
+
+def test_an_object_store_is_not_probed():
+    with pytest.raises(UsageError, match="for file systems"):
+        ckptctl.preflight("memory://nothing/here", allow_fresh=True, probe_storage=True)
+
+
+# The command
+
+
+def test_the_path_stands_alone_on_standard_output_and_the_checks_beside_it(root: Path):
+    done = run_ckptctl("preflight", root, "--mtbf", "24h")
+    assert (done.returncode, done.stdout) == (0, f"{root}/step_300\n")
+    assert done.stderr.startswith("ready: resume from step 300\n")
+    assert "  ok       storage   " in done.stderr
+    done = run_ckptctl("preflight", root, "-q")
+    assert (done.stdout, done.stderr) == (f"{root}/step_300\n", "")
+
+
+def test_a_failure_is_an_error_with_nothing_on_standard_output(root: Path):
+    done = run_ckptctl("preflight", root, "--room-for", 10**9)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"next: ckptctl prune {root} --keep 3\n")
+
+
+@pytest.mark.parametrize("broken", [(), (300,), (200, 300), (100, 200, 300)])
+def test_the_document_holds_to_its_schema(root: Path, broken: tuple[int, ...]):
+    for number in broken:
+        cut(root, number)
+    done = run_ckptctl("preflight", root, "--json", "--world-size", 1)
+    document = validated(done.stdout)
+    assert document["exit_code"] == done.returncode == (11 if len(broken) == 3 else 0)
+    assert document["step"] == {0: 300, 1: 200, 2: 100, 3: None}[len(broken)]
+    assert document["pick"]["passed_over"] or not broken
+
+
+def test_a_storage_that_is_not_mounted_is_75(tmp_path: Path):
+    assert run_ckptctl("preflight", tmp_path / "not" / "there").returncode == 75

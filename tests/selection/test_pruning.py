@@ -1,0 +1,324 @@
+"""Retention: whatever is broken, the good steps that were asked for are left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from services.counting_proxy import CountingProxy, Fault
+from services.plugin import S3Server
+from services.processes import wait_until
+
+import ckptctl
+from ckptctl.errors import AccessDenied, StorageError, UsageError
+from ckptctl.inspection.step_listing import list_step
+from ckptctl.model import FileInfo
+from ckptctl.selection import pruning, removing
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+
+
+@pytest.fixture(scope="module")
+def sealed(framework_roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 100 to 500, all sealed; to be copied."""
+    source = framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+    root = tmp_path_factory.mktemp("sealed")
+    for number in range(100, 600, 100):
+        shutil.copytree(source, root / f"step_{number}")
+        found = ckptctl.seal(str(root / f"step_{number}"))
+        assert found.path, found.message
+    (root / "notes").mkdir()
+    (root / "notes" / "why.txt").write_text("mine")
+    return root
+
+
+@pytest.fixture
+def root(sealed: Path, tmp_path: Path) -> Path:
+    """Steps 100 to 500, all sealed, and a folder that is none."""
+    return shutil.copytree(sealed, tmp_path / "ckpt")
+
+
+def there(root: Path) -> set[int]:
+    return {int(path.name.removeprefix("step_")) for path in root.glob("step_*")}
+
+
+def gone(found: ckptctl.Pruned) -> set[int]:
+    return {one.number for one in found.fates if one.goes}
+
+
+def unseal(root: Path, number: int) -> None:
+    (root / f"step_{number}" / ".ckptctl" / "seal.json").unlink()
+
+
+def unfinished(root: Path, number: int) -> None:
+    """A save that was killed long ago, before its metadata."""
+    step = root / f"step_{number}"
+    shutil.rmtree(step / ".ckptctl")
+    (step / ".metadata").unlink()
+    for file in step.rglob("*"):
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+
+
+def test_a_plan_removes_nothing_and_names_the_command_that_does(root: Path):
+    found = ckptctl.prune(str(root), 2)
+    assert gone(found) == {100, 200, 300}
+    assert there(root) == {100, 200, 300, 400, 500}
+    assert found.next_command == f"ckptctl prune {root} --keep 2 --apply"
+    assert found.n_bytes == sum(one.n_bytes for one in found.fates if one.goes) > 0
+
+
+def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root: Path):
+    found = ckptctl.prune(str(root), 2, apply=True)
+    assert gone(found) == {100, 200, 300}
+    assert there(root) == {400, 500}
+    assert (root / "notes" / "why.txt").read_text() == "mine"
+    assert ckptctl.pick(str(root)).step == 500
+    assert gone(ckptctl.prune(str(root), 2, apply=True)) == set()
+
+
+def test_steps_without_a_seal_count_only_when_asked_for(root: Path):
+    for number in (300, 400, 500):
+        unseal(root, number)
+    assert gone(ckptctl.prune(str(root), 1)) == {100}
+    assert gone(ckptctl.prune(str(root), 1, unsealed=True)) == {100, 200, 300, 400}
+    found = ckptctl.prune(str(root), 3)
+    assert gone(found) == set()
+    assert found.message == "nothing goes: 2 of 3 good steps are there"
+    assert found.next_command == f"ckptctl seal {root}@auto"
+
+
+def test_pinned_steps_and_the_one_resumed_from_stay(root: Path):
+    ckptctl.mark(f"{root}@100", "pinned", reason="published")
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    (attempts / "20260101T000000.resume.json").write_text('{"step": 300}')
+    (attempts / "20260102T000000.resume.json").write_text('{"step": 200}')
+    found = ckptctl.prune(str(root), 1, apply=True)
+    assert there(root) == {100, 200, 500}
+    reasons = {one.number: one.reason for one in found.fates}
+    assert reasons[100] == "pinned"
+    assert reasons[200] == "the newest attempt resumed from it"
+
+
+def test_rejected_steps_and_interrupted_saves_do_not_count_and_go_when_they_are_old(root: Path):
+    ckptctl.mark(f"{root}@500", "rejected", reason="loss spike")
+    ckptctl.mark(f"{root}@100", "rejected", reason="loss spike")
+    unfinished(root, 200)
+    ckptctl.prune(str(root), 2, apply=True)
+    assert there(root) == {300, 400, 500}
+
+
+def test_what_a_removal_that_was_cut_short_left_goes_with_the_next(root: Path):
+    for number in (100, 200):
+        shutil.rmtree(root / f"step_{number}")
+        (root / f"step_{number}").mkdir()
+    (root / "step_100" / ".ckptctl" / "marks").mkdir(parents=True)
+    (root / "step_100" / ".ckptctl" / "marks" / "1.json").write_text("{}")
+    ckptctl.prune(str(root), 2, apply=True)
+    assert there(root) == {400, 500}
+
+
+def test_a_damaged_step_is_left_to_a_person(root: Path):
+    os.truncate(root / "step_100" / "__0_0.distcp", 100)
+    found = ckptctl.prune(str(root), 2, apply=True)
+    assert there(root) == {100, 400, 500}
+    (fate,) = [one for one in found.fates if one.number == 100]
+    assert fate.reason.endswith(": left to a person")
+
+
+def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_from(
+    checkpoints: Path, tmp_path: Path
+):
+    whole = checkpoints / "run_fsdp4" / "step_500"
+    weights = checkpoints / "dtypes_1" / "step_100"
+    root = tmp_path / "ckpt"
+    shutil.copytree(whole, root / "step_100")
+    shutil.copytree(weights, root / "step_200")
+    found = ckptctl.prune(str(root), 1, unsealed=True, apply=True)
+    assert there(root) == {100, 200}
+    assert "lacks optimizer" in found.fates[0].reason
+
+
+@pytest.mark.parametrize("broken", list(itertools.combinations((100, 200, 300, 400, 500), 3)))
+def test_whatever_three_are_damaged_the_newest_good_one_is_left_and_picked(
+    root: Path, broken: tuple[int, ...]
+):
+    for number in broken:
+        os.truncate(root / f"step_{number}" / "__1_0.distcp", 50)
+    ckptctl.prune(str(root), 1, apply=True)
+    best = max({100, 200, 300, 400, 500} - set(broken))
+    assert best in there(root)
+    assert ckptctl.pick(str(root), max_fallback=5).step == best
+
+
+def test_what_is_interrupted_while_it_goes_is_never_taken(root: Path):
+    # The step is large enough for the signal to fall into its removal, or before or after it.
+    for number in range(2000):
+        (root / "step_100" / f"extra_{number}").write_bytes(b"x")
+    with subprocess.Popen(
+        [*COMMAND, "prune", root, "--keep", "4", "--apply"], env=clean_environment()
+    ) as process:
+        until = time.monotonic() + 30
+        while (root / "step_100" / ".metadata").exists() and time.monotonic() < until:
+            time.sleep(0.0005)
+        process.kill()
+    report = ckptctl.scan(str(root)).reports[-1]
+    assert report.number == 200 or not report.usable
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_to_keep_nothing_is_refused(root: Path, keep: int):
+    with pytest.raises(UsageError, match="at least 1 good step"):
+        ckptctl.prune(str(root), keep)
+
+
+def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
+    mounts = (["mount", "--bind", root, root], ["mount", "-o", "remount,ro,bind", root])
+    if os.geteuid() != 0 or subprocess.run(mounts[0], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        subprocess.run(mounts[1], check=True)
+        with pytest.raises(AccessDenied, match="could not be removed whole: Read-only"):
+            ckptctl.prune(str(root), 2, apply=True)
+    finally:
+        subprocess.run(["umount", root], check=True)
+    assert there(root) == {100, 200, 300, 400, 500}
+
+
+@pytest.mark.server
+def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_the_next(
+    root: Path,
+    s3_moto: S3Server,
+    counting_proxy: Callable[[str], CountingProxy],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for file in (path for path in root.rglob("*") if path.is_file()):
+        key = f"prune/{file.relative_to(root)}"
+        s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=key, Body=file.read_bytes())
+    url, proxy = f"s3://{s3_moto.bucket}/prune", counting_proxy(s3_moto.endpoint)
+    proxy.break_request("DELETE", Fault.SILENT, nth=2, lasts=True)
+    command = ("prune", url, "--keep", "4", "--apply")
+    variables = {**s3_moto.environment, "AWS_ENDPOINT_URL": proxy.url}
+    with subprocess.Popen([*COMMAND, *command], env=clean_environment(**variables)) as process:
+        try:
+            wait_until(lambda: proxy.counts["DELETE"] > 1, what="the removal")
+        finally:
+            process.kill()
+    left = ckptctl.scan(url, grace_s=0.0, storage_options=s3_moto.options).reports[-1]
+    assert (left.number, left.interrupted, left.usable) == (100, True, False)
+    # A save that is so young may still be written.
+    assert gone(ckptctl.prune(url, 4, apply=True, storage_options=s3_moto.options)) == set()
+    monkeypatch.setattr(pruning, "_GRACE_S", 0.0)
+    done = ckptctl.prune(url, 3, apply=True, storage_options=s3_moto.options)
+    assert gone(done) == {100, 200}
+    with open_store(url, storage_options=s3_moto.options) as store:
+        names = {info.path for info in store.list_dir()}
+    assert names == {"notes", "step_300", "step_400", "step_500"}
+
+
+# The command
+
+
+def test_the_command_plans_then_does_what_it_said(root: Path):
+    plan = run_ckptctl("prune", root, "--keep", 4)
+    assert plan.returncode == 0
+    assert plan.stdout.startswith("1 step, ")
+    assert plan.stdout.endswith(f"next: ckptctl prune {root} --keep 4 --apply\n")
+    quiet = run_ckptctl("prune", root, "--keep", 4, "-q")
+    assert quiet.stdout == f"{root}/step_100\n"
+    done = run_ckptctl("prune", root, "--keep", 4, "--apply")
+    assert done.stdout.startswith("removed 1 step, ")
+    assert there(root) == {200, 300, 400, 500}
+
+
+def test_the_document_holds_to_its_schema(root: Path):
+    document = validated(run_ckptctl("prune", root, "--keep", 3, "--json").stdout)
+    assert [one["number"] for one in document["fates"] if one["goes"]] == [200, 100]
+    assert document["applied"] is False
+
+
+def test_without_a_number_nothing_is_planned(root: Path):
+    assert run_ckptctl("prune", root).returncode == 2
+
+
+# What changes between the listing and the removal
+
+
+def another_run(root: Path) -> Path:
+    """A sound step of another run, beside the root."""
+    return Path(shutil.copytree(root / "step_500", root.parent / "another" / "step_7"))
+
+
+def in_its_place(monkeypatch: pytest.MonkeyPatch, step: Path, act: Callable[[], object]) -> None:
+    """Have `act` take place right after `step` has been listed for the last time."""
+    listed = removing.list_step
+
+    def then_act(store: Store, name: str) -> tuple[FileInfo, ...]:
+        files = listed(store, name)
+        if name == step.name:
+            act()
+        return files
+
+    monkeypatch.setattr(removing, "list_step", then_act)
+
+
+def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    step = root / "step_100"
+
+    def replaced() -> None:
+        step.rename(root / "moved")
+        step.symlink_to(other)
+
+    in_its_place(monkeypatch, step, replaced)
+    with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
+        removing.remove_step(store, "step_100")
+    assert sorted(path.name for path in other.rglob("*")) == before
+    assert ckptctl.verify(str(root / "moved")).usable
+    assert step.is_symlink()
+
+
+def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    notes = root / "step_100" / ".ckptctl"
+
+    def replaced() -> None:
+        shutil.rmtree(notes)
+        notes.symlink_to(other / ".ckptctl")
+
+    in_its_place(monkeypatch, root / "step_100", replaced)
+    with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
+        removing.remove_step(store, "step_100")
+    assert sorted(path.name for path in other.rglob("*")) == before
+
+
+def test_links_in_a_step_are_removed_and_not_followed(root: Path):
+    other = another_run(root)
+    before = sorted(path.name for path in other.rglob("*"))
+    (root / "step_100" / "elsewhere").symlink_to(other)
+    (root / "step_100" / "shard").symlink_to(other / "__0_0.distcp")
+    with open_store(str(root)) as store:
+        assert removing.remove_step(store, "step_100")
+    assert there(root) == {200, 300, 400, 500}
+    assert sorted(path.name for path in other.rglob("*")) == before
+
+
+def test_a_step_that_is_not_as_it_was_seen_stays(root: Path):
+    with open_store(str(root)) as store:
+        seen = list_step(store, "step_100")
+        ckptctl.mark(f"{root}@100", "pinned")
+        assert not removing.remove_step(store, "step_100", seen=seen)
+    assert ckptctl.verify(f"{root}@100").usable

@@ -1,0 +1,429 @@
+"""Retention and `pick` agree on what is good: the step that would be taken is still there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from command_line import validated
+from made_roots import (
+    damage_a_mark,
+    flip_bit,
+    make_templates,
+    put_step,
+    taken,
+    unseal,
+)
+from storage.faulty import FaultyStore
+
+import ckptctl
+from ckptctl import Level
+from ckptctl.errors import AccessDenied, UsageError
+from ckptctl.inspection.inspecting import Inspection
+from ckptctl.selection import pruning
+from ckptctl.selection.proofs import write_proof
+from ckptctl.storage.contract import Store
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_templates(tmp_path_factory.mktemp("templates"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def there(root: Path) -> set[str]:
+    return {path.name for path in root.glob("step_*")}
+
+
+def prune(root: Path, keep: int = 1, **options: object) -> ckptctl.Pruned:
+    return ckptctl.prune(str(root), keep, apply=True, **options)
+
+
+# What counts is what `pick` would take
+
+
+@pytest.mark.parametrize("unsealed", [False, True])
+def test_a_step_that_lacks_the_scheduler_does_not_push_out_the_one_that_pick_takes(
+    templates: Path, root: Path, unsealed: bool
+):
+    for number, variant in ((100, "whole"), (200, "whole"), (300, "no-scheduler")):
+        step = put_step(templates, root, number, variant)
+        if unsealed:
+            unseal(step)
+    assert taken(root) == 200
+    found = prune(root, unsealed=unsealed)
+    assert there(root) == {"step_200", "step_300"}
+    assert taken(root) == 200
+    assert "lacks scheduler, which step 200 holds" in found.fates[0].reason
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_copy_under_a_further_number_does_not_count(templates: Path, root: Path, sealed: bool):
+    for number in (100, 200):
+        step = put_step(templates, root, number)
+        if not sealed:
+            unseal(step)
+    shutil.copytree(root / "step_100", root / "step_300")
+    assert taken(root) == 200
+    prune(root, unsealed=True)
+    assert there(root) == {"step_200", "step_300"}
+    assert taken(root) == 200
+
+
+def test_without_a_seal_a_step_counts_only_when_all_of_its_bytes_are_proven(
+    templates: Path, root: Path
+):
+    for number in (100, 200, 300, 400):
+        unseal(put_step(templates, root, number))
+    flip_bit(root / "step_400")
+    assert taken(root, level=Level.CONTENT) == 300
+    plan = ckptctl.prune(str(root), 1, unsealed=True)
+    assert plan.n_bytes_to_prove > 0
+    assert f"--apply first reads {plan.n_bytes_to_prove:,} bytes" in plan.message
+    prune(root, unsealed=True)
+    assert there(root) == {"step_300", "step_400"}
+    assert taken(root, level=Level.CONTENT) == 300
+
+
+def test_a_proof_is_made_once_and_lapses_when_the_step_is_written_to(
+    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for number in (100, 200):
+        unseal(put_step(templates, root, number))
+    first = prune(root, unsealed=True)
+    assert first.n_bytes_to_prove > 0
+    validated((root / "step_200" / ".ckptctl" / "proof.json").read_text())
+    assert ckptctl.verify(str(root / "step_200"), level=Level.CONTENT).usable
+    put_step(templates, root, 100)
+    assert prune(root, unsealed=True).n_bytes_to_prove == 0
+    assert there(root) == {"step_200"}
+    put_step(templates, root, 100)
+    flip_bit(root / "step_200")
+    prune(root, unsealed=True)
+    assert there(root) == {"step_100", "step_200"}
+
+
+def test_a_sealed_step_that_was_written_to_since_has_to_be_proven_again(
+    templates: Path, root: Path
+):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    flip_bit(root / "step_300")
+    prune(root)
+    assert there(root) == {"step_200", "step_300"}
+    assert taken(root, level=Level.CONTENT) == 200
+
+
+def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(
+    templates: Path, root: Path
+):
+    for number in (100, 200):
+        put_step(templates, root, number)
+        for file in (root / f"step_{number}").glob("*.distcp"):
+            os.utime(file)
+    plan = ckptctl.prune(str(root), 1)
+    assert plan.n_bytes_to_prove > 0
+    assert [one.number for one in plan.fates if one.goes] == [100]
+    prune(root)
+    assert there(root) == {"step_200"}
+
+
+def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates: Path, root: Path):
+    for number, variant in (
+        *((100, "whole"), (200, "no-scheduler")),
+        *((300, "no-scheduler"), (400, "no-scheduler")),
+    ):
+        put_step(templates, root, number, variant)
+    ckptctl.mark(f"{root}@100", "pinned")
+    assert taken(root) == 400
+    found = prune(root)
+    assert taken(root) == 400
+    assert there(root) == {"step_100", "step_300", "step_400"}
+    (reason,) = [one.reason for one in found.fates if one.number == 300]
+    assert reason == "step 400 would be refused without it"
+
+
+@pytest.mark.parametrize("attempt", ["step_300", "step_300.attempt-2"])
+def test_of_two_copies_of_a_step_the_one_that_pick_takes_counts(
+    templates: Path, root: Path, attempt: str
+):
+    for number in (100, 200):
+        put_step(templates, root, number)
+    put_step(templates, root, 300, name="step_300" if attempt != "step_300" else "step-300")
+    put_step(templates, root, 300, name=attempt)
+    os.truncate(root / attempt / "__0_0.distcp", 10)
+    assert taken(root) == 300
+    prune(root)
+    assert taken(root) == 300
+    assert not (root / "step_200").exists()
+
+
+# Pins
+
+
+def test_a_pin_that_cannot_be_read_protects(templates: Path, root: Path):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    ckptctl.mark(f"{root}@100", "pinned")
+    damage_a_mark(root / "step_100")
+    found = prune(root)
+    assert there(root) == {"step_100", "step_300"}
+    assert "a mark on it cannot be read" in found.fates[-1].reason
+
+
+@pytest.mark.parametrize("lost", ["lost", "changed"])
+def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(
+    templates: Path, root: Path, lost: str
+):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    ckptctl.mark(f"{root}@100", "pinned")
+    metadata = root / "step_100" / ".metadata"
+    if lost == "lost":
+        metadata.unlink()
+    else:
+        shutil.copy(root / "step_200" / ".metadata", metadata)
+    for file in (root / "step_100").rglob("*"):
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+    prune(root)
+    assert there(root) == {"step_100", "step_300"}
+
+
+def test_a_pin_on_an_earlier_save_can_be_taken_off(templates: Path, root: Path):
+    for number in (100, 200):
+        put_step(templates, root, number)
+    ckptctl.mark(f"{root}@100", "pinned")
+    shutil.copy(root / "step_200" / ".metadata", root / "step_100" / ".metadata")
+    assert ckptctl.mark(f"{root}@100", "unpinned").lifted
+    ckptctl.mark(f"{root}@100", "rejected", reason="metadata of another step")
+    found = ckptctl.prune(str(root), 1)
+    assert "pinned" not in found.fates[-1].reason
+
+
+def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path: Path):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    marks = str(tmp_path / "marks.jsonl")
+    ckptctl.mark(f"{root}@100", "pinned", marks=marks)
+    plan = ckptctl.prune(str(root), 1, marks=marks)
+    assert [one.number for one in plan.fates if one.goes] == [200]
+    assert plan.next_command == f"ckptctl prune {root} --keep 1 --marks {marks} --apply"
+    with open(marks, "a") as file:
+        file.write('{"a line": "that is no mark"}\n')
+    with pytest.raises(UsageError, match="line 2 is no mark"):
+        ckptctl.prune(str(root), 1, marks=marks, apply=True)
+    assert {path.name for path in root.iterdir()} >= {"step_100", "step_200", "step_300"}
+
+
+@pytest.mark.parametrize("word", ["pinned", "damaged", "none"])
+def test_what_was_moved_aside_goes_unless_it_is_pinned(templates: Path, root: Path, word: str):
+    for number in (200, 300):
+        put_step(templates, root, number)
+    aside = put_step(templates, root, 100)
+    if word != "none":
+        ckptctl.mark(str(aside), "pinned")
+    if word == "damaged":
+        damage_a_mark(aside)
+    (root / ".ckptctl" / "aside").mkdir(parents=True)
+    aside = aside.rename(root / ".ckptctl" / "aside" / "step_100.000002.ab12")
+    prune(root)
+    assert aside.exists() is (word != "none")
+    assert there(root) == {"step_300"}
+
+
+# What goes wrong
+
+
+def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
+    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for number in (100, 200, 300, 400):
+        put_step(templates, root, number)
+    real = pruning.open_store
+
+    def with_a_fault(*args: object, **options: object) -> FaultyStore:
+        store = FaultyStore(real(*args, **options))
+        denied = AccessDenied("not allowed")
+        store.fail("remove", denied, path="step_100/.metadata")
+        return store
+
+    monkeypatch.setattr(pruning, "open_store", with_a_fault)
+    found = prune(root)
+    assert [one.number for one in found.fates if one.goes] == [300, 200]
+    assert found.exit_code == AccessDenied.exit_code
+    assert found.message.endswith("; 1 step could not be removed")
+    assert "could not be removed whole: not allowed" in found.fates[-1].reason
+    assert ckptctl.verify(str(root / "step_100")).usable
+    assert taken(root) == 400
+
+
+@pytest.mark.parametrize(
+    ("unknown", "left"),
+    [
+        (("step_400",), {"step_300", "step_400"}),
+        # Step 300 has no data position: beside a step that may hold one, `pick` refuses it.
+        (("step_400", "step_100"), {"step_100", "step_200", "step_300", "step_400"}),
+    ],
+    ids=len,
+)
+def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
+    templates: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unknown: tuple[str, ...],
+    left: set[str],
+):
+    for number in (100, 200, 300, 400):
+        put_step(templates, root, number)
+    real = pruning.open_store
+
+    def with_a_fault(*args: object, **options: object) -> FaultyStore:
+        store = FaultyStore(real(*args, **options))
+        for step in unknown:
+            store.fail("list_tree", AccessDenied("not allowed"), path=step)
+        return store
+
+    monkeypatch.setattr(pruning, "open_store", with_a_fault)
+    prune(root)
+    whole = {path.parent.name for path in root.glob("step_*/.metadata")}
+    assert whole == left
+
+
+def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(
+    templates: Path, root: Path
+):
+    from ckptctl.selection.fencing import take_token
+    from ckptctl.storage.opening import open_store
+
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    with open_store(str(root)) as store:
+        take_token(store, lambda _: "20260102T000000-ahead")
+        take_token(store, lambda _: "20260101T000000-behind")
+    (attempts / "20260102T000000-ahead.resume.json").write_text('{"step": 200}')
+    (attempts / "20260101T000000-behind.resume.json").write_text('{"step": 100}')
+    prune(root)
+    assert there(root) == {"step_100", "step_200", "step_300"}
+
+
+def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(
+    templates: Path, root: Path
+):
+    put_step(templates, root, 100)
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True)
+    (attempts / "1.resume.json").write_text("[" * 100_000)
+    assert ckptctl.prune(str(root), 1).exit_code == 0
+
+
+# What is printed
+
+
+def test_the_next_command_bears_every_option_of_the_plan(templates: Path, root: Path):
+    for number in (100, 200):
+        shutil.copytree(templates / "whole" / f"step_{number}", root / f"save-{number}")
+    options = {"unsealed": True, "level": Level.LISTING, "pattern": "save-(?P<step>[0-9]+)"}
+    found = ckptctl.prune(str(root), 1, **options)
+    assert found.next_command == (
+        f"ckptctl prune {root} --keep 1 --unsealed --level listing "
+        "--pattern 'save-(?P<step>[0-9]+)' --apply"
+    )
+
+
+def test_how_many_steps_have_been_looked_at_is_told(templates: Path, root: Path):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    told: list[tuple[int, int]] = []
+    ckptctl.prune(str(root), 1, on_looked=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_only_the_steps_that_decide_are_looked_at_deeply(
+    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from ckptctl.selection import picking
+
+    for number in range(100, 900, 100):
+        put_step(templates, root, number)
+    deep: list[str] = []
+    real = picking.look
+
+    def seen(store: object, named: object, *args: object, **options: object) -> object:
+        deep.append(named.name)
+        return real(store, named, *args, **options)
+
+    monkeypatch.setattr(picking, "look", seen)
+    ckptctl.prune(str(root), 2)
+    assert set(deep) <= {"step_800", "step_700", "step_600"}  # the last is compared with 700
+
+
+# Uploads of killed saves
+
+
+@pytest.mark.server
+def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_are_not(s3_ceph):
+    from ckptctl.selection.fencing import take_token
+    from ckptctl.selection.leftovers import abandoned_uploads
+    from ckptctl.storage.opening import open_store
+
+    url = f"s3://{s3_ceph.bucket}/uploads"
+    options = {**s3_ceph.options, "client": "s3fs"}
+    for step in ("step_1.attempt-1", "step_2.attempt-1", "step_2.attempt-2", "step_3", "other"):
+        key = f"uploads/{step}/__0_0.distcp"
+        s3_ceph.client.create_multipart_upload(Bucket=s3_ceph.bucket, Key=key)
+    with open_store(url, storage_options=options) as store:
+        for attempt in ("one", "two"):
+            take_token(store, lambda _, attempt=attempt: attempt)
+        (two,) = abandoned_uploads(store, number=2)
+        assert two.path == "step_2.attempt-1/__0_0.distcp"
+        plan = ckptctl.prune(url, 1, storage_options=options)
+        assert plan.n_uploads == 2
+        assert plan.message.endswith("; 2 unfinished uploads of killed saves to be aborted")
+        ckptctl.prune(url, 1, apply=True, storage_options=options)
+        left = {upload.path.partition("/")[0] for upload in store.list_uploads()}
+    assert left == {"step_2.attempt-2", "step_3", "other"}
+
+
+# What changes while a step is removed
+
+
+@pytest.mark.parametrize("change", ["rejected", "superseded", "removed", "rejected in a file"])
+def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
+    templates: Path, root: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    steps = [put_step(templates, root, number) for number in (100, 200, 300)]
+    for step in steps:
+        unseal(step)
+    marks = str(root.parent / "marks.jsonl")
+
+    def then(store: Store, looked: Inspection) -> None:
+        """Reading the bytes takes hours; meanwhile the newest step turns out to be bad."""
+        write_proof(store, looked)
+        if change == "removed":
+            shutil.rmtree(steps[2])
+        else:
+            word, _, in_file = change.partition(" in a ")
+            where = marks if in_file else None
+            ckptctl.mark(str(steps[2]), word, reason="the loss diverges", marks=where)
+
+    monkeypatch.setattr(pruning, "write_proof", then)
+    ckptctl.mark(str(steps[1]), "rejected", reason="the loss diverges")
+    found = prune(root, unsealed=True, marks=marks)
+    assert steps[0].is_dir()
+    assert taken(root, marks=marks) == 100
+    assert "changed meanwhile" in found.fates[-1].reason

@@ -1,0 +1,116 @@
+"""A copy that poses as a further step is told; folders that were renamed on purpose are not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from storage.faulty import FaultyStore
+
+import ckptctl
+from ckptctl import Level, Report, Severity, Verdict
+from ckptctl.formats.layouts import step_name
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.reports import Conditions
+from ckptctl.storage.contract import Kind
+from ckptctl.storage.local import LocalStore
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def root(checkpoints: Path, copy_of: Callable[[Path], Path]) -> Path:
+    """A private copy of a run of 4 FSDP2 ranks: steps 100 to 500."""
+    return copy_of(checkpoints / "run_fsdp4")
+
+
+def told(report: Report) -> list[str]:
+    about = ("step.wrong-step", "metadata.foreign")
+    return [finding.code for finding in report.findings if finding.code in about]
+
+
+def test_a_copy_under_a_further_number_is_passed_over(root: Path) -> None:
+    shutil.copytree(root / "step_300", root / "step_700")
+    report = ckptctl.verify(f"{root}@700")
+    assert (report.verdict, report.exit_code) == (Verdict.CORRUPT, 21)
+    assert told(report) == ["step.wrong-step"]
+    (finding,) = report.with_severity(Severity.FAULT)
+    assert "step_700 holds step 300" in finding.message
+    assert "step_500, which is no less far" in finding.message
+    chosen = ckptctl.pick(str(root))
+    assert (chosen.step, [over.report.number for over in chosen.passed_over]) == (500, [700])
+
+
+def test_who_accepts_it_has_it(root: Path) -> None:
+    shutil.copytree(root / "step_300", root / "step_700")
+    said = ckptctl.mark(f"{root}@700", "accepted", reason="back to 300 on purpose")
+    assert said.path is not None
+    assert ckptctl.pick(str(root)).step == 700
+    report = ckptctl.verify(f"{root}@700")
+    assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
+    assert ckptctl.mark(f"{root}@700", "accepted").path is None  # said once is enough
+    # The word is on this folder, and goes with no copy of it.
+    shutil.copytree(root / "step_700", root / "step_800")
+    assert told(ckptctl.verify(f"{root}@800")) == ["step.wrong-step"]
+
+
+def test_a_folder_that_was_renamed_and_left_nothing_is_suspected_and_taken(root: Path) -> None:
+    (root / "step_500").rename(root / "step_700")
+    report = ckptctl.verify(f"{root}@700")
+    assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
+    assert ckptctl.pick(str(root)).step == 700
+
+
+@pytest.mark.parametrize("number", [1, 250, 499, 501])
+def test_an_earlier_or_a_neighbouring_number_is_no_contradiction(number: int, root: Path) -> None:
+    shutil.copytree(root / "step_500", root / f"step_{number}")
+    report = ckptctl.verify(f"{root}@{number}")
+    assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
+
+
+def test_a_count_of_something_else_is_no_witness(checkpoints: Path, tmp_path: Path) -> None:
+    # This run counts 100 at its step 200.
+    for source, number in ((200, 200), (200, 700)):
+        step = checkpoints / "async_2" / f"step_{source}"
+        shutil.copytree(step, tmp_path / f"step_{number}")
+    report = ckptctl.verify(f"{tmp_path}@700")
+    assert (report.exit_code, told(report)) == (0, ["metadata.foreign"])
+
+
+def test_copies_of_nothing_that_is_there_contradict_nothing(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    for number in (600, 700):
+        shutil.copytree(checkpoints / "run_fsdp4" / "step_500", tmp_path / f"step_{number}")
+    assert told(ckptctl.verify(f"{tmp_path}@700")) == ["metadata.foreign"]
+
+
+def test_every_step_of_a_run_is_what_it_is_called(framework_roots: Path) -> None:
+    roots = [path.parent for path in framework_roots.rglob("*") if step_name(path.name)]
+    reports = [
+        report
+        for one in sorted({path for path in roots if (path.is_dir())})
+        for report in ckptctl.scan(str(one)).reports
+        if report.parts
+    ]
+    assert len(reports) > 10
+    assert [told(report) for report in reports] == [[]] * len(reports)
+
+
+def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path) -> None:
+    shutil.copytree(root / "step_300", root / "step_700")
+
+    def looked(name: str) -> tuple[list[str], int]:
+        store = FaultyStore(LocalStore(str(root)), kind=Kind.OBJECT)
+        named, older = step_name(name), step_name("step_400")
+        assert named is not None
+        assert older is not None
+        found = inspect_step(store, named, Conditions(), level=Level.LISTING, older=lambda: [older])
+        return told(found.report), store.calls["span"]
+
+    assert looked("step_500") == ([], 0)
+    codes, n_spans = looked("step_700")
+    assert codes == ["step.wrong-step"]
+    assert n_spans < 20

@@ -1,0 +1,443 @@
+"""A job that fails is started again while it makes progress: real children, real signals."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+
+import ckptctl
+from ckptctl.errors import UsageError
+from ckptctl.supervisor.restarting import Decision
+
+JOB = """
+import os, shutil, sys, time
+plan, root, source = sys.argv[1:4]
+with open(plan) as file:
+    life, *later = file.read().split()
+with open(plan, "w") as file:
+    file.write(" ".join(later))
+step, _, code = life.partition(":")
+if step:
+    shutil.copytree(source, os.path.join(root, "step_" + step))
+if code == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def source(framework_roots: Path) -> Path:
+    return framework_roots / "kempnerforge" / "checkpoints" / "step_30"
+
+
+@pytest.fixture
+def job(source: Path, tmp_path: Path):
+    """A function that gives the command of a job with lives like `100:1` (saves 100, ends 1)."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "job.py").write_text(JOB)
+
+    def command(*lives: str) -> list[str]:
+        (tmp_path / "plan").write_text(" ".join(lives))
+        paths = [str(tmp_path / name) for name in ("job.py", "plan", "ckpt")]
+        return [sys.executable, *paths, str(source)]
+
+    return command
+
+
+def kept_running(command: list[str], tmp_path: Path, **about: object) -> ckptctl.Supervised:
+    return ckptctl.keep_running(command, str(tmp_path / "ckpt"), **{"backoff_s": 0, **about})
+
+
+def test_a_job_that_ends_with_0_is_done_after_one_life(job, tmp_path: Path):
+    found = kept_running(job("100:0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (0, 1)
+    assert found.lives[0].decision is Decision.DONE
+    assert (found.lives[0].step, found.lives[0].progress) == (100, True)
+
+
+def test_the_budget_is_spent_by_lives_without_progress_and_ends_with_93(job, tmp_path: Path):
+    found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=3)
+    assert found.exit_code == 93
+    assert [life.left for life in found.lives] == [2, 1, 0, 0]
+    assert found.lives[-1].decision is Decision.GIVEN_UP
+    assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
+
+
+def test_a_newer_usable_step_fills_the_budget_again(job, tmp_path: Path):
+    lives = (":1", ":1", "100:1", ":1", "200:1", ":1", ":0")
+    found = kept_running(job(*lives), tmp_path, max_restarts=2)
+    assert found.exit_code == 0
+    assert [life.progress for life in found.lives] == [bool(life[:-2]) for life in lives]
+    assert kept_running(job(":1", ":1", ":1"), tmp_path, max_restarts=2).exit_code == 93
+
+
+def test_a_newer_step_that_is_not_whole_is_no_progress(job, source: Path, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    os.truncate(broken / "__0_0.distcp", 100)
+    shutil.copytree(source, tmp_path / "ckpt" / "step_1")
+    command = job("100:1", "200:1", ":1")
+    found = kept_running([*command[:-1], str(broken)], tmp_path, max_restarts=1)
+    assert [life.progress for life in found.lives] == [False, False]
+    assert found.exit_code == 93
+
+
+@pytest.mark.parametrize("code", [2, 11, 93, 127])
+def test_exit_codes_that_would_come_again_are_passed_on_at_once(job, tmp_path: Path, code: int):
+    found = kept_running(job(f"100:{code}", ":0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (code, 1)
+    assert found.lives[0].decision is Decision.NEVER
+
+
+def test_the_caller_can_name_more_of_them(job, tmp_path: Path):
+    assert kept_running(job(":17", ":0"), tmp_path).exit_code == 0
+    assert kept_running(job(":17", ":0"), tmp_path, no_restart=(17,)).exit_code == 17
+
+
+def test_a_job_that_was_killed_is_started_again_and_its_code_is_128_and_the_signal(
+    job, tmp_path: Path
+):
+    found = kept_running(job(":kill", "100:0"), tmp_path)
+    assert [life.exit_code for life in found.lives] == [137, 0]
+
+
+def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
+    job, source: Path, tmp_path: Path
+):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    os.truncate(tmp_path / "ckpt" / "step_100" / "__0_0.distcp", 100)
+    found = kept_running(job(":1", ":0"), tmp_path)
+    assert (found.exit_code, len(found.lives)) == (11, 0)
+    assert (tmp_path / "plan").read_text() == ":1 :0"
+
+
+# What the root holds between two lives
+
+
+def script(folder: Path, text: str) -> list[str]:
+    """A job in bash; it counts its lives in the file `lives`."""
+    count = "n=$(cat lives 2>/dev/null || echo 0); echo $((n + 1)) > lives"
+    (folder / "job.sh").write_text(f"cd {folder}; {count}; {text}")
+    return ["bash", str(folder / "job.sh")]
+
+
+def n_lives(folder: Path) -> int:
+    path = folder / "lives"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def test_steps_that_vanish_after_one_was_usable_end_with_75(job, source: Path, tmp_path: Path):
+    (tmp_path / "ckpt" / "train.log").touch()
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    found = kept_running(script(tmp_path, "rm -r ckpt/step_100; exit 1"), tmp_path)
+    assert (found.exit_code, len(found.lives), n_lives(tmp_path)) == (75, 1, 1)
+    assert "step 100 was usable, and the root holds no step any more" in found.message
+    # The record remembers it for whoever asks next.
+    assert ckptctl.pick(str(tmp_path / "ckpt"), allow_fresh=True).exit_code == 11
+    assert kept_running(["touch", str(tmp_path / "ran")], tmp_path).exit_code == 11
+    assert not (tmp_path / "ran").exists()
+
+
+def test_steps_of_which_none_is_usable_after_a_life_end_with_11(job, source: Path, tmp_path: Path):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    damage = "truncate -s 100 ckpt/step_100/__0_0.distcp; exit 1"
+    found = kept_running(script(tmp_path, damage), tmp_path)
+    assert (found.exit_code, n_lives(tmp_path)) == (11, 1)
+    assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_root_that_is_gone_is_waited_for_within_a_bound(
+    job, source: Path, tmp_path: Path, comes_back: bool
+):
+    shutil.copytree(source, tmp_path / "ckpt" / "step_100")
+    # What a life leaves in its process group is killed: `setsid` takes it out of there.
+    mount = (
+        "setsid bash -c 'touch detached; sleep 2; mv away ckpt' >/dev/null 2>&1 & "
+        "until [ -e detached ]; do sleep 0.1; done; "
+    )
+    back = mount if comes_back else ""
+    text = f'[ "$n" = 1 ] && exit 0; mv ckpt away; {back}exit 1'
+    said: list[str] = []
+    wait_s = 600 if comes_back else 0
+    found = kept_running(script(tmp_path, text), tmp_path, wait_s=wait_s, tell=said.append)
+    assert (found.exit_code, n_lives(tmp_path)) == ((0, 2) if comes_back else (75, 1))
+    assert found.lives[0].looked is comes_back
+    assert ["was there, and does not exist any more" in line for line in said] == (
+        [True] if comes_back else []
+    )
+
+
+def test_a_storage_that_is_not_mounted_yet_is_waited_for_before_the_first_life(tmp_path: Path):
+    root = tmp_path / "mount" / "ckpt"
+    done = ckptctl.keep_running(["true"], str(root), wait_s=0)
+    assert (done.exit_code, done.lives) == (75, ())
+    mounting = threading.Timer(1.5, root.mkdir, kwargs={"parents": True})
+    mounting.start()
+    done = ckptctl.keep_running(["true"], str(root), wait_s=600)
+    mounting.join()
+    assert (done.exit_code, len(done.lives)) == (0, 1)
+
+
+def test_a_signal_ends_the_wait_for_the_storage(tmp_path: Path):
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "mount" / "ckpt", "--", "true"],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert "waiting for" in process.stderr.readline()
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "not started: a signal asked to end" in err
+
+
+def test_a_root_that_does_not_exist_is_made_with_create_alone(tmp_path: Path):
+    root = tmp_path / "ckpt"
+    ran = ["touch", str(tmp_path / "ran")]
+    found = kept_running(ran, tmp_path)
+    assert (found.exit_code, found.lives) == (10, ())
+    assert "does not exist: check the path" in found.message
+    assert list(tmp_path.iterdir()) == []
+    assert found.next_command == f"ckptctl pick {root} --allow-fresh --create"
+    document = validated(run_ckptctl("run", "--json", "--root", root, "--", *ran).stdout)
+    assert (document["exit_code"], document["lives"]) == (10, [])
+    assert kept_running(ran, tmp_path, create=True).exit_code == 0
+    assert (root / ".ckptctl" / "root.json").exists()
+
+
+def test_the_sentinel_is_there_before_the_first_life(job, tmp_path: Path):
+    assert kept_running(script(tmp_path, "cp ckpt/.ckptctl/root.json seen"), tmp_path).lives
+    assert validated((tmp_path / "seen").read_text())["began_empty"] is True
+
+
+def test_the_job_is_told_how_often_it_was_started_again(
+    job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = 'echo $CKPTCTL_RESTART_COUNT >> told; [ "$n" = 2 ]'
+    assert kept_running(script(tmp_path, text), tmp_path).exit_code == 0
+    assert (tmp_path / "told").read_text().split() == ["0", "1", "2"]
+    monkeypatch.setenv("CKPTCTL_RESTART_COUNT", "4")  # it runs in a job of its like
+    assert kept_running(["bash", "-c", f"echo $CKPTCTL_RESTART_COUNT > {tmp_path}/told"], tmp_path)
+    assert (tmp_path / "told").read_text() == "4\n"
+
+
+def test_a_job_that_dies_in_its_first_save_is_started_again_and_is_fresh(
+    job, source: Path, tmp_path: Path
+):
+    pick = f"{shlex.join(COMMAND)} pick --allow-fresh ckpt >> picked; echo $? >> picked"
+    # The shards come before the metadata: this is what a kill in the middle leaves.
+    save = f"mkdir -p ckpt/step_3 && cp {source}/__0_0.distcp ckpt/step_3; kill -9 $$"
+    text = f'{pick}; [ "$n" = 2 ] && exit 0; {save}'
+    found = kept_running(script(tmp_path, text), tmp_path)
+    assert [life.exit_code for life in found.lives] == [137, 137, 0]
+    assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
+
+
+def test_a_wrong_path_is_a_warning_and_the_job_runs(job, tmp_path: Path):
+    (tmp_path / "ckpt" / "last.ckpt").write_bytes(b"PK")
+    done = run_ckptctl("run", "--json", "--root", tmp_path / "ckpt", "--", "true")
+    document = validated(done.stdout)
+    assert (done.returncode, len(document["lives"])) == (0, 1)
+    (warning,) = document["warnings"]
+    assert "last.ckpt looks like a checkpoint" in warning
+    failed = kept_running(script(tmp_path, "exit 1"), tmp_path, max_restarts=1)
+    assert (failed.exit_code, n_lives(tmp_path)) == (93, 2)
+
+
+def test_the_reason_counts_the_restarts_as_the_life_does(job, tmp_path: Path):
+    found = kept_running(job(":1", "100:1", ":1", ":0"), tmp_path, max_restarts=2)
+    assert [(life.left, life.reason) for life in found.lives[:-1]] == [
+        (1, "1 of 2 restarts left without a newer step"),
+        (1, "1 of 2 restarts left without a newer step"),
+        (0, "0 of 2 restarts left without a newer step"),
+    ]
+
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+WORN_OUT = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    ("said", "failure", "lives"),
+    [
+        ((OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 2),
+        ((OUT_OF_MEMORY, WORN_OUT, OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 4),
+    ],
+)
+def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
+    tmp_path: Path, said: tuple[str, ...], failure: str, lives: int
+):
+    (tmp_path / "ckpt").mkdir()
+    log = tmp_path / "train log"
+    log.write_text(f"{OUT_OF_MEMORY}\n")  # of a run before: it counts for none of these lives
+    for n, line in enumerate(said):
+        (tmp_path / f"said-{n}").write_text(f"{line}\n")
+    script = 'cat said-$(ls gone 2>/dev/null | wc -l) >> "train log"; mkdir -p gone; mktemp gone/X'
+    command = ["bash", "-c", f"cd {tmp_path} && {{ {script}XXXXXX >/dev/null; exit 1; }}"]
+    found = kept_running(command, tmp_path, max_restarts=9, logs=[str(log)])
+    assert [life.failure for life in found.lives][-2:] == [failure, failure]
+    assert (len(found.lives), found.lives[-1].decision) == (lives, Decision.NEVER)
+    assert found.exit_code == 1
+    assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"
+
+
+def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_path: Path):
+    logs = [str(tmp_path / "quiet.log"), str(tmp_path / "gone.log")]
+    Path(logs[0]).write_text("step 1 loss 2.0\n")
+    found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=2, logs=logs)
+    assert ([life.failure for life in found.lives], found.exit_code) == ([None] * 3, 93)
+
+
+def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    orphan = f"""
+import subprocess, sys
+left = subprocess.Popen(["sleep", "600"])
+with open({str(tmp_path / "pids")!r}, "a") as file:
+    file.write(f"{{left.pid}} ")
+sys.exit(1)
+"""
+    kept_running([sys.executable, "-c", orphan], tmp_path, max_restarts=1)
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        until = time.monotonic() + 10
+        while running(pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and no zombie that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("command", "about"),
+    [([], {}), (["/no/such/program"], {}), (["true"], {"max_restarts": -1})],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, command: list[str], about: dict):
+    with pytest.raises(UsageError):
+        kept_running(command, tmp_path, create=True, **about)
+
+
+# The command, and signals
+
+
+GRACEFUL = """
+import signal, sys, time
+def stop(number, frame):
+    print("saved after", signal.Signals(number).name, flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGHUP, stop)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent: signal.Signals):
+    (tmp_path / "ckpt").mkdir()
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "ckpt", "--", sys.executable, "-c", GRACEFUL],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert out == f"saved after {sent.name}\n"
+    assert "stopped after 1 life: a signal asked for it" in err
+
+
+def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
+    (tmp_path / "ckpt").mkdir()
+    with subprocess.Popen(
+        [*COMMAND, "run", "--root", tmp_path / "ckpt", "--backoff", "1h", "--", "false"],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert "ended with 1" in process.stderr.readline()
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped before a restart" in err
+
+
+def test_the_output_of_the_job_is_its_own_and_ours_is_beside_it(job, tmp_path: Path):
+    command = ["sh", "-c", "echo loss 1.0"]
+    done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", *command)
+    assert (done.returncode, done.stdout) == (0, "loss 1.0\n")
+    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 life: it ended by itself"
+    assert run_ckptctl("run", "--root", tmp_path / "ckpt", "-q", "--", *command).stderr == ""
+
+
+def test_the_document_holds_to_its_schema_and_stands_alone(job, tmp_path: Path):
+    done = run_ckptctl(
+        *("run", "--json", "--root", tmp_path / "ckpt", "--backoff", "0", "--max-restarts", 1),
+        *("--", *job(":1", "100:1", ":5", ":0")),
+    )
+    document = validated(done.stdout)
+    assert document["exit_code"] == done.returncode == 93
+    assert [life["exit_code"] for life in document["lives"]] == [1, 1, 5]
+
+
+def test_options_behind_the_dashes_are_the_jobs_own(job, tmp_path: Path):
+    done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", "no-such-program", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no-such-program: No such file or directory")
+
+
+def test_codes_that_are_none_are_refused(tmp_path: Path):
+    done = run_ckptctl("run", "--root", tmp_path, "--no-restart-on", "16,x", "--", "true")
+    assert done.returncode == 2
+    assert "exit codes from 0 to 255, not 'x'" in done.stderr
+
+
+def test_progress_counts_in_any_of_several_roots(job, source: Path, tmp_path: Path):
+    durable = tmp_path / "durable"
+    shutil.copytree(source, durable / "step_5")
+    words = ["run", "--root", durable, "--root", tmp_path / "ckpt"]
+    words += ["--optional-root", tmp_path / "gone", "--max-restarts", "1", "--backoff", "0s"]
+    done = run_ckptctl(*words, "--json", "--", *job("100:1", "200:1", "300:1", ":0"))
+    document = validated(done.stdout)
+    assert done.returncode == 0
+    assert [life["step"] for life in document["lives"]] == [100, 200, 300, 300]
+    assert [life["progress"] for life in document["lives"]] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_every_mandatory_root_bears_the_record(job, tmp_path: Path, create: bool):
+    roots = [str(tmp_path / name) for name in ("ckpt", "other")]
+    (tmp_path / "ckpt").rmdir()
+    if not create:
+        for root in roots:
+            os.mkdir(root)
+    optional = str(tmp_path / "optional")
+    pick = shlex.join([*COMMAND, "pick", "--allow-fresh", *roots, "--optional-root", optional])
+    command = script(tmp_path, f'{pick}; echo $? >> picked; [ "$n" = 2 ]')
+    found = ckptctl.keep_running(
+        command, roots, optional_roots=[optional], backoff_s=0, create=create
+    )
+    assert found.exit_code == 0
+    assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
+    assert not os.path.exists(optional)
