@@ -298,5 +298,9 @@ def _pattern_command(readers: Sequence[LogReader]) -> str | None:
     """The command that reads an unknown format; None where the format is not the problem."""
     if not any(reader.n_bytes for reader in readers) or any(r.n_without_step for r in readers):
         return None
+    if any(reader.format == "pattern" for reader in readers):
+        return (
+            "ckptctl loss --help"  # a pattern was given, and another guess would lead in a circle
+        )
     names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
     return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import run_ckptctl, validated
 from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
+from next_commands import next_command
 
 from ckptctl.loss.rows import Row
 
@@ -308,3 +309,12 @@ def test_following_waits_for_the_speed_where_it_is_asked_for(tmp_path):
     path.write_text("".join(text))
     done = run_ckptctl("loss", path, "--follow", "--timeout", "60", "--print-throughput", "-q")
     assert (done.stdout, done.returncode) == ("slower\n", 0)
+
+
+def test_a_pattern_that_fits_nothing_does_not_lead_to_a_pattern(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("epoch 1 done\n" * 20)
+    guess = run_ckptctl("loss", path)
+    assert "--pattern" in (next_command(guess.stdout + guess.stderr) or "")
+    done = run_ckptctl("loss", path, "--pattern", r"step (?P<step>\d+) loss (?P<loss>\S+)")
+    assert next_command(done.stdout + done.stderr) == "ckptctl loss --help"
