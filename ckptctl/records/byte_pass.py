@@ -33,17 +33,17 @@ OBJECT_PIECE_BYTES = 4 << 20
 MAX_JOBS = 8
 """More threads than this seldom read a file system faster."""
 
-_TELL_EVERY_S = 0.1
+_PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[int, int], None]
-"""Told how many bytes of how many were read, a few times a second, in the caller's thread."""
+"""Called with the bytes read and their total, a few times a second, in the caller's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`length` bytes from `start` of the file on, which are read at once.
 
-    `ahead`: a look at bytes whose own turn comes later; they count then. `into` is the
+    `ahead`: the bytes are read again later, and count only then. `into` is the
     memory that they are to be read into, where it is not a buffer of the thread's.
     """
 
@@ -77,7 +77,7 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class Stop:
-    """How a pass is ended early, by another thread or by a signal handler.
+    """Ends a pass early, from another thread or a signal handler.
 
     While `listening`, a pass ends within a piece or two of `ask`.
     """
@@ -86,18 +86,18 @@ class Stop:
     _asked: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:
-        """End the pass that runs, and every later one."""
+        """End the running pass, and every later one."""
         self._asked.set()
 
     @property
     def asked(self) -> bool:
-        """Somebody asked."""
+        """Whether the pass is to end."""
         return self._asked.is_set()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pass may take. `until_s` is by `time.monotonic`; `jobs` None is as many as is good."""
+    """Limits of a pass. `until_s` is by `time.monotonic`; `jobs` None chooses a good number."""
 
     jobs: int | None = None
     until_s: float | None = None
@@ -130,7 +130,7 @@ class _Board:
 def read_runs(
     store: Store, runs: Sequence[Run], limits: Limits, *, to_the_last: bool = False
 ) -> int:
-    """Read all runs, and give their bytes to them; how many were read.
+    """Read all runs, and pass them their bytes; returns how many bytes were read.
 
     Ends early when the time is up or `limits.stop` was asked; what was begun is then
     left where it is. Storage errors pass through, and what a run raises: at once, or
@@ -149,7 +149,7 @@ def read_runs(
     try:
         while n_threads:
             try:
-                error = board.ended.get(timeout=_TELL_EVERY_S)
+                error = board.ended.get(timeout=_PROGRESS_EVERY_S)
             except Empty:
                 if limits.on_progress is not None:
                     limits.on_progress(sum(board.n_read), total)

@@ -32,8 +32,8 @@ from ckptctl.records.zstd import (
 _MAGIC_BYTES = 32
 
 
-class Desk(Protocol):
-    """Who takes what the records say, from several threads at once."""
+class RecordSink(Protocol):
+    """Takes the results of records, from several threads at once."""
 
     @property
     def ranges(self) -> Ranges:
@@ -41,7 +41,7 @@ class Desk(Protocol):
         ...
 
     def path_of(self, number: int) -> str:
-        """Where in the store the file of a record is."""
+        """The path of a record's file in the store."""
         ...
 
     def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
@@ -49,39 +49,39 @@ class Desk(Protocol):
         ...
 
     def form_of(self, number: int) -> Form | None:
-        """The form of a record's values where they are to be scanned."""
+        """The form of a record's values if they are to be scanned."""
         ...
 
     def report(self, number: int, checked: Checked) -> None:
-        """Take what a record's bytes said."""
+        """Take the result of a record."""
         ...
 
     def report_plain(self, number: int) -> None:
-        """Take that a record is a pickle without a frame."""
+        """Take a record that is a pickle without a frame."""
         ...
 
     def report_no_zstd(self, number: int) -> None:
-        """Take that a record is compressed, and that nothing here reads it."""
+        """Take a compressed record that cannot be read for lack of zstandard."""
         ...
 
     def join(self, number: int, directory: RecordDirectory, part: Part, tail: bytes) -> None:
-        """Take a part of a record; with the last of them it is looked at."""
+        """Take a part of a record; the last part completes its verification."""
         ...
 
 
-def runs_of(desk: Desk, numbers: Sequence[int]) -> Iterator[RecordRun]:
-    """Records side by side, cut where the blocks of the file end: a seal digests the same.
+def runs_of(sink: RecordSink, numbers: Sequence[int]) -> Iterator[RecordRun]:
+    """Runs of records side by side, split where the blocks of the file end, as a seal has it.
 
     `numbers` are records of one file, in the order in which they lie in it.
     """
-    ranges = desk.ranges
+    ranges = sink.ranges
     run: list[int] = []
     start = end = 0
     for number in numbers:
         begin = ranges.starts[number]
         stop = begin + ranges.lengths[number]
         if run and begin != end:
-            yield RecordRun(desk, run, start, end)
+            yield RecordRun(sink, run, start, end)
             run = []
         if not run:
             start = begin
@@ -89,14 +89,14 @@ def runs_of(desk: Desk, numbers: Sequence[int]) -> Iterator[RecordRun]:
         end = stop
         cut = (start // BLOCK_BYTES + 1) * BLOCK_BYTES
         if end >= cut and ranges.owner(number).transforms:
-            yield RecordRun(desk, run, start, end)  # they cannot be read from their middle on
+            yield RecordRun(sink, run, start, end)  # they cannot be read from their middle on
             run = []
         while run and end >= cut:
-            yield RecordRun(desk, run, start, cut)
+            yield RecordRun(sink, run, start, cut)
             run = [number] if end > cut else []
             start, cut = cut, cut + BLOCK_BYTES
     if run:
-        yield RecordRun(desk, run, start, end)
+        yield RecordRun(sink, run, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ class _Piece(Piece):
 
 
 class RecordRun:
-    """Records that lie side by side in one file; the first and the last may be cut."""
+    """Records side by side in one file; of the first and the last it may hold a part."""
 
-    def __init__(self, desk: Desk, numbers: Sequence[int], start: int, end: int) -> None:
-        self._desk = desk
+    def __init__(self, sink: RecordSink, numbers: Sequence[int], start: int, end: int) -> None:
+        self._sink = sink
         self._numbers = tuple(numbers)
         self.start = start
         self._end = end
@@ -120,7 +120,7 @@ class RecordRun:
     @property
     def path(self) -> str:
         """See `byte_pass.Run`."""
-        return self._desk.path_of(self._numbers[0])
+        return self._sink.path_of(self._numbers[0])
 
     @property
     def n_bytes(self) -> int:
@@ -129,7 +129,7 @@ class RecordRun:
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """As many whole records at once as the limit allows; a long one by itself."""
-        ranges = self._desk.ranges
+        ranges = self._sink.ranges
         ends = [ranges.starts[number] + ranges.lengths[number] for number in self._numbers]
         at, place = self.start, 0
         while place < len(ends):
@@ -147,9 +147,9 @@ class RecordRun:
 
     def _pieces_of(self, place: int, start: int, stop: int, limit: int) -> Iterator[Piece]:
         number = self._numbers[place]
-        ranges = self._desk.ranges
+        ranges = self._sink.ranges
         if ranges.owner(number).transforms:
-            # Its end is known when all of it was unpacked once.
+            # Its directory is known only when all of it was decompressed once.
             yield from _in_turn(start, stop, limit, place, ahead=True)
         else:
             end = ranges.starts[number] + ranges.lengths[number]
@@ -160,7 +160,7 @@ class RecordRun:
     def take(self, piece: Piece, data: memoryview) -> None:
         """See `byte_pass.Run`."""
         assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
-        ranges = self._desk.ranges
+        ranges = self._sink.ranges
         if piece.last:
             for number in self._numbers[piece.first : piece.last]:
                 begin = ranges.starts[number] - piece.start
@@ -172,9 +172,9 @@ class RecordRun:
         if self._passing is None or self._passing.number != number:
             owner = ranges.owner(number)
             self._passing = (
-                _Unpacking(self._desk, number, owner)
+                _Unpacking(self._sink, number, owner)
                 if owner.transforms
-                else _Passing(self._desk, number, max(0, self.start - begin))
+                else _Passing(self._sink, number, max(0, self.start - begin))
             )
         if piece.ahead:
             self._passing.look_ahead(data, last=piece.start + piece.length == end)
@@ -185,16 +185,16 @@ class RecordRun:
                 self._passing = None
 
     def _take_whole(self, number: int, data: memoryview) -> None:
-        owner = self._desk.ranges.owner(number)
+        owner = self._sink.ranges.owner(number)
         if owner.transforms:
-            unpacking = _Unpacking(self._desk, number, owner)
+            unpacking = _Unpacking(self._sink, number, owner)
             unpacking.look_ahead(data, last=True)
             unpacking.take(data)
             unpacking.finish()
         elif _is_unframed(owner, bytes(data[:_MAGIC_BYTES]), bytes(data[-1:])):
-            self._desk.report_plain(number)
+            self._sink.report_plain(number)
         else:
-            self._desk.report(number, check_whole(data, self._desk.form_of(number)))
+            self._sink.report(number, check_whole(data, self._sink.form_of(number)))
 
 
 def _in_turn(
@@ -205,7 +205,7 @@ def _in_turn(
 
 
 def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
-    """Bytes that a planner of its own handed over, or what torch wrote before archives."""
+    """Whether a record is bytes of a planner's own, or in the form of torch before archives."""
     plain = head[:1] == b"\x80" and head[1:2] <= b"\x05" and last == b"."
     return (plain and isinstance(owner.entry, BytesEntry)) or is_before_archives(head)
 
@@ -213,8 +213,8 @@ def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
 class _Passing:
     """A long record, or a part of one, whose bytes pass in one thread."""
 
-    def __init__(self, desk: Desk, number: int, start: int) -> None:
-        self._desk = desk
+    def __init__(self, sink: RecordSink, number: int, start: int) -> None:
+        self._sink = sink
         self.number = number
         self._start = start
         self._passing: Passing | None = None
@@ -223,11 +223,11 @@ class _Passing:
         self._head = b""
 
     def look_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
-        """Take the end of the record, where its directory is."""
+        """Read the directory from the end of the record."""
         self._tail = bytes(data)
         try:
-            directory, self._tail = self._desk.directory_of(self.number, self._tail)
-            self._passing = Passing(directory, self._start, self._desk.form_of(self.number))
+            directory, self._tail = self._sink.directory_of(self.number, self._tail)
+            self._passing = Passing(directory, self._start, self._sink.form_of(self.number))
         except RecordUnreadable as error:
             self._error = error.message
 
@@ -241,20 +241,20 @@ class _Passing:
         """All bytes of the record that lie in the run have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
-            self._desk.join(self.number, directory, part, self._tail)
-        elif self._start == 0:  # said once, by the run that holds its beginning
-            owner = self._desk.ranges.owner(self.number)
+            self._sink.join(self.number, directory, part, self._tail)
+        elif self._start == 0:  # reported once, by the run that holds its beginning
+            owner = self._sink.ranges.owner(self.number)
             if _is_unframed(owner, self._head, self._tail[-1:]):
-                self._desk.report_plain(self.number)
+                self._sink.report_plain(self.number)
             else:
-                self._desk.report(self.number, Checked(has_crcs=True, unreadable=self._error))
+                self._sink.report(self.number, Checked(has_crcs=True, unreadable=self._error))
 
 
 class _Unpacking:
-    """A compressed record: unpacked twice, first to find its directory."""
+    """A compressed record: decompressed twice, first to find its directory."""
 
-    def __init__(self, desk: Desk, number: int, owner: Owner) -> None:
-        self._desk = desk
+    def __init__(self, sink: RecordSink, number: int, owner: Owner) -> None:
+        self._sink = sink
         self.number = number
         self._owner = owner
         self._limit = _unpacked_limit(owner)
@@ -269,7 +269,7 @@ class _Unpacking:
             self._unpacker = None
 
     def look_ahead(self, data: memoryview, *, last: bool) -> None:
-        """Unpack the next bytes for the first time."""
+        """Decompress the next bytes for the first time."""
         if self._unpacker is None or self._error:
             return
         try:
@@ -286,11 +286,11 @@ class _Unpacking:
         directory, self._tail = read_directory(
             lambda n: held[max(0, len(held) - n) :], unpacker.n_bytes
         )
-        self._passing = Passing(directory, 0, self._desk.form_of(self.number))
+        self._passing = Passing(directory, 0, self._sink.form_of(self.number))
         self._unpacker = Unpacker(self._limit)
 
     def take(self, data: memoryview) -> None:
-        """Unpack the next bytes for the second time."""
+        """Decompress the next bytes for the second time."""
         if self._passing is None or self._unpacker is None:
             return
         try:
@@ -303,18 +303,18 @@ class _Unpacking:
         """All bytes have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
-            form = self._desk.form_of(self.number)
+            form = self._sink.form_of(self.number)
             checked = check_parts(directory, [part], self._tail, form, self._owner)
         elif self._unpacker is None:
-            self._desk.report_no_zstd(self.number)
+            self._sink.report_no_zstd(self.number)
             return
         else:
             checked = Checked(has_crcs=True, unreadable=self._error)
-        self._desk.report(self.number, checked)
+        self._sink.report(self.number, checked)
 
 
 def _unpacked_limit(owner: Owner) -> int:
-    """How many bytes a compressed record may come to: what its chunk holds, and its frame."""
+    """How many bytes a compressed record may expand to: its chunk and its frame."""
     entry = owner.entry
     if not isinstance(entry, TensorEntry):
         return MAX_ENTRY_BYTES

@@ -45,7 +45,7 @@ class WrongBytes:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a look at every byte of a record says.
+    """The result of verifying every byte of a record.
 
     `unreadable` is why its frame is not as torch writes it, or with the code `unfit` why it
     does not hold what the metadata says. `folds` are what
@@ -62,7 +62,7 @@ class Checked:
 
 
 def check_whole(data: memoryview, form: Form | None = None) -> Checked:
-    """Look at a record that is in memory as a whole.
+    """Verify a record that is in memory as a whole.
 
     With `form` it is that of a tensor, whose values are scanned.
     """
@@ -119,7 +119,7 @@ class _InMemory:
 
 
 def _checked(directory: RecordDirectory, read: Readable, crcs: Sequence[int]) -> Checked:
-    """In the order of `structure`, so that both say the same of the same damage."""
+    """Check in the order of `opening`, so that both report the same damage alike."""
     has_crcs = directory.has_crcs
     try:
         check_headers(directory, read)
@@ -204,7 +204,7 @@ class Passing:
 
     @property
     def part(self) -> Part:
-        """What has passed so far."""
+        """The bytes that have passed so far."""
         return self._part
 
 
@@ -215,7 +215,7 @@ def check_parts(
     form: Form | None = None,
     owner: Owner | None = None,
 ) -> Checked:
-    """Look at a record whose bytes have all passed, in parts, scanned where there is a `form`.
+    """Verify a record whose bytes have all passed, in parts, scanned if there is a `form`.
 
     `tail` is the end of the record as it was when its directory was read. With an `owner`
     the tensor in it is compared with the metadata: of a record that `structure` cannot read.
@@ -250,7 +250,7 @@ def _fitting(checked: Checked, directory: RecordDirectory, kept: Readable, owner
 
 
 class _Kept:
-    """Bytes of a record, without those that only passed."""
+    """The bytes of a record that were kept."""
 
     def __init__(self, pieces: Sequence[tuple[int, bytes]]) -> None:
         self._starts: list[int] = []
