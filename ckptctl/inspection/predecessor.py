@@ -18,15 +18,15 @@ from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,
-    RecordUnreadable,
     StorageError,
 )
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.archive.directory import TAIL, parse_directory, tail_needed
+from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.layouts import METADATA, StepName
 from ckptctl.formats.metadata import decode_metadata
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
+from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.opening import join_url
@@ -164,7 +164,7 @@ def _crcs(
     places = [(n, place) for n in numbers if (place := _same_chunk(metadata, ranges, n))]
     spans = [_tail(folder, place) for _, place in places]
     for (number, place), (_, tail) in zip(places, store.read_spans(spans), strict=True):
-        crc = _crc_in(tail, place.length)
+        crc = elements_crc(tail, place.length)
         if crc is not None:
             found[number] = crc
     return found
@@ -193,15 +193,3 @@ def _same_chunk(metadata: Metadata, ranges: Ranges, number: int) -> ByteRange | 
 def _tail(folder: str, place: ByteRange) -> Span:
     length = min(TAIL, place.length)
     return Span(f"{folder}/{place.file}", place.end - length, length)
-
-
-def _crc_in(tail: bytes, length: int) -> int | None:
-    """The checksum of the elements, from the end of a tensor's record."""
-    try:
-        if tail_needed(tail, length) > len(tail):
-            return None
-        directory = parse_directory(tail, length)
-    except RecordUnreadable:
-        return None
-    elements = [member for member in directory.members if member.name.startswith("data/")]
-    return elements[0].crc if directory.has_crcs and len(elements) == 1 else None
