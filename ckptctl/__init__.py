@@ -1,4 +1,4 @@
-"""Which checkpoint do we resume from, and did the resume work?
+"""Choose the checkpoint to resume from, and check that the resume worked.
 
 The public names. Importing the package imports neither torch nor s3fs, and a
 function only when it is asked for.

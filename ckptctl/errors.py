@@ -1,4 +1,4 @@
-"""Why could ckptctl not do its work?
+"""Every exception, with its code and exit code.
 
 Every exception of the package, with its exit code. Damage in a checkpoint is
 not an exception but a `Finding`.

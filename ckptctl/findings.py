@@ -1,4 +1,4 @@
-"""What was observed, and what does it add up to?
+"""Findings, their codes and severities, and the verdict that they add up to.
 
 `CODES` is the one table of finding codes: each with its severity and the
 verdict that it forces. Which commands say them, and how they look, is the

@@ -1,4 +1,4 @@
-"""What is a saved step made of?
+"""The model of a saved step.
 
 Plain data shared by every floor above: steps, parts, files, metadata, train
 state. Nothing here reads, judges or prints.
@@ -347,7 +347,7 @@ class WorldSize:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One kind of train state: is it there, where, and for how many ranks?
+    """One kind of train state: whether it is present, where, and for how many ranks.
 
     `where` names the entries or files it was found by. `n_ranks` is set when the
     state exists once per rank, and is how many there are. `value` is the number

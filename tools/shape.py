@@ -214,10 +214,12 @@ class Way:
             return
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        borne = {name for name in names if frame.f_locals.get(name) == STEP}
+        borne = set()
         for name in names:
             value = frame.f_locals.get(name)
-            if type(value) is str and str(STEP) in value:
+            if (type(value) is int and value == STEP) or (
+                type(value) is str and str(STEP) in value
+            ):
                 borne.add(name)
         if borne:
             stop = (module, code.co_name)

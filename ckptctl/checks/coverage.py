@@ -1,4 +1,4 @@
-"""Do the chunks in the metadata fill each tensor exactly once?
+"""Check that the chunks in the metadata tile each tensor exactly once.
 
 A load reads boxes of the global tensor. An element that no chunk holds keeps
 whatever was in memory before (torch 2.13 raises nothing), so this is asked

@@ -1,4 +1,4 @@
-"""How does a finding speak of many things at once?
+"""Format counts and lists of names in messages of findings.
 
 One cause, one finding: a lost rank is one sentence with numbers in it, not a
 thousand. What the finding is about is the business of the checks.

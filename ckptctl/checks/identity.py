@@ -1,4 +1,4 @@
-"""Does what lies in a step's folder belong to the step that the folder is named after?
+"""Check that a step directory holds the step that its name states.
 
 A writer notes in the metadata what it called the folder. A folder that was copied or
 renamed bears an old name there, so another name is a suspicion and no more. Where the

@@ -1,4 +1,4 @@
-"""What do the marks on a step mean for whoever wants to use it?
+"""Turn the marks of a step into findings.
 
 A rejection or a superseded branch rules the step out; a pin and an acceptance are
 worth knowing. Marks on an earlier save of the step are told and do not count. How

@@ -1,4 +1,4 @@
-"""Is every byte that the metadata names there, and whose are the bytes that it does not name?
+"""Check that every byte range lies in a file, and report bytes that no range names.
 
 Only the metadata and one listing are looked at: names, sizes, offsets, lengths.
 What the bytes hold is asked in `structure`, whether the chunks make whole

@@ -1,4 +1,4 @@
-"""Are the safetensors files of a folder whole, and do they fill their tensors?
+"""Check safetensors files by their headers: bounds, offsets, coverage of the tensors.
 
 Only headers are read. They carry no checksums, and DCP's Hugging Face writer
 notes neither the number of ranks nor the shape of the whole tensor: a shard

@@ -1,4 +1,4 @@
-"""Is every byte still what its seal says?
+"""Compare the bytes of a step with the digests of its seal.
 
 The blocks of each sealed file are digested in the pass that reads the records, and
 compared: a difference is told with its block and its bytes. Sizes, and whose seal it

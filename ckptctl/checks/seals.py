@@ -1,4 +1,4 @@
-"""Is the step still what its seal says?
+"""Compare the listing and the metadata of a step with its seal.
 
 By what a listing and the metadata show: whose seal it is, the files, their sizes. A
 seal that speaks of another step, or of an earlier save of this one, proves nothing

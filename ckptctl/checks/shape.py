@@ -1,4 +1,4 @@
-"""Does the folder look like a step that was saved to its end?
+"""Check the shape of a step directory: parts, sidecars, unfinished saves.
 
 Answers by names alone: a name that a framework takes away when a step is whole,
 a file that it writes last, a pipeline stage that is missing, a file that nobody

@@ -1,4 +1,4 @@
-"""Is each byte range long enough for the elements that it is said to hold?
+"""Check that each byte range is long enough for its elements.
 
 A record is the elements and some 500 bytes of framing, so that a range shorter
 than the elements cannot be one. Ranges that are exactly as long are the sign

@@ -1,4 +1,4 @@
-"""Did one shard file stand still while the others moved on?
+"""Find shard files that are equal to those of the predecessor while others changed.
 
 Between two steps training changes every chunk of a tensor, or none of them: which rank
 holds a chunk means nothing to it. A shard file all of whose records are those of the

@@ -1,4 +1,4 @@
-"""What would a resume from this step restore, and what would it not?
+"""Determine which train state a resume from a step restores.
 
 Train state is found by the keys of the entries and by the names of the files
 beside the shards (`formats.state_keys`). Where someone has read the small

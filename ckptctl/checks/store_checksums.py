@@ -1,4 +1,4 @@
-"""Does a store still keep what it kept when the step was sealed?
+"""Compare the checksums that a store reports with those recorded in a seal.
 
 By the checksums that the store itself has of its objects, so that no byte is read.
 Equal ones prove that the object was not replaced by one with other bytes since it

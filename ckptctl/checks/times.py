@@ -1,4 +1,4 @@
-"""Were shard files written long after the metadata that names them?
+"""Check the write times of shard files against the metadata that names them.
 
 A save writes its metadata last. Where some shards are much younger, a later save
 began to write over the step and did not come to its end: the old metadata fits the

@@ -1,4 +1,4 @@
-"""How many ranks wrote a step, and how many can load it?
+"""Derive the world size that wrote a step, and check the one that will load it.
 
 The metadata does not say. The shard files' names do in a clean folder, where
 every rank leaves a file even if it had nothing to write; elsewhere they give a

@@ -34,7 +34,7 @@ def accept(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which rejected step may be used after all, and why?
+    """Lift a rejection, so that the step may be used again.
 
     Lifts every rejection of the step that stands now, and superseded as well; they stay on record.
     With --quiet the address of the mark is printed.

@@ -1,4 +1,4 @@
-"""Which command was called, and what is its exit code?
+"""Run one command and return its exit code.
 
 Every error becomes two lines and an exit code here, and nowhere else. A command
 is imported only when it is the one that was called: `ckptctl pick` stands in

@@ -1,4 +1,4 @@
-"""`ckptctl classify`: infrastructure or job?"""
+"""`ckptctl classify`: tell failures of the infrastructure from failures of the job."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def classify(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Did the infrastructure fail or the job, and what is to be done?
+    """Classify a failure by the logs of a job, and print what to do.
 
     The first cause is looked for, not the last line: what other ranks say after it is shown as
     its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever

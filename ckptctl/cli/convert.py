@@ -92,7 +92,7 @@ def convert(
     storage: Storage,
     out: Output,
 ) -> int:
-    """How does a step become a file of torch.save or safetensors, or one of those a step?
+    """Convert a step to one torch.save file or to safetensors, or either of them to a step.
 
     What SRC is, and how DST's name ends, say which way; one of both is a step of sharded DCP.
     Nothing in a file runs. Streamed within --memory, proven against the source's checksums, and

@@ -88,7 +88,7 @@ def cost(
     storage: Storage,
     out: Output,
 ) -> int:
-    """What does a failure of this run cost, and how often is it best to save?
+    """Estimate what a failure of a run costs, and the best interval between saves.
 
     T = T0 + T1 + T2 + T3 + T4: half an interval is trained again, then rescheduling, connecting,
     loading and compiling. With a mean time between failures: the best interval (Young, Daly), and

@@ -1,4 +1,4 @@
-"""`ckptctl diff`: in what do two steps differ?"""
+"""`ckptctl diff`: compare two steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def diff(
     storage: Storage,
     out: Output,
 ) -> int:
-    """In what do two steps differ: entries, shapes, dtypes, values?
+    """Compare two steps: entries, shapes, dtypes, values.
 
     How tensors are cut is told, and makes no difference: a step that was resharded is the same
     step. With --quiet the names of the entries that differ are printed.

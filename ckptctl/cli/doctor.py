@@ -1,4 +1,4 @@
-"""`ckptctl doctor`: what is wrong, before a job depends on it?"""
+"""`ckptctl doctor`: find mistakes before a job depends on them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def doctor(
     storage: Storage,
     out: Output,
 ) -> int:
-    """What is wrong with this job script, this environment, or this storage?
+    """Find mistakes in a job script, an environment or a storage.
 
     A script is read, not run. Of a storage, small files are written to a folder of their own
     under the root's .ckptctl/, and removed. A fault ends with 2, a warning with 0. With --quiet

@@ -1,4 +1,4 @@
-"""What does `--json` write?
+"""Build the documents that `--json` prints.
 
 One document for each answer: an envelope that is the same everywhere, then the
 fields of the result under the names they have in the library. The schemas in

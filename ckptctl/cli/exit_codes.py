@@ -1,4 +1,4 @@
-"""What does an exit code say, and what is there to do about it?
+"""The exit codes: what each means, and what to do.
 
 The one table behind the help texts, `ckptctl explain NUMBER` and the guard that
 keeps the documents in step. Codes are only ever added.

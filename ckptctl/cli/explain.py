@@ -1,4 +1,4 @@
-"""`ckptctl explain`: what does a word or a number of ckptctl mean?"""
+"""`ckptctl explain`: print the page of a code, a verdict or an exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain(
     *,
     out: Output,
 ) -> int:
-    """What does a finding code, a verdict or an exit code mean, and what is there to do?
+    """Explain a finding code, a verdict or an exit code, and what to do about it.
 
     With --quiet the title alone is printed.
     """

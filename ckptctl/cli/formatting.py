@@ -1,4 +1,4 @@
-"""How are sizes, times and names written for people?
+"""Format sizes, times and names for people.
 
 Nothing here prints or colours. Names that come out of a checkpoint may hold
 anything, so `safe` stands between them and a terminal.

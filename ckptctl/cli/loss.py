@@ -174,7 +174,7 @@ def loss(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Did the loss continue across a resume?
+    """Check that the loss continued across a resume.
 
     Compares the steps that were logged before the crash and again after the resume, then the
     counters, then the level of the loss. The verdict continuous requires steps that were

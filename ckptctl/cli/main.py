@@ -1,4 +1,4 @@
-"""How does the process begin and end?
+"""Start and end the process.
 
 Signals, standard streams and the exit code; the commands are `app`'s business,
 which is imported when Ctrl-C is already taken care of.

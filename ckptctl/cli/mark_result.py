@@ -1,4 +1,4 @@
-"""How do `reject`, `accept` and `pin` answer?"""
+"""Print the result of `reject`, `accept` and `pin`."""
 
 from __future__ import annotations
 

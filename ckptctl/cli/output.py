@@ -1,4 +1,4 @@
-"""How does an answer reach the reader?
+"""Print the results of a command: the only module that writes to the terminal.
 
 The one place that prints. Data goes to standard output, all talk to standard
 error. On a terminal there is colour, and prose is wrapped at its width; off a

@@ -1,4 +1,4 @@
-"""What does ckptctl explain, and where does the text come from?
+"""The pages of `ckptctl explain`.
 
 A page of `ckptctl/pages` for each finding code; verdicts and exit codes are
 explained from the tables that decide them.

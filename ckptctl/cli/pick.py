@@ -85,7 +85,7 @@ def pick(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which step do we resume from?
+    """Choose the step to resume from.
 
     Prints one path on standard output, and on standard error why newer steps were
     refused. With --quiet standard error stays empty unless there is no such step.

@@ -1,4 +1,4 @@
-"""What does a long list look like at a glance?
+"""Draw long lists as one line of symbols.
 
 A strip of steps for `scan`, a map of ranks for `verify`: one glyph each, or the
 worst of several where there is no room. A glyph says what its colour says, so

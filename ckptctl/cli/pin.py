@@ -41,7 +41,7 @@ def pin(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which step is to be kept, and why?
+    """Pin a step, so that retention keeps it.
 
     No command of ckptctl removes a pinned step. A pin says nothing about whether it is good. With
     --quiet the address of the mark is printed.

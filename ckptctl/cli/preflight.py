@@ -150,7 +150,7 @@ def preflight(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Can this job start here and now, and from which step?
+    """Check that a job can start here and now, and choose its step.
 
     Chooses as pick does, then looks whether the storage can be read and written to, whether the
     ranks fit, and whether saves are frequent enough. Prints the path on standard output, and one

@@ -1,4 +1,4 @@
-"""Which processes were started beside this one, and which of them speaks?
+"""Join the processes of one launcher for a command; rank 0 prints.
 
 Under torchrun or srun a command runs once in each process: the first one answers,
 the others keep quiet.

@@ -1,4 +1,4 @@
-"""How far is it?
+"""Show progress.
 
 On a terminal a bar on standard error, once a second has gone by; elsewhere a
 plain line every 30 seconds, so that a log shows life and nothing more.

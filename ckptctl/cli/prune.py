@@ -39,7 +39,7 @@ def prune(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which old steps may go, and which must stay?
+    """Remove old steps that are no longer needed.
 
     Keeps the newest N steps that pick would take and that are sealed; steps without a seal count
     with --unsealed, once all of their bytes have been compared. Where fewer than N count, nothing

@@ -34,7 +34,7 @@ def reject(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which step is not to be used, and why?
+    """Reject a step, so that nothing resumes from it.
 
     pick passes over it from then on. The mark lies in .ckptctl/marks/ of the step, or in the file
     of --marks, and lapses when the step is saved anew. With --quiet the address of the mark is

@@ -105,7 +105,7 @@ def reshard(
     storage: Storage,
     out: Output,
 ) -> int:
-    """How is a step cut for another world size, without ever holding it in memory?
+    """Rewrite a step for another world size in constant memory.
 
     Shows the plan; with --apply the new step is written aside, proven, sealed and published. Under
     torchrun or srun the processes share the files. Called again after an interruption it goes on.

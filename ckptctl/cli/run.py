@@ -92,7 +92,7 @@ def run(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Is a job that failed to be started again?
+    """Run a job, and start it again after failures within a budget.
 
     Runs the command, and starts it again after a failure, with a budget of restarts that only a
     newer usable step fills again. Signals are passed on; after one that asks to end nothing is

@@ -103,7 +103,7 @@ def runbook(
     storage: Storage,
     out: Output,
 ) -> int:
-    """What does the runbook say, and what is the next thing to do on this run?
+    """List, show and run runbooks.
 
     Steps that read run by themselves; steps that change anything show the exact command and ask.
     The record lies under the root, so that anybody can go on where it was left. With --quiet the

@@ -64,7 +64,7 @@ def scan(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Which steps are under a root, is each of them whole, and which one would pick take?
+    """List the steps of a root with their verdicts and the step that pick would take.
 
     Steps are shown newest first, as soon as each has been inspected; --before STEP goes on where
     the list ended. Without --level the steps that decide the choice are inspected as deep as pick

@@ -56,7 +56,7 @@ def seal(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Is this step whole, and what are the digests that prove it later?
+    """Verify a step and record its digests.
 
     Looks at the step, reads every byte, and writes .ckptctl/seal.json into it; nothing else is
     touched. A step that is not whole is refused with its exit code. With --quiet the address of

@@ -1,4 +1,4 @@
-"""`ckptctl show`: what is in a step?"""
+"""`ckptctl show`: print the contents of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(
     storage: Storage,
     out: Output,
 ) -> int:
-    """What is in a step: tensors, sizes, ranks, and what a resume would restore?
+    """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
 
     Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
     """

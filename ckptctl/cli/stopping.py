@@ -1,4 +1,4 @@
-"""How does a signal end a command that has something to tell already?
+"""End a command on a signal after it has printed its partial result.
 
 While bytes are compared, the first Ctrl-C ends the comparing, and what was proven
 is told; the next one ends the process, as both do at any other time. What ends a

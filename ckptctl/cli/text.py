@@ -1,4 +1,4 @@
-"""What does a line of text consist of, before it is printed?
+"""Lines of styled text: wrap, pad and escape.
 
 Views and pictures give lines: pieces of text with a style by name. Whether the
 style becomes a colour, and what becomes of control characters in the text, is

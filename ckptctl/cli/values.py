@@ -1,4 +1,4 @@
-"""What does the text of an option stand for?
+"""Parse the values of options.
 
 Durations, sizes, step numbers, kinds of state, keys. Which options there are is the
 question of `options`.

@@ -1,4 +1,4 @@
-"""`ckptctl verify`: can one step be trusted?"""
+"""`ckptctl verify`: inspect one step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def verify(
     storage: Storage,
     out: Output,
 ) -> int:
-    """Can this step be trusted?
+    """Inspect one step and report every finding.
 
     Nothing is loaded, and no code of the step runs. With --quiet only the exit code answers.
     Where --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure,

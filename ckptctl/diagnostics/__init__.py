@@ -1,1 +1,1 @@
-"""What is wrong with a job script, an environment or a storage, before a job depends on it?"""
+"""Known mistakes in job scripts, environments and storage."""

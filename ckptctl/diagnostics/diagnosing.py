@@ -1,4 +1,4 @@
-"""What is wrong with a job script, an environment, or a storage?"""
+"""Find known mistakes in a job script, an environment or a storage."""
 
 from __future__ import annotations
 

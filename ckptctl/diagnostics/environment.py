@@ -1,4 +1,4 @@
-"""Does the environment of a job hold what makes checkpointing fail?
+"""Find settings of an environment that make checkpointing fail.
 
 Versions are read from the metadata of what is installed, nothing is imported: torch takes
 seconds. Whether a storage can be reached is the question of `storage_traits`.

@@ -1,4 +1,4 @@
-"""What does `doctor` answer?"""
+"""The results of `doctor`."""
 
 from __future__ import annotations
 

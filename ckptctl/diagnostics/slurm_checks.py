@@ -1,4 +1,4 @@
-"""Which classic mistakes does a SLURM batch script make?
+"""Find the known mistakes in a SLURM batch script.
 
 Each check is one of the ways in which a job was lost that a resume should have saved: a
 signal that never reached Python, an exit code that a pipe swallowed, a step that was

@@ -1,4 +1,4 @@
-"""What does a SLURM batch script do, as far as its text tells?
+"""Parse a SLURM batch script: directives, commands, the training command.
 
 No shell is run. Continued lines are joined, comments and the bodies of here-documents
 are left out; what stands inside of `bash -c "…"` is part of the command. What is wrong with

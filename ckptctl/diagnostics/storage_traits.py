@@ -1,4 +1,4 @@
-"""Does a storage keep what a checkpoint needs of it?
+"""Test the properties of a storage that checkpoints need.
 
 Small files in a folder of their own below `.ckptctl/` are written, listed, read, written over and
 fought for, and removed again. How fast the storage is, and whether it gives back many bytes

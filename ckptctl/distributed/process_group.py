@@ -1,4 +1,4 @@
-"""How do the processes of one job come to one report?
+"""Combine the shares of several processes into one report.
 
 `torchrun` and `srun` start the same command several times. The processes find each
 other by what their launcher put into the environment, and speak through

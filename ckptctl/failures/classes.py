@@ -1,4 +1,4 @@
-"""Which kinds of failure are there, and what is done about each?
+"""The classes of failure, and the action for each.
 
 The one table of classes: whose fault, what to do, whether a restart helps. Which
 evidence leads to a class is the question of `rules`, which of several wins that of

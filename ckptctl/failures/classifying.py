@@ -1,4 +1,4 @@
-"""Infrastructure or job: why did it end, and what is to be done?
+"""Classify the end of a job by its logs, exit code and scheduler state.
 
 Reads the logs, in one pass and with bounded memory, and puts the answer together.
 """

@@ -1,4 +1,4 @@
-"""Which of the evidence explains the end, and how sure is that?
+"""Weigh the evidence: which of it explains the end, with which confidence.
 
 The first root beats the cascade over the ranks; whoever knows (the kernel, the
 scheduler) beats what a program made of it. What the evidence is, is the question of

@@ -1,4 +1,4 @@
-"""What does the exit code of a job, or the state that its scheduler gives, say?
+"""Evidence from the exit code of a job and from the state of its scheduler.
 
 The same number means different things from different reporters: torchrun makes 1 of
 everything, SLURM writes `code:signal`, Kubernetes and shells add 128 to a signal.

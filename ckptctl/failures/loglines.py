@@ -1,4 +1,4 @@
-"""Who wrote a line of a log, when, how loud, and what does it say?
+"""Split a line of a log into host, rank, time, level and message.
 
 Takes timestamps, rank prefixes, host names, logger names and levels off the front,
 in whatever order launchers and schedulers have put them there. What the message

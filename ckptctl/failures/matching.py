@@ -1,4 +1,4 @@
-"""Which lines of one log are evidence of a failure, and how far did training come after?
+"""Find the lines of one log that are evidence, and the training progress after them.
 
 Holds the few things that a line does not say itself: whether its rank is inside of a
 traceback, whether the launcher is naming the first rank that failed, what the time was.

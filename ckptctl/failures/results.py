@@ -1,4 +1,4 @@
-"""What does `classify` answer?"""
+"""The results of `classify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the checksums computed that object stores keep of their objects?
+"""Compute the checksums that object stores keep of their objects.
 
 CRC-32 and SHA at all times. CRC-32C, which Google keeps of every object, and
 CRC-64/NVME, which Amazon keeps where the writer sent nothing else, where the

@@ -1,4 +1,4 @@
-"""Which chunk does each byte range hold?
+"""A table of the chunks by their byte ranges, in columns.
 
 torch's loader looks a byte range up by (FQN, offset); the index in the key is a
 hint that it may ignore. A `ChunkTable` is one tensor while that is being

@@ -1,4 +1,4 @@
-"""What is the digest of a file, as a whole and for each block of it?
+"""Digests of a file: of the whole and of each block.
 
 Which algorithms there are, and how bytes that come in pieces are digested.
 Nothing is read here; what a digest is compared with is the question of `seals`.

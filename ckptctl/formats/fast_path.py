@@ -1,4 +1,4 @@
-"""How are half a million objects of one shape read faster than opcode by opcode?
+"""Decode runs of pickled objects of one form at once, without interpreting each opcode.
 
 A chunk of a tensor is some twenty opcodes, a key with its byte range some
 thirty, and a step of 256 ranks holds half a million of each: most of a minute.

@@ -1,4 +1,4 @@
-"""What is the hot shape of a chunk?
+"""The fast path for chunks.
 
 A `ChunkStorageMetadata` with its two sizes; see `fast_path_shapes` for how it is used.
 """

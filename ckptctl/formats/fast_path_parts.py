@@ -1,4 +1,4 @@
-"""What do the parts of a hot shape mean: its names, sizes and numbers?
+"""The parts of a fast path: names, sizes and numbers.
 
 Patterns for each kind of part, and `Parts`, which decodes them. In half a
 million objects most parts come again and again, so each is decoded when it is

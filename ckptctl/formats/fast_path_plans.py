@@ -1,4 +1,4 @@
-"""What is the hot shape of an item in a plan?
+"""The fast path for items of a plan.
 
 Megatron-Core keeps the save plans of all ranks beside the metadata: a
 `WriteItem` for every chunk, larger than all the rest. Nothing in it is needed

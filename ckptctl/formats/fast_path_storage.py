@@ -1,4 +1,4 @@
-"""What is the hot shape of a byte range?
+"""The fast path for byte ranges.
 
 A `MetadataIndex`, the key, and the `_StorageInfo` that it leads to; see
 `fast_path_shapes` for how it is used. Each rank sent its own results to the

@@ -1,4 +1,4 @@
-"""What is the hot shape of a tensor's entry?
+"""The fast path for tensor entries.
 
 Its name, its `TensorStorageMetadata` and all of its chunks; see `fast_path_shapes` for
 how it is used. It matters where tensors are many and ranks are few. On the

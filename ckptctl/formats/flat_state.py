@@ -1,4 +1,4 @@
-"""Into which entries does a nested state come apart, and how does it come together again?
+"""Flatten a nested state into entries, and nest it again.
 
 Keys are joined with dots, as torch's own checkpoints have them, and entries are put
 back by their key paths. A value that is neither a tensor nor plain is refused by its

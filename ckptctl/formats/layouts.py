@@ -1,4 +1,4 @@
-"""What do the names under a checkpoint root mean?
+"""The names of files and folders under a checkpoint root, by framework.
 
 Every framework names its steps, pointers, parts and markers in its own way.
 This module knows those names and nothing else: it opens no file and judges

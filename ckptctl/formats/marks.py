@@ -1,4 +1,4 @@
-"""What does a mark say, and which of several marks stand?
+"""Read and write marks, and decide which of several apply.
 
 A mark is one word on a step, with who, when and why: one small file under
 `.ckptctl/marks/` of the step, or one line of a file of marks. It is never

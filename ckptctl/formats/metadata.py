@@ -1,4 +1,4 @@
-"""What does a `.metadata` file say?
+"""Decode a `.metadata` file.
 
 From the bytes of `.metadata`, or of a rank-local `__{rank}.metadata`, to
 `model.Metadata`, as written by torch 2.1 to 2.15 and by the planners that build

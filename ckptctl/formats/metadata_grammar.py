@@ -1,4 +1,4 @@
-"""Which names may metadata hold, and what do they stand for?
+"""The classes and functions that metadata may name, and their stand-ins.
 
 The closed list behind `decode_metadata`: the classes of torch's DCP where each
 version of torch kept them, those of planners and writers that pickle their own,

@@ -1,4 +1,4 @@
-"""How is `.metadata` written, so that stock torch reads it?
+"""Write `.metadata` as stock torch reads it.
 
 A pickle of the objects that torch itself would pickle, at protocol 4, emitted opcode
 by opcode: torch's classes are named, and never imported. As `pickle` does, every

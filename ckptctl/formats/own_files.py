@@ -1,4 +1,4 @@
-"""How does ckptctl write its own small files, and how does it know them again?
+"""Write and read the small JSON files of ckptctl.
 
 Seals and marks are JSON documents in one form: a schema, a closed set of
 fields, and the digest of the document itself. Here they become bytes and are

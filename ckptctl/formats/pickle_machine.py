@@ -1,4 +1,4 @@
-"""In which state is an interpreted pickle, and what may be done to it?
+"""The state of the pickle interpreter: stack, memo, position.
 
 Position, stack, marks and memo, and the checks that each step makes before it
 allocates anything. What each opcode does is `pickle_opcodes`.

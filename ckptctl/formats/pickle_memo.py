@@ -1,4 +1,4 @@
-"""What does the memo of a pickle hold?
+"""The memo of the pickle interpreter.
 
 Slots are filled one after the other and never again. The slots that a hot shape
 skipped cost nothing but their `Run`: what they hold is worked out when, and if,

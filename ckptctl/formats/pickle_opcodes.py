@@ -1,4 +1,4 @@
-"""What does each opcode of a pickle do?
+"""The opcodes of the pickle interpreter.
 
 `OPCODES` is the table, by the byte. Only what writers of protocols 2 to 5 use is
 there; the opcodes that reach outside the pickle (extensions, buffers, instances

@@ -1,4 +1,4 @@
-"""What may a pickle be made of, and what stands for it here?
+"""Stand-ins for the objects of a pickle; nothing in it is executed.
 
 The things an interpreted pickle builds: functions that are our own, objects
 that have a class's name and a state and do nothing, and the `Grammar` that says

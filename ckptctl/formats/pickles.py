@@ -1,4 +1,4 @@
-"""What would this pickle build, if nothing in it could run?
+"""Interpret a pickle without executing anything in it.
 
 One interpreter of pickle's opcodes, protocols 2 to 5. A global stands for what
 a `Grammar` says it stands for; a pickle that asks for any other is refused

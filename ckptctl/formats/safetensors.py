@@ -1,4 +1,4 @@
-"""What does the header of a safetensors file say?
+"""Parse and write the header and the index of safetensors files.
 
 Eight bytes give the length of a JSON object that names each tensor with dtype,
 shape and place; the elements follow to the end of the file. DCP's Hugging Face

@@ -1,4 +1,4 @@
-"""What does a seal say, and is it a seal?
+"""Read and write seals.
 
 A seal, `.ckptctl/seal.json` in a step, says what the step was when it was proven
 whole: every file with its size and digests, and whose files they are: step

@@ -1,4 +1,4 @@
-"""Which kind of train state is an entry, or a file beside the shards?
+"""The kind of train state of an entry or a sidecar, by its name.
 
 Answers by names and shapes alone: the keys that the frameworks use, and for the
 rest a few marks that no model parameter bears. Values are read elsewhere.

@@ -1,4 +1,4 @@
-"""What do the names of torch and of Python's library stand for in a pickle?
+"""The dtypes and classes of torch, by the names that pickles use.
 
 The parts of a grammar that metadata and the pickles inside records share:
 dtypes, `torch.Size`, `OrderedDict`, paths. Each stands for a plain value or for

@@ -1,4 +1,4 @@
-"""What value does a pickle beside the metadata hold?
+"""Decode the values of pickled records and sidecars.
 
 The `data.pkl` of a record, a `train_state.pt`: numbers, strings, containers of
 them, and tensors as `TensorStub`. Whatever else is in it becomes an `Opaque`

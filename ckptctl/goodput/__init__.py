@@ -1,1 +1,1 @@
-"""What does a failure cost, and how often is it best to save?"""
+"""What failures cost, and how often to save."""

@@ -1,4 +1,4 @@
-"""How is a time that something took written for people?
+"""Format a duration for people.
 
 In one unit, the one that a person would choose. What the text of a duration stands for is
 the question of the command line.

@@ -1,4 +1,4 @@
-"""What does a failure of this run cost, and how often should it save?
+"""Estimate what a failure costs and how often a run should save.
 
 Takes what the caller knows, measures under the root what he does not, and says of each
 number where it is from. The formulas are `model`'s.

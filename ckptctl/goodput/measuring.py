@@ -1,4 +1,4 @@
-"""How often and how long does this run save, by what lies under its root?
+"""Measure the interval and the duration of saves from the steps under a root.
 
 From the times of the files of the newest steps: a save took at least as long as its
 files lie apart, and a step came as long after the one before as their last files do. The

@@ -1,4 +1,4 @@
-"""What follows from how often a job fails, how long a save takes and how long a restart?
+"""The model of recovery cost: MTBF, optimal interval, effective training time.
 
 Formulas, nothing else: nothing is measured and nothing is read here. All times are in
 seconds. The interval of Young and Daly is the time of training between two saves; the

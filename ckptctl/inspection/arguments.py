@@ -1,4 +1,4 @@
-"""Are the arguments that several functions share what they may be?"""
+"""Check the arguments that several functions share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the bytes of a whole step say?
+"""Inspect the bytes of a step at level `content`.
 
 Brings the parts of a step together for one pass over their bytes, and what that
 says together with what `structure` said before. Where there is a seal, its digests

@@ -1,4 +1,4 @@
-"""What does one look at one step find?
+"""Inspect one step at a level, and report the findings.
 
 Everything that `scan`, `verify`, `pick` and `show` know of a step comes from
 here: list it, read its metadata, run the checks that the level asks for, add it

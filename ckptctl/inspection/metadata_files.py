@@ -1,4 +1,4 @@
-"""What do the metadata files of one part say, and is there exactly one answer?
+"""Read the metadata files of one part of a step.
 
 Reads `.metadata`, or the rank-local files, of a DCP folder and decodes them.
 Whether the shards behind them are whole is asked elsewhere.

@@ -1,4 +1,4 @@
-"""What is wrong with one folder of tensors?
+"""Inspect one part of a step: a folder of tensors.
 
 Brings a part's metadata, its files and the checks together, first by the
 listing, then by the structure of the records. The checks themselves are one

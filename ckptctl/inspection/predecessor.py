@@ -1,4 +1,4 @@
-"""What do the steps before say of this one?
+"""Compare a step with its predecessors.
 
 Finds them under the root, and reads of them what `checks.standing` wants to compare, the
 ends of a few records, where their checksums are; or which steps they were written as.

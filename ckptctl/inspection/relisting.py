@@ -1,4 +1,4 @@
-"""Does the storage say two things about one file?
+"""Confirm findings that a stale listing could explain.
 
 A listing that is stale leaves out files that a read finds; a read may be told that a
 file is gone which every listing shows. The first looks like damage and the second like

@@ -1,4 +1,4 @@
-"""What do the findings of one step add up to, under the caller's conditions?"""
+"""Add up the findings of one step to a report, under the caller's conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has ckptctl itself noted about a step: its seal, and the marks on it?
+"""Read the seal and the marks of a step.
 
 Read only where the listing of the step shows that there is something, or where
 the caller gave a file of marks. What is damaged becomes a finding, and the step is

@@ -1,4 +1,4 @@
-"""What do the small files beside the shards, and the scalars in them, say?
+"""Read sidecars and the scalars in records.
 
 The step number, the tokens seen, which kinds of train state a `train_state.pt`
 really holds. Read inertly: nothing that a file names is imported or run. Files

@@ -1,4 +1,4 @@
-"""Which files does a step have?"""
+"""List the files of a step."""
 
 from __future__ import annotations
 

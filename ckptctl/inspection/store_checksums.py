@@ -1,4 +1,4 @@
-"""What does the store itself say of a step that was sealed?
+"""Compare a sealed step with the checksums that the store reports.
 
 One HEAD for each sealed file, and no byte. The metadata are left out: every look
 reads them, and compares them with the seal. What the answers mean is the question

@@ -1,4 +1,4 @@
-"""Which records does a part of a look take?
+"""Choose the records of a subset, and the share of each process.
 
 Records are counted by their bytes, in the order in which they lie in the files, and
 the answer for one step is always the same. Nothing is read here.

@@ -1,1 +1,1 @@
-"""Can this job start here and now, and from which step?"""
+"""Check that a job can start here and now, and choose its step."""

@@ -1,4 +1,4 @@
-"""What does this node see of the storage, and do all nodes see the same?
+"""Collect what this node sees of the storage, and compare it among nodes.
 
 One listing of the root, the chosen step's metadata, some megabytes of one of its shard
 files, the mount and the space that is left. A node whose mount is missing, stale or

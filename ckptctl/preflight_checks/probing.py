@@ -1,4 +1,4 @@
-"""Does the storage give back what was written to it?
+"""Check that a storage returns what was written to it.
 
 Files with a content that anyone can work out again are written to a folder of their own
 below the root's `.ckptctl/`, flushed, dropped from the cache of this node, read back and

@@ -1,4 +1,4 @@
-"""Can this job start here and now, and from which step?
+"""Check that a job can start here and now, and choose its step.
 
 Everything that can be known before a GPU is warm: `pick`'s choice, the storage as each
 node sees it, ranks against those that saved, saves against failures. Where several

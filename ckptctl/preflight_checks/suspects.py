@@ -1,4 +1,4 @@
-"""What do several damaged steps have in common: a writer, a node, a time?
+"""Find what several damaged steps have in common: a writer, a node, a time.
 
 One damaged step is an accident. Two or more that the same rank, the same node or the
 same hour wrote point at something that will damage the next one too. What each of them

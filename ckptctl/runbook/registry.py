@@ -1,4 +1,4 @@
-"""Which runbooks are there, and where does one come from?
+"""Find runbooks: those of the package, and folders of the user.
 
 Those that ckptctl ships, and those in a folder of the reader's own, which win
 over a shipped one of the same name.

@@ -1,4 +1,4 @@
-"""Which of the candidates is the newest that may be resumed from?
+"""Choose the newest candidate that may be resumed from.
 
 The policy and nothing else: candidates come newest first, looking at one is a
 function that the caller gives. Nothing here knows a storage.

@@ -1,4 +1,4 @@
-"""Whose root is it, and may this process still write to it?
+"""Fencing: the token of a root, and whether this process may still write.
 
 A root that ckptctl writes to bears a sentinel, `.ckptctl/root.json`, from the first
 start on: a job that finds neither it nor steps has lost its storage. Every attempt

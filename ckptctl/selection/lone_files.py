@@ -1,4 +1,4 @@
-"""What is a file that was named where a step is wanted?
+"""Explain a file that was given where a step is expected.
 
 A step is a folder, or a file whose name gives its number (`step_100.ckpt`). What else is
 one file is told by its first bytes, with the command that makes use of it. Nothing in it

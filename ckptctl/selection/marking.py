@@ -1,4 +1,4 @@
-"""How does a word get onto a step, and how is it taken back?
+"""Put marks on steps, and take them back.
 
 A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a
 name that nobody else uses, or at the end of a file of marks where the root cannot

@@ -1,4 +1,4 @@
-"""Which step do we resume from?
+"""Choose the step to resume from.
 
 Opens the roots, lists each once, and has `choosing` look from the newest step
 down. There are three different ways to come back without a step, with three

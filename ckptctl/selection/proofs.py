@@ -1,4 +1,4 @@
-"""Is every byte of a step proven, and where is that written down?
+"""Prove every byte of a step, and record the proof.
 
 A proof is made once: a seal, or the note `.ckptctl/proof.json` that retention leaves in a
 step after it has compared all of its bytes. Either holds for the files that were

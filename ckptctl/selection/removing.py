@@ -1,4 +1,4 @@
-"""How does a step go so that nobody takes half of it?
+"""Remove a step so that no reader takes a partly removed one.
 
 Its metadata first: from then on it is an interrupted save to everyone, is never taken, and
 goes for good at the next retention. Then what ckptctl wrote about it, then the rest: as

@@ -1,4 +1,4 @@
-"""What do `scan`, `pick` and `show` answer?
+"""The results of `scan`, `pick` and `show`.
 
 Frozen answers that the command line only prints. `verify` answers with a
 `Report`, one floor below.

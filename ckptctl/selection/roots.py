@@ -1,4 +1,4 @@
-"""Which steps are under a checkpoint root, and what do the pointers say?
+"""List the steps and the pointer files of a checkpoint root.
 
 One listing of one level. The steps are ordered by their number, newest first;
 what is in them is `looking`'s question.

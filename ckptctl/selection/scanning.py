@@ -1,4 +1,4 @@
-"""What is under a checkpoint root, and which step would `pick` take?
+"""Scan a checkpoint root: every step, and the one that `pick` would take.
 
 Looks at the newest steps as `pick` does until one is chosen, and then at the
 others as deep as was asked for. On an object store one flat listing shows all

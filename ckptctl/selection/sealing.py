@@ -1,4 +1,4 @@
-"""How is a step sealed?
+"""Seal steps.
 
 Looked at first, as deep as it goes: what is not whole is not sealed. Then every
 byte is read and digested, the folder is listed again to see that nothing changed

@@ -1,4 +1,4 @@
-"""What is in a saved step: tensors, ranks, sizes, train state?"""
+"""Describe the contents of a step: tensors, ranks, sizes, train state."""
 
 from __future__ import annotations
 

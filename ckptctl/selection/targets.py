@@ -1,4 +1,4 @@
-"""Which step does an argument name?
+"""Resolve the argument that names a step.
 
 `PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
 `pick` takes). Only the part behind the last `@` is looked at, and only if it is

@@ -1,4 +1,4 @@
-"""Can one saved step be trusted?"""
+"""Verify one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a line get into a file that several processes add to at once?
+"""Append a line to a file that several processes write.
 
 One lock, one write, flushed to disk: every line is there whole or not at all, and
 none is lost. A line that a crash cut short is closed off, never joined with the

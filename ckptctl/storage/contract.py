@@ -1,4 +1,4 @@
-"""What does ckptctl need from a storage?
+"""The contract of a storage.
 
 Few verbs, all of them bounded: list one level, list a tree, read byte ranges, ask
 for the checksums that the storage keeps, put one object. A store is opened on a

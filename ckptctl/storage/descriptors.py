@@ -1,4 +1,4 @@
-"""What is in a folder that is open, and where do its links point?
+"""List a folder through its descriptor, and read links.
 
 Asked of a descriptor and not of a path: whatever is renamed meanwhile, the answer
 is about one folder. How a descriptor comes to be is the store's question.

@@ -1,4 +1,4 @@
-"""How does any other fsspec implementation make one request?
+"""A client over any other fsspec implementation.
 
 `gs://`, `az://`, `memory://`, `https://` and whatever else is registered with
 fsspec, through the verbs that all of them have. A folder costs a request here:

@@ -1,4 +1,4 @@
-"""How are several requests kept in flight while their answers come in order?
+"""Keep several requests in flight, and return the answers in order.
 
 For storages where a read is mostly waiting. All waiting is done in daemon threads:
 Ctrl-C must not wait for a server that does not answer.

@@ -1,4 +1,4 @@
-"""How are files on a mounted file system listed and read?
+"""The store of a mounted file system.
 
 Every path is walked name by name from a descriptor of the root, and no name on
 the way may be a link: what was checked is what is read, whatever is renamed

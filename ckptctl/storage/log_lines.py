@@ -1,4 +1,4 @@
-"""How is a log read line by line, wherever it lies and however it is packed?
+"""Read a log by lines from any storage, compressed or not.
 
 Nothing is held but the line itself: logs are larger than memory. What a line
 means is the readers' question. A log may also come from a pipe, which a store

@@ -1,4 +1,4 @@
-"""Is a folder on this machine's own disk, or does a server answer for it?
+"""Tell local disks from network file systems.
 
 Decided by the mount table, once links on the way to the folder are resolved.
 Whether the server is there is not asked.

@@ -1,4 +1,4 @@
-"""How does a store of keys and prefixes look like folders and files?
+"""The store of an object storage: keys as folders and files.
 
 Paths, pages, markers, retries and whole writes are the same for every object
 store, so they are here, over a `Client` that makes one request at a time. How a

@@ -1,4 +1,4 @@
-"""How does obstore make one request?
+"""A client over obstore.
 
 obstore is a client in Rust: it starts in a few milliseconds, lists several times
 as fast as s3fs, and moves no package of a training environment. It reads the

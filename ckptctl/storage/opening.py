@@ -1,4 +1,4 @@
-"""Which store stands behind a path or a URL, and how are such addresses put together?
+"""Open the store of a path or a URL; join and check addresses.
 
 Addresses are text from end to end: `pathlib` would take a URL's slashes apart.
 Nothing is asked of a storage here; a root that is not there shows at the first

@@ -1,4 +1,4 @@
-"""May a store be asked for this path?
+"""Check a path inside a store.
 
 The one rule for every store, checked before anything reaches a file system or
 a request: names in metadata are written by others. Whether the path exists, or

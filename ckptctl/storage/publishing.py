@@ -1,4 +1,4 @@
-"""How does a file appear in a folder whole and durable, or not at all?
+"""Publish a file atomically and durably.
 
 Written aside, flushed, then linked or renamed into place, and the folder
 flushed: rename alone is atomic but may not survive a power loss. Folders are

@@ -1,4 +1,4 @@
-"""Which client talks to the storage behind a URL?
+"""Choose the client for a URL.
 
 Decided by the URL's scheme, by what is installed and by the option `client`.
 What the clients can and how they differ is said in each.

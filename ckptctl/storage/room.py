@@ -1,4 +1,4 @@
-"""What is said where a file system is full?
+"""Messages for a full file system.
 
 How many bytes were to be written and how many are left, and the command that shows
 it. Whether there is room for something is asked beforehand, where its size is known.

@@ -1,4 +1,4 @@
-"""How does s3fs make one request?
+"""A client over s3fs.
 
 s3fs finds credentials, region, endpoint and options as its users know it; the
 requests go through its client one at a time and uncached: no listing cache, no

@@ -1,4 +1,4 @@
-"""How does a thread begin that nobody waits for when the process ends?
+"""Start daemon threads.
 
 A daemon: Ctrl-C must not wait for a storage that does not answer. Where the system
 has no thread to give, for a limit on memory or on processes, that is told apart from

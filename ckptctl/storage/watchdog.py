@@ -1,4 +1,4 @@
-"""Which storage operation is stuck, and who ends the process then?
+"""A watchdog for storage operations that hang in the kernel.
 
 A read from a mount whose server is gone can hang in the kernel, where no
 timeout and no exception reaches it. Stores name what they are doing with

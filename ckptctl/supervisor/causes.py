@@ -1,4 +1,4 @@
-"""Why did one life of the job fail, by what it wrote to its logs?
+"""Classify the end of one attempt by what it added to its logs.
 
 Only what a life has added is read: a log that all lives share names the failures of the
 earlier ones, too. What the lines mean is `classify`'s question; whether to start again is

@@ -1,4 +1,4 @@
-"""How is one life of a job started, told of signals, and known to be over?
+"""Start one attempt of a job, forward signals, and wait for all its processes.
 
 The command runs in a session of its own. Signals that we get are passed on to it, and
 to it alone: what it does with its processes is its business. When it has ended, whatever

@@ -1,4 +1,4 @@
-"""What does a training script call?
+"""The names that a training script calls.
 
 The public names. A name is imported when it is asked for: a script that only wants to
 know which job it is in does not load torch for that.

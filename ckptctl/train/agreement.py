@@ -1,4 +1,4 @@
-"""Which step does this job go on from, and does every rank see the same one?
+"""Decide the step to resume from, the same on every rank.
 
 Rank 0 looks and decides, as `pick` does; the others receive its decision, and each
 proves that it sees the same metadata bytes. There are three ways to come without a

@@ -1,4 +1,4 @@
-"""What does this life of the job leave in the record, however it ends?
+"""Record an attempt of the job in the ledger, however it ends.
 
 The attempt knows how far it has come, and writes it down; an exception that ends the
 process is seen on its way out. What the record means for a step is `evidence`'s question.

@@ -1,4 +1,4 @@
-"""How does a training script save, and go on from what it saved?
+"""The object with which a training script saves and resumes.
 
 The one object a script holds. It keeps what outlives a call: the job, the record of this
 attempt, the save in flight. How a job resumes is `resuming`'s question, how a step is

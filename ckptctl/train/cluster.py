@@ -1,4 +1,4 @@
-"""Which job is this process part of, and which of its processes is it?
+"""The job and the rank of this process, by its launcher and scheduler.
 
 Read from what SLURM, Kubernetes, torchrun, srun and mpirun put into the environment,
 and from nothing else: no command is run, no server is asked, torch is not imported.

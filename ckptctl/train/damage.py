@@ -1,4 +1,4 @@
-"""What does it say about a step that one of its records could not be loaded?
+"""Describe a step of which a record could not be loaded.
 
 From an error in the middle of a load to the finding that `ckptctl verify` has for the
 same damage, in the words of the checks. Storage that does not answer is no damage.

@@ -1,4 +1,4 @@
-"""How long is there between the signal to stop and the kill?
+"""The time between the signal to stop and the kill.
 
 SLURM (`--signal`, `KillWait`, 30 s) and Kubernetes (`terminationGracePeriodSeconds`,
 30 s) do not tell a job how long they wait. torchrun does: it passes a signal on to its

@@ -1,4 +1,4 @@
-"""What went into each file of a save?
+"""Compute the digests of files while they are written.
 
 Digested as torch hands it over, so that the seal speaks of what the training held and
 nothing has to be read back. A stream on which somebody goes back, or writes past it, is

@@ -1,4 +1,4 @@
-"""What do earlier attempts say against a step, and which steps are of an abandoned branch?
+"""Evidence of earlier attempts against a step, and steps of an abandoned branch.
 
 A step after which two attempts failed in the same way, soon after they had resumed from
 it, is marked rejected: it is passed over, and stays where it is. Evidence names the digests

@@ -1,4 +1,4 @@
-"""Does the scheduler want this job to stop, and do all its ranks know at the same step?
+"""Stop all ranks at the same step when the scheduler asks the job to stop.
 
 A signal sets a flag. At a step boundary the ranks agree: one that was told is enough,
 and all stop at the same step. Whatever hangs after that is ended by force before the

@@ -1,4 +1,4 @@
-"""Which saved steps hold weights that a bad loss came from, or went into?
+"""Reject the steps that were saved after a bad loss.
 
 The loss of step N is computed with the weights that step N - 1 left: a step saved at
 N - 1 or later is suspect. Where none was saved since, the newest one leads to the same

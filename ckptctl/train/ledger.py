@@ -1,4 +1,4 @@
-"""What did the attempts of this run do, and how did each end?
+"""The ledger of the attempts of a run.
 
 One file an attempt below `.ckptctl/attempts/` of the root, one JSON object a line,
 only ever added to. Beside it lies the report of the resume. What the record of

@@ -1,4 +1,4 @@
-"""Do all ranks still answer, and does the GPU of each still compute?
+"""Check that all ranks answer and that each GPU computes correctly.
 
 A dead peer shows up as a collective that never ends, half an hour later and without a
 name. A ping has a timeout of its own and names who did not answer. It says nothing

@@ -1,4 +1,4 @@
-"""Did every rank load the step that was decided on?
+"""Load the decided step, and check that every rank did.
 
 Reads into the tensors of the job where they lie. What goes wrong is told apart: bytes
 that do not load are a reason to take an older step; a storage that does not answer, too

@@ -1,4 +1,4 @@
-"""Is the loss of this step one to learn from, and do all ranks say so?
+"""Guard against a bad loss: all ranks decide together whether to apply a step.
 
 A loss that is not finite, or that stands far above the recent ones, is seen by all
 ranks at the same step, before the optimizer has used it. Whether the loss continued

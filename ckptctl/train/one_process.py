@@ -1,4 +1,4 @@
-"""How is `dcp.save` or `dcp.load` told that this process is alone?
+"""Arguments of `dcp.save` and `dcp.load` for a single process.
 
 By `no_dist`, which torch takes from 2.7 on. Before that it finds out by itself that
 there is no process group, and one of a single rank does no harm.

@@ -1,4 +1,4 @@
-"""How do the ranks of a job tell each other something without waiting forever?
+"""Communication among the ranks of a job, with time limits.
 
 Through a gloo group of their own, beside whatever the training uses, with a
 timeout. What one rank finds out, all know: an error of one is raised in every

@@ -1,4 +1,4 @@
-"""Where does a training job read what ckptctl has to say?
+"""Print messages of ckptctl in a training job.
 
 On standard error of rank 0, a few lines at a resume, unless the script gives a function
 of its own. The one module below `train/` that writes anywhere but into the root.

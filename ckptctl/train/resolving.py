@@ -1,4 +1,4 @@
-"""Which path does a script that loads by itself give to its loader?"""
+"""Resolve the step for a script that loads by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a loaded step came back, what was derived anew, and what is lost?
+"""Restore a loaded step into the objects of the script, and report what is lost.
 
 Puts what was read into the model, the optimizer and the rest, by the policies of the
 job for what a change in the number of ranks does not carry over. Nothing is lost

@@ -1,4 +1,4 @@
-"""How does a job come from a root to a state that it can go on from?
+"""Resume a job from its root: decide, load, restore, take over.
 
 In one order, on all ranks: look whether the root may be written to, decide, prove, load,
 restore; then take the root over, reject what earlier attempts prove bad, and go back to

@@ -1,4 +1,4 @@
-"""What are the random numbers of this rank, and how do they go on after a resume?
+"""Save and restore the random state of this rank.
 
 The states of python, numpy (where it was imported), torch and every CUDA device, in
 plain values that a `weights_only` load takes. Every rank has its own, and they are

@@ -1,4 +1,4 @@
-"""How is an entry that was pickled loaded, without running what is in it?
+"""Load a pickled entry without executing what is in it.
 
 `torch.load(weights_only=True)` makes numbers, strings, containers and tensors; here is
 the list of further types that it may make. torch's planner then unpickles what it is

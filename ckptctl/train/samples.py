@@ -1,4 +1,4 @@
-"""Which sample comes next, in one order that any number of ranks can share?
+"""Samplers and loaders whose order does not depend on the number of ranks.
 
 A position counts the samples of the whole run, over all ranks and epochs. Which
 sample lies at a position depends on the seed and on nothing else, so that a run goes

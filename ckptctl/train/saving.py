@@ -1,4 +1,4 @@
-"""How does a step get into the root, whole or recognisably not?
+"""Write a step into the root, so that an interrupted save is recognised.
 
 Into a folder that did not exist, on an object store under names that no other attempt
 uses: shards first, digested on their way, the metadata after all of them, then, with the

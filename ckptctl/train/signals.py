@@ -1,4 +1,4 @@
-"""How is a signal heard while the main thread is stuck in a collective?
+"""Receive signals while the main thread is blocked in a collective.
 
 A Python handler runs when the main thread gets back to Python, which a hung collective
 never does. So the interpreter's wakeup descriptor tells a thread of ours at once; it

@@ -1,4 +1,4 @@
-"""How is a state kept as it is while the training goes on?
+"""Copy a state, so that training can continue while it is saved.
 
 Copied to this machine's memory, into buffers that are used again: a save beside the
 training costs one copy of what this rank holds, however many there are.

@@ -1,4 +1,4 @@
-"""What does a step hold, and how does it come back into the objects of a training script?
+"""Collect the state of a training script, and give it back.
 
 Model and optimizer go through `torch.distributed.checkpoint.state_dict`, sharded as they
 are. What is small and plain (scheduler, random numbers, the place in the data) is kept

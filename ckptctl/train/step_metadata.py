@@ -1,4 +1,4 @@
-"""What does the metadata of a step say to the rank that loads it?
+"""Read the metadata of a step for the rank that loads it.
 
 One `.metadata`, or one file for each rank that saved without collectives. Decoded
 here once, and refused with the finding that `ckptctl verify` has for it.

@@ -1,4 +1,4 @@
-"""How does decoded metadata look to torch's planners?
+"""Convert decoded metadata to the classes of torch's planners.
 
 From `model.Metadata` to torch's own classes of whatever version is installed. Only
 the planner looks at these: where bytes lie is asked of the decoded metadata.

@@ -1,4 +1,4 @@
-"""How do the files of a step get into an object store?
+"""Upload the files of a step to an object store.
 
 As torch's writer writes files: this is what it takes for its file system. Every file is
 put together in an unnamed file of this machine, so that memory does not grow with the

@@ -1,4 +1,4 @@
-"""What does `doctor` show?"""
+"""Render the result of `doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are findings, train state and next commands worded in every view?"""
+"""Render findings, train state and next commands for every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does `cost` lay out its table?"""
+"""Render the table of `cost`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a page of Markdown laid out on a terminal, and what is the index of all pages?
+"""Render a page of Markdown on a terminal, and the index of all pages.
 
 The pages use little of Markdown: headings, paragraphs, lists, tables, fenced commands.
 """

@@ -1,4 +1,4 @@
-"""What does `classify` show?"""
+"""Render the result of `classify`."""
 
 from __future__ import annotations
 

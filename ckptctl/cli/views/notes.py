@@ -1,4 +1,4 @@
-"""What do `seal`, `reject`, `accept` and `pin` show?"""
+"""Render the results of `seal`, `reject`, `accept` and `pin`."""
 
 from __future__ import annotations
 

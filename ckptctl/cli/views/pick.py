@@ -1,4 +1,4 @@
-"""What does `pick` say on standard error, beside the path on standard output?
+"""Render what `pick` prints on standard error.
 
 Of the findings on the step that it takes only those are said that the one who resumes
 from it must know: suspicions, and what another world size costs. `verify` says the rest.

@@ -1,4 +1,4 @@
-"""What does `preflight` say on standard error, beside the path on standard output?"""
+"""Render what `preflight` prints on standard error."""
 
 from __future__ import annotations
 

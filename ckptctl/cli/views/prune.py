@@ -1,4 +1,4 @@
-"""How does `prune` show what goes and what stays?"""
+"""Render the plan of `prune`."""
 
 from __future__ import annotations
 

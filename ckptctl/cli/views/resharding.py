@@ -1,4 +1,4 @@
-"""What do `reshard`, `convert` and `diff` show?"""
+"""Render the results of `reshard`, `convert` and `diff`."""
 
 from __future__ import annotations
 

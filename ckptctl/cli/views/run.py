@@ -1,4 +1,4 @@
-"""What does `run` say on standard error, beside the output of the command?"""
+"""Render what `run` prints on standard error."""
 
 from __future__ import annotations
 

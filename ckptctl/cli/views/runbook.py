@@ -1,4 +1,4 @@
-"""What do the answers of `runbook` look like?"""
+"""Render the results of `runbook`."""
 
 from __future__ import annotations
 

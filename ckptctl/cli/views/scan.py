@@ -1,4 +1,4 @@
-"""What does `scan` show?
+"""Render the result of `scan`.
 
 The step to resume from, a row for each step as soon as it has been looked at,
 and the strip of all steps at the end, where a long table has not scrolled away.

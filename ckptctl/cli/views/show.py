@@ -1,4 +1,4 @@
-"""What does `show` show of the contents of a step?
+"""Render the contents of a step.
 
 The tensors of the model, where those that differ only in the numbers of their
 names, as its layers do, share a row; or every tensor there is.

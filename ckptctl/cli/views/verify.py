@@ -1,4 +1,4 @@
-"""What does `verify` show of one step?"""
+"""Render the report on one step."""
 
 from __future__ import annotations
 
