@@ -144,8 +144,7 @@ def retired(trees: dict[str, ast.Module]) -> list[str]:
     """Modules, classes, functions and finding codes that bear a retired word."""
     found = []
     for module, tree in trees.items():
-        words = re.split(r"[._]", module)
-        found += [module] if RETIRED_MODULES & set(words) else []
+        found += [module] if RETIRED_MODULES & set(module.split(".")) else []
         names = [name.rpartition(".")[2] for name, _ in functions(tree)]
         names += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for name in names:

@@ -61,7 +61,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
     """
     if _is_a_row(tensor):
         return
-    boxes, n_outside = _boxes_of(tensor)
+    boxes, n_outside = _slices_of(tensor)
     if n_outside:
         yield Finding(
             "coverage.outside",
@@ -147,7 +147,7 @@ def _is_a_row(tensor: TensorEntry) -> bool:
     return [0, *ends[:-1]] == [begin for begin, _ in in_order] and ends[-1] == n_elements
 
 
-def _boxes_of(tensor: TensorEntry) -> tuple[list[Box], int]:
+def _slices_of(tensor: TensorEntry) -> tuple[list[Box], int]:
     """The chunks that have elements and lie inside the tensor, and how many lie outside."""
     chunks, n_dims = tensor.chunks, tensor.chunks.n_dims
     if n_dims == 0:

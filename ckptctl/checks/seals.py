@@ -69,7 +69,7 @@ def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[
         yield _foreign_seal(seal, seen.step)
         return
     if other and not _still_sealed(seal, seen):
-        yield _lapsed(seal, other[0])
+        yield _outdated(seal, other[0])
         return
     if not other and _is_of_another_step(seal, seen.step):
         yield _foreign_step(seal, seen.step)
@@ -173,7 +173,7 @@ def _foreign_step(seal: Seal, step: Step) -> Finding:
     )
 
 
-def _lapsed(seal: Seal, path: str) -> Finding:
+def _outdated(seal: Seal, path: str) -> Finding:
     return Finding(
         "seal.outdated",
         SEAL,

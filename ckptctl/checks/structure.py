@@ -96,7 +96,7 @@ def check_structure(
     Cost: `n_structure_reads` reads, and a second one for the rare record whose
     directory or pickle is long.
     """
-    look = _Look(ranges, part_path, {id(e) for e in ranges.entries if wanted(e.fqn)})
+    look = _Inspector(ranges, part_path, {id(e) for e in ranges.entries if wanted(e.fqn)})
     reading = Reading()
     source = RecordSource(store, folder, ranges)
     for _ in open_records(source, readable_ranges(ranges, files), look.at, reading):
@@ -154,7 +154,7 @@ class _Alike:
 
 
 @dataclass(slots=True)
-class _Look:
+class _Inspector:
     """What the records looked at so far had to say."""
 
     ranges: Ranges
@@ -175,7 +175,7 @@ class _Look:
     def at(self, number: int, view: View) -> Need | None:
         """Look at one record; what more of it must be read first, if anything."""
         try:
-            need = self._look(number, view)
+            need = self._inspect(number, view)
         except (RecordUnreadable, Unfit) as error:
             self._note(error.code, number, error.message)
             need = None
@@ -190,10 +190,10 @@ class _Look:
         start = self.ranges.starts[number]
         self.alike[key] = _Alike(1, self.ranges.owner(number), start, reason)
 
-    def _look(self, number: int, view: View) -> Need | None:
+    def _inspect(self, number: int, view: View) -> Need | None:
         owner = self.ranges.owner(number)
         if owner.transforms:
-            self._look_at_transformed(owner, view)
+            self._inspect_transformed(owner, view)
             return None
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
         if tensor is None and is_plain_pickle(view):
@@ -214,7 +214,7 @@ class _Look:
             self._hand_out(number, found, view)
         return None
 
-    def _look_at_transformed(self, owner: Owner, view: View) -> None:
+    def _inspect_transformed(self, owner: Owner, view: View) -> None:
         if owner.transforms != (ZSTD,):
             through = ", ".join(owner.transforms)
             raise Unfit("format.unsupported", f"it went through {through} when it was saved")

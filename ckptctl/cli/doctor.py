@@ -15,7 +15,7 @@ from ckptctl.cli.documents import doctor_document
 from ckptctl.cli.options import Storage, with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import SEAL_KEY
-from ckptctl.cli.views.checkup import diagnosis_lines
+from ckptctl.cli.views.diagnosis import diagnosis_lines
 
 EXAMPLES = (
     "ckptctl doctor slurm train.sbatch",

@@ -53,7 +53,7 @@ def check_storage(
         folder = f"{OWN_FOLDER}/doctor-{secrets.token_hex(6)}"
         facts = [("kind", store.kind.value), ("a listing takes", f"{answered * 1000:.0f} ms")]
         try:
-            advice = [each for each in _looks(store, folder, facts) if each is not None]
+            advice = [each for each in _observations(store, folder, facts) if each is not None]
         finally:
             left = _removed(store, url, folder, options, endpoint_url)
     if left is not None:
@@ -61,7 +61,9 @@ def check_storage(
     return tuple(advice), tuple(facts)
 
 
-def _looks(store: Store, folder: str, facts: list[tuple[str, str]]) -> Iterator[Advice | None]:
+def _observations(
+    store: Store, folder: str, facts: list[tuple[str, str]]
+) -> Iterator[Advice | None]:
     for name, look in (
         ("a listing shows what was just written", _listing),
         ("a write over a file is seen by the next read", _overwriting),

@@ -110,7 +110,7 @@ def joined(place: Place, *, patience_s: float = PATIENCE_S) -> Iterator[RankGrou
 
 
 class RankGroup:
-    """See `judge.bytes_look.Crew`."""
+    """See `inspection.content.ProcessGroup`."""
 
     def __init__(self, place: Place) -> None:
         self.rank = place.rank

@@ -88,7 +88,7 @@ def inspect_step(
     step = Step(join_url(store.url, name), name, number, "dcp", (), ())
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
-        return _look_at(
+        return _inspect(
             store, step, named, conditions, level, at_least, content, older, confirm=confirm
         )
     except (StorageError, MemoryError) as error:
@@ -102,7 +102,7 @@ def _step(step: Step, named: StepName | str, files: Sequence[FileInfo]) -> Step:
     return replace(step, layout=layout, parts=layouts.parts_of(files), files=tuple(files))
 
 
-def _look_at(
+def _inspect(
     store: Store,
     step: Step,
     named: StepName | str,

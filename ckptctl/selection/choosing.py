@@ -111,12 +111,12 @@ def choose(candidates: Sequence[Candidate], look: Inspect, policy: Policy) -> Ch
             choice.stopped = "suspect"
             number = copies[0].named.number
             rest = [one for one in candidates if one.named.number < number]
-            _look_further(rest, look, policy, choice)
+            _inspect_further(rest, look, policy, choice)
             return choice
     return choice
 
 
-def _look_further(
+def _inspect_further(
     candidates: Sequence[Candidate], look: Inspect, policy: Policy, choice: Choice
 ) -> None:
     """Find the newest sound step behind too many damaged ones, and do not choose it."""

@@ -145,7 +145,7 @@ class _Decision:
         self._looker = CachingInspector([tier], rules.asked, rules.level)
         self._order = in_order(candidates_of([tier]), rules.policy)
         self._memory = {} if memory is None else memory
-        self._looks = self._look_at_all(on_looked)
+        self._looks = self._inspect_all(on_looked)
         self._fates: dict[str, PruneDecision] = {}
         self._aside: list[PruneDecision] = []
         self._result = Retained()
@@ -160,10 +160,10 @@ class _Decision:
 
     # Looking
 
-    def _look_at_all(self, on_looked: OnLooked | None) -> dict[str, Inspection]:
+    def _inspect_all(self, on_looked: OnLooked | None) -> dict[str, Inspection]:
         """A look at `listing` at every step, several at once."""
         looks: dict[str, Inspection] = {}
-        for candidate, looked in in_flight(self._look, self._order):
+        for candidate, looked in in_flight(self._inspect, self._order):
             looks[candidate.named.name] = replace(looked, parts=())
             if on_looked is not None:
                 on_looked(len(looks), len(self._order))
@@ -179,7 +179,7 @@ class _Decision:
         level = self._rules.level
         return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
 
-    def _look(self, candidate: Candidate) -> Inspection:
+    def _inspect(self, candidate: Candidate) -> Inspection:
         named = candidate.named
         files = self._tier.trees.get(named.name)
         known = self._memory.get(named.name)

@@ -326,11 +326,11 @@ class _TrainGroup:
         self.size = group.size
 
     def watch(self, told: OnProgress | None) -> OnProgress:
-        """See `judge.bytes_look.Crew.watch`; a job tells nobody."""
+        """See `inspection.content.ProcessGroup.watch`; a job tells nobody."""
         return told or (lambda _done, _total: None)
 
     def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
-        """See `judge.bytes_look.Crew.gather`."""
+        """See `inspection.content.ProcessGroup.gather`."""
         every = self._group.gather(found)
         return every[1:] if self._group.is_first else ()
 

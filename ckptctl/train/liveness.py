@@ -138,13 +138,13 @@ def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) 
         device = torch.cuda.current_device()
     asked = torch.device(device)
     found: list[GpuReport] = []
-    look = threading.Thread(target=lambda: found.append(_look(asked)), daemon=True)
+    look = threading.Thread(target=lambda: found.append(_poll(asked)), daemon=True)
     look.start()
     look.join(timeout_s)
     return found[0] if found else GpuReport(str(asked), f"gave no answer in {timeout_s:g} s")
 
 
-def _look(device: torch.device) -> GpuReport:
+def _poll(device: torch.device) -> GpuReport:
     import torch
 
     try:

@@ -66,10 +66,10 @@ def read_step_metadata(store: Store) -> Metadata | RankLocal:
     try:
         return decode_metadata(store.read(METADATA, limit=MAX_METADATA_BYTES))
     except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
-        return _looked_into(store, error)
+        return _inspected(store, error)
 
 
-def _looked_into(store: Store, error: CkptctlError) -> RankLocal:
+def _inspected(store: Store, error: CkptctlError) -> RankLocal:
     files = store.list_tree()
     if any(file.path.endswith(".safetensors") for file in files) and not _has_metadata(files):
         message = (

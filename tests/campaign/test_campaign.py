@@ -100,7 +100,7 @@ def test_a_tool_that_calls_a_failing_storage_damaged_would_be_caught(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ckptctl.inspection.inspecting.could_not_look",
+        "ckptctl.inspection.inspecting.inspection_failed",
         lambda *args: __import__("ckptctl").findings.Finding("shard.missing", "x", "gone"),
     )
     assert any(bench.run("F", number).problem for number in range(12))

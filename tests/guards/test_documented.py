@@ -87,10 +87,10 @@ def test_one_variable_means_one_option():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_begins_with_the_question_and_ends_with_the_exit_codes(command):
+def test_help_begins_with_a_statement_and_ends_with_the_exit_codes(command):
     module = import_module(f"ckptctl.cli.{command}")
     text, end = commands()[command].help, commands()[command].epilog
-    assert text.splitlines()[0].endswith("?")
+    assert text.splitlines()[0].endswith(".")
     assert len(module.EXAMPLES) in (2, 3)
     shown = " ".join(end.replace("\\\n", " ").split())
     for example in module.EXAMPLES:
