@@ -37,6 +37,8 @@ _MAX_LINKS = 8
 _USABLE = (0, 3, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 31, 32, 75, 77, 93)
 """How a command may end that was understood and could do its work."""
 
+EXIT_BUG = 1
+
 seen: set[tuple[str, ...]] = set()
 
 
@@ -57,6 +59,8 @@ def follow(
     words: Sequence[str], exit_code: int, output: str, *, cwd: Path, env: Mapping[str, str]
 ) -> None:
     """Run what an answer says comes next, and what comes after that."""
+    if exit_code == EXIT_BUG:
+        return  # the same command again, with --debug
     chain = [_form(words)]
     for _ in range(_MAX_LINKS):
         command = next_command(output)

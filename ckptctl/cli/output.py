@@ -116,6 +116,7 @@ class Output:
         """Take the caller's options; `complete` repeats in a next command those that it needs."""
         self.as_json = as_json
         self.quiet = quiet
+        self._aside = False
         self._report_file = report_file
         self._complete = complete
         # Colour is worth an import, but not in front of a training job.
@@ -131,6 +132,7 @@ class Output:
     def step_aside(self) -> None:
         """Say nothing but errors, and those on standard error: another process gives the answer."""
         self.as_json, self.quiet, self._report_file = False, True, None
+        self._aside = True
 
     @property
     def talks(self) -> bool:
@@ -150,6 +152,8 @@ class Output:
         With `bare_only` the lines go to standard error, and the `bare` to standard output: a
         script reads the one, and its transcript holds both.
         """
+        if self._aside:
+            return
         self.save(document)
         if self.as_json:
             self.document(document())

@@ -254,25 +254,24 @@ def check_empty(
             f"{store.url} is a step itself, not a root that holds steps",
             next_command=f"ckptctl verify {shlex.quote(store.url)}",
         )
+    inside, n_left_out = _listed_below(store, listing, pattern, open_other)
+    roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
+    if roots:
+        raise UsageError(
+            f"{store.url} holds no steps itself, but {_some(roots)} in it "
+            f"do{'es' if len(roots) == 1 else ''}",
+            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
+        )
     weights = list(listing.unnumbered)
-    if not weights:
-        inside, n_left_out = _listed_below(store, listing, pattern, open_other)
-        roots = [path for path, one in inside if any(not step.bare for step in one.steps)]
-        if roots:
-            raise UsageError(
-                f"{store.url} holds no steps itself, but {_some(roots)} in it "
-                f"do{'es' if len(roots) == 1 else ''}",
-                next_command=f"ckptctl scan {shlex.quote(join_url(store.url, roots[0]))}",
-            )
-        for path, one in inside:
-            weights += [path] if one.is_step else [f"{path}/{name}" for name in one.unnumbered]
-        if n_left_out and not weights and not is_root:
-            raise UsageError(
-                f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
-                f"{n_left_out:,} were not looked at: one of them may hold a run. Give the run a "
-                "folder of its own",
-                next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
-            )
+    for path, one in inside:
+        weights += [path] if one.is_step else [f"{path}/{name}" for name in one.unnumbered]
+    if n_left_out and not weights and not is_root:
+        raise UsageError(
+            f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
+            f"{n_left_out:,} were not listed: one of them may hold a run. Give the run a "
+            "folder of its own",
+            next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
+        )
     if weights:
         looks = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
         kind = saved_weights(FileInfo(base_name(f"/{weights[0]}"), 0))

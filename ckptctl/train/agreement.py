@@ -27,7 +27,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.layouts import METADATA, compile_pattern
+from ckptctl.formats.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.arguments import known_level
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
@@ -101,11 +101,11 @@ class Looking:
         }
 
 
-def check_roots(looking: Looking) -> int:
+def check_roots(looking: Looking) -> tuple[StepName, ...]:
     """Raise where roots without steps are not those of a run that has saved nothing yet.
 
-    The number of steps that the roots hold. Asked before anything is written there: a root
-    that ckptctl has marked would pass for one that is known. Raises `StorageError`,
+    Returns the steps of all roots, newest first. Called before anything is written there: a
+    root that ckptctl has marked would pass for one that is known. Raises `StorageError`,
     `UsageError`. Cost: one listing of each root.
     """
     pattern = compile_pattern(looking.pattern)
@@ -113,8 +113,8 @@ def check_roots(looking: Looking) -> int:
         tiers = open_tiers(
             stack, looking.roots, lambda store: (list_root(store, pattern), {}), **looking.storage
         )
-        n_steps = sum(len(tier.listing.steps) for tier in tiers)
-        if not n_steps:
+        steps = [named for tier in tiers for named in tier.listing.steps]
+        if not steps:
             opened = partial(open_store, **looking.storage)
             begins = judge_empty(tiers, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
@@ -123,7 +123,7 @@ def check_roots(looking: Looking) -> int:
                     exit_code=begins.exit_code,
                     next_command=f"ckptctl scan {looking.roots.words}",
                 )
-        return n_steps
+        return tuple(sorted(steps, key=lambda named: -named.number))
 
 
 def decide(

@@ -213,12 +213,12 @@ def _start(
 
 def _check_before(job: Job, resume_from: str | int | None) -> None:
     wanted = wanted_step(resume_from, job.looking.roots)
-    n_steps = check_roots(job.looking)
-    if wanted == "none" and n_steps:
-        where = ", ".join(job.looking.roots.urls)
+    steps = check_roots(job.looking)
+    if wanted == "none" and steps:
+        urls = job.looking.roots.urls
         raise UsageError(
-            f"{where}: there are {n_steps} steps, and a run from the beginning needs a root of "
-            "its own",
+            f"{', '.join(urls)} {'holds' if len(urls) == 1 else 'hold'} {len(steps)} steps, "
+            f"{steps[0].name} the newest; a run from the beginning needs a root of its own",
             next_command=f"ckptctl scan {job.looking.roots.words}",
         )
 

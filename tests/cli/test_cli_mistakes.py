@@ -204,5 +204,5 @@ def test_a_next_command_can_be_run_whatever_the_name_of_the_root(folder, capsys)
 def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder, capsys, command):
     name, *more = command.split()
     exit_code, _, err = called(capsys, f"{name} nothing@auto {' '.join(more)}")
-    assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh --create")
+    assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh")
     assert exit_code in import_module(f"ckptctl.cli.{name}").EXIT_CODES

@@ -225,7 +225,7 @@ def test_damage_is_named_with_the_byte_where_it_was_met(data: bytes, message: st
         (number(7) + text("os") + b"\x93", "names a global by what are not two strings at byte 12"),
         (called(number(7)), "calls '7' at byte 7"),
         (called(named("shop", "PRICE")), "calls '42' at byte"),
-        (called(called(named("shop", "Thing"))), "calls a Inert at byte"),
+        (called(called(named("shop", "Thing"))), "calls a Stub at byte"),
         (text("posix.system") + b")\x81", "calls 'posix.system' at byte"),
         (named("shop", "Thing") + b")" + dict_of(text("a"), b"N") + b"\x92", "keyword arguments"),
         (named("shop", "Thing") + dict_of(text("a"), b"N") + b"b", "sets attributes on Thing"),

@@ -193,7 +193,7 @@ def backwards(document):
         (put("files.1.stored.compared", 1), "true or false"),
         (put("step", []), "not an object"),
         (put("step.metadata", {".metadata": "00"}), "hexadecimal"),
-        (put("step.number", 1.0), "no integer"),
+        (put("step.number", 1.0), "1.0 is not a number that is allowed here"),
         (twice, "there twice"),
         (backwards, "not in order"),
         (put("schema", "ckptctl.mark/1"), "does not say that it is"),

@@ -89,7 +89,8 @@ def test_the_processes_of_torchrun_write_one_step(checkpoints, tmp_path):
     process = torchrun(checkpoints / "run_fsdp4" / "step_300", target, 3)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert out.count("resharded ") == 1
+    assert out.count(f"resharded {target}") == 1
+    assert out.count(str(target)) == 2  # the answer and its next command, of one process
     report = ckptctl.verify(str(target), level=Level.CONTENT, require_seal=True)
     assert report.usable, report.findings
     assert [*tmp_path.iterdir()] == [target]

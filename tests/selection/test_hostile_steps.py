@@ -282,10 +282,18 @@ HOSTILE: Mapping[str, tuple[Spoil, int, set[str]]] = {
     "seal of digits": (in_seal(b'{"n":' + b"9" * MIB + b"}"), 0, {"seal.invalid"}),
     "seal of a terabyte": (in_place_of(SEAL, sparse(1 << 40)), 0, {"seal.invalid"}),
     "seal a pipe": (in_place_of(SEAL, os.mkfifo), 0, {"seal.invalid"}),
-    "mark deeply nested": (in_mark(lambda path: path.write_bytes(DEEP)), 0, {"mark.damaged"}),
-    "mark of a terabyte": (in_mark(sparse(1 << 40)), 0, {"mark.damaged"}),
-    "mark a pipe": (in_mark(os.mkfifo), 0, {"mark.damaged"}),
-    "mark a link": (in_mark(lambda path: path.symlink_to("/dev/zero")), 0, {"mark.damaged"}),
+    "mark deeply nested": (
+        in_mark(lambda path: path.write_bytes(DEEP)),
+        27,
+        {"mark.damaged", "step.rejected"},
+    ),
+    "mark of a terabyte": (in_mark(sparse(1 << 40)), 27, {"mark.damaged", "step.rejected"}),
+    "mark a pipe": (in_mark(os.mkfifo), 27, {"mark.damaged", "step.rejected"}),
+    "mark a link": (
+        in_mark(lambda path: path.symlink_to("/dev/zero")),
+        27,
+        {"mark.damaged", "step.rejected"},
+    ),
 }
 
 

@@ -361,13 +361,13 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(
     for number in range(100, 900, 100):
         put_step(templates, root, number)
     deep: list[str] = []
-    real = picking.look
+    real = picking.inspect_step
 
     def seen(store: object, named: object, *args: object, **options: object) -> object:
         deep.append(named.name)
         return real(store, named, *args, **options)
 
-    monkeypatch.setattr(picking, "look", seen)
+    monkeypatch.setattr(picking, "inspect_step", seen)
     ckptctl.prune(str(root), 2)
     assert set(deep) <= {"step_800", "step_700", "step_600"}  # the last is compared with 700
 

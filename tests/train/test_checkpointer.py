@@ -355,7 +355,8 @@ def test_a_step_that_does_not_load_is_told_with_the_reason(root):
     assert refused.step == 12
     assert "checksum" in refused.reason
     assert start.report["superseded"] == [12]
-    assert ckptctl.verify(str(root / "step_12")).verdict.value == "superseded"
+    listed = ckptctl.verify(str(root / "step_12"), level=ckptctl.Level.LISTING)
+    assert listed.verdict.value == "superseded"
     assert any(line.startswith("not from step 12: ") for line in job.said)
     job.die()
 

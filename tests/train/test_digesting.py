@@ -159,7 +159,8 @@ def test_the_checksum_that_a_store_keeps_is_sealed_where_it_is_that_of_what_was_
     monkeypatch, flips
 ):
     def kept(client, key):
-        crc = zlib.crc32(client.get(key, 0, 1 << 30)) ^ flips
+        data, _ = client.get(key, 0, 1 << 30)
+        crc = zlib.crc32(data) ^ flips
         return Kept(key, (Checksum("crc32", f"{crc:08x}", whole=True),))
 
     monkeypatch.setattr(FsspecClient, "kept", kept)
