@@ -112,7 +112,7 @@ def reshard(
     `content`, sealed (with `key` if one is given) and only then published; the
     source is never written to. `memory` bounds what is held, whatever the size of a
     tensor; `jobs` is how many files are written at once. With a `crew` (see
-    `ckptctl.ranks`) several processes share the files: each calls this with the same
+    `ckptctl.distributed`) several processes share the files: each calls this with the same
     arguments, and rank 0 publishes. Called again after an interruption, it continues
     with what was written.
 

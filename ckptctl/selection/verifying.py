@@ -81,7 +81,7 @@ def verify(
     before all that was asked for had been compared is `unverifiable` (22). `jobs` is how
     many threads read a file system. `nan_scan` looks for NaN and infinity in the values
     of floating-point tensors, in the same pass. `on_progress` is told bytes read and bytes to read.
-    With a `crew` (see `ckptctl.ranks`) several processes share the bytes: each calls
+    With a `crew` (see `ckptctl.distributed`) several processes share the bytes: each calls
     this with the same arguments, and rank 0 has the report.
 
     A storage that fails gives the verdict `unknown`. Raises `UsageError` and

@@ -3,7 +3,7 @@
 On rank 0 alone, in a daemon thread that takes part in no collective: a removal that
 hangs delays neither a save nor the end of the process, and one that is cut short leaves an
 interrupted save, which the next one removes. What may go is decided in
-`judge.retention`; nothing is read but listings, metadata and ckptctl's own notes.
+`selection.retention`; nothing is read but listings, metadata and ckptctl's own notes.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_more_folders_than_are_looked_at_are_no_proof(
     monkeypatch.setattr(empty_roots, "MAX_FOLDERS", 10)
     for n in range(11):
         (root / f"logs-{n}").mkdir()
-    with pytest.raises(UsageError, match="1 were not looked at"):
+    with pytest.raises(UsageError, match="1 were not listed"):
         ckptctl.pick(str(root))
     used(root)  # it is a root by its own record
     assert ckptctl.pick(str(root)).answer is Answer.FRESH

@@ -119,10 +119,10 @@ def damage_rank(step: Path, rank: int) -> None:
 def test_a_rank_that_sees_an_empty_mount_is_named_and_nobody_loads(folder, tmp_path):
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.train import deciding\n"
+        "from ckptctl.train import agreement\n"
         "if rank == 1:\n"
-        "    real = deciding._differs\n"
-        "    deciding._differs = lambda path, *rest: real('/nowhere/step_6', *rest)\n"
+        "    real = agreement._differs\n"
+        "    agreement._differs = lambda path, *rest: real('/nowhere/step_6', *rest)\n"
     )
     done = run_job(
         folder, "--ranks", 3, "--steps", 8, "--hook", hook, "--options", '{"settle_s": 0.5}'
@@ -167,7 +167,7 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
 def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.judge import fencing\n"
+        "from ckptctl.selection import fencing\n"
         "from ckptctl.train import saving\n"
         "real, asked = saving.check_token, []\n"
         "def taken_over(store, token):\n"
