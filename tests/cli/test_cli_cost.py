@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl, validated
 
 KNOWN = ("--interval", "1h", "--save-time", "60", "--mtbf", "11124", "--load", "5m")
 

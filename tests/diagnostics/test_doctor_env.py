@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl, validated
 
 from ckptctl.diagnostics.environment import check_environment
 

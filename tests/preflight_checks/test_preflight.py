@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, run_and_follow as run_ckptctl, validated
 
 import ckptctl
 from ckptctl.errors import NothingToResume, UsageError
