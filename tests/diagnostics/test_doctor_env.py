@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from command_line import run_and_follow as run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 
 from ckptctl.diagnostics.environment import check_environment
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 
 import ckptctl
 

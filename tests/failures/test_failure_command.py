@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 
 import pytest
-from command_line import run_and_follow as run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError

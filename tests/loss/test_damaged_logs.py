@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 from made_logs import VERSION_EVENT, scalar_event
 from made_losses import loss_at
 

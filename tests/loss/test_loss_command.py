@@ -11,7 +11,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 from next_commands import next_command
 

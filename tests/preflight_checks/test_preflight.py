@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import COMMAND, clean_environment, run_and_follow as run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import NothingToResume, UsageError

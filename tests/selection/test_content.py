@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_and_follow as run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 from huge_step import make_huge, wait_until_it_has_read
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
