@@ -172,7 +172,7 @@ def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
         "real, asked = saving.check_token, []\n"
         "def taken_over(store, token):\n"
         "    asked.append(1)\n"
-        "    if len(asked) == 2: fencing.take_token(store, 'another')\n"
+        "    if len(asked) == 2: fencing.take_token(store, lambda before: 'another')\n"
         "    real(store, token)\n"
         "saving.check_token = taken_over\n"
     )
