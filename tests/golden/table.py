@@ -99,7 +99,7 @@ def damaged_steps(folder: Path) -> Iterator[str]:
             root = folder / f"case-{category}-{number}" / "run"
             step = tree(root, subject, sealed=case.sealed and bool(subject.seal))
             case.spoil(step)
-            name = f"{category} {number} {case.about}"
+            name = f"{category} {number} {_without_counts(case.about)}"
             for level in LEVELS:
                 yield asked(name, root, ["verify", f"--level={level}"], step)
             yield from asked_of_root(name, root)
@@ -188,6 +188,11 @@ def _said(document: object) -> Iterator[str]:
     if isinstance(document, list):
         for value in document:
             yield from _said(value)
+
+
+def _without_counts(about: str) -> str:
+    """A case's name without byte counts: torch writes the path of the step into `.metadata`."""
+    return re.sub(r"(?<![\w.])\d[\d,]*(?![\w.])", "N", about)
 
 
 def _neutral(text: str, root: Path) -> str:
