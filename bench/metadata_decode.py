@@ -31,7 +31,7 @@ PEERS = {
     "torch": "from torch.distributed.checkpoint import FileSystemReader\n"
     "metadata = FileSystemReader(path).read_metadata()\n"
     "n = sum(len(getattr(t, 'chunks', ())) for t in metadata.state_dict_metadata.values())",
-    "ckptctl": "from ckptctl.formats.metadata import decode_metadata\n"
+    "ckptctl": "from ckptctl.formats.dcp.metadata import decode_metadata\n"
     "metadata = decode_metadata(open(path + '/.metadata', 'rb').read())\n"
     "n = sum(len(t.chunks) for t in metadata.tensors.values())",
 }

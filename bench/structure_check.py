@@ -27,7 +27,7 @@ from pathlib import Path
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
 from ckptctl.checks.structure import Structure, check_structure
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import Chunks, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptctl.failures.evidence import Evidence
     from ckptctl.failures.results import Classification
     from ckptctl.findings import Finding, Report, Severity, Verdict
-    from ckptctl.formats.marks import Mark, MarkKind
+    from ckptctl.formats.own.marks import Mark, MarkKind
     from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
@@ -129,7 +129,7 @@ _HOMES = {
     "ckptctl.failures.evidence": "Evidence",
     "ckptctl.failures.results": "Classification",
     "ckptctl.findings": "Finding Report Severity Verdict",
-    "ckptctl.formats.marks": "Mark MarkKind",
+    "ckptctl.formats.own.marks": "Mark MarkKind",
     "ckptctl.selection.marking": "mark",
     "ckptctl.selection.picking": "pick",
     "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick Scan Sealed",

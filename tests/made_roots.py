@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 
 NUMBERS = tuple(range(100, 900, 100))
 VARIANTS = ("whole", "no-scheduler", "weights")

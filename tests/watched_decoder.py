@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.values import decode_tensor_pickle, decode_value
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
 
 DECODERS = {
     "metadata": decode_metadata,

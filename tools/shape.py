@@ -299,7 +299,7 @@ def dynamic(show: bool) -> dict[str, object]:
 
 
 COUNTED = {
-    "ckptctl.formats.metadata.decode_metadata": "metadata decodes",
+    "ckptctl.formats.dcp.metadata.decode_metadata": "metadata decodes",
     "ckptctl.storage.opening.open_store": "stores opened",
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 
 from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import METADATA, step_name
+from ckptctl.formats.frameworks.layouts import METADATA, step_name
 from ckptctl.model import Metadata, Part, Step
 
 _NEAR = 1

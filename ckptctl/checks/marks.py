@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptctl.findings import Finding
-from ckptctl.formats.marks import Mark, MarkKind, standing
+from ckptctl.formats.own.marks import Mark, MarkKind, standing
 from ckptctl.model import Step
 
 _CODES = {

@@ -17,7 +17,7 @@ from ckptctl.checks.formatting import at_most_few, counted, inside, some_of
 from ckptctl.checks.presence import escape_reason
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.safetensors import (
+from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
     PREFIX,

@@ -13,7 +13,7 @@ from typing import Protocol
 from ckptctl.checks.formatting import at_most_few
 from ckptctl.findings import Finding
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.formats.seals import Seal, SealedFile
+from ckptctl.formats.own.seals import Seal, SealedFile
 from ckptctl.model import FileInfo
 from ckptctl.records.byte_pass import Run
 from ckptctl.records.digest_runs import DigestRun, Stretch

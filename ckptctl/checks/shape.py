@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from ckptctl.findings import Finding
-from ckptctl.formats import layouts
-from ckptctl.formats.state_keys import kind_of_file
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, Step
 
 _WHAT_IT_IS = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
-from ckptctl.formats.state_keys import (
+from ckptctl.formats.frameworks.state_keys import (
     Kind,
     entry_kinds,
     is_wrapper,

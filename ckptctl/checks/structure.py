@@ -17,7 +17,7 @@ from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
-from ckptctl.formats.values import TensorStub
+from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
     MAX_PICKLE_BYTES,

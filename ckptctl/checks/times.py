@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from ckptctl.checks.formatting import counted, inside, some_of
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import METADATA
+from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.model import Part, Step
 
 QUIET_S = 600.0

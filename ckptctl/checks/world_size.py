@@ -12,7 +12,12 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import hugging_face_rank, is_stage, rank_local_rank, shard_rank
+from ckptctl.formats.frameworks.layouts import (
+    hugging_face_rank,
+    is_stage,
+    rank_local_rank,
+    shard_rank,
+)
 from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, TrainState, WorldSize
 
 _WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}

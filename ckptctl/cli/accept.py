@@ -14,7 +14,7 @@ from ckptctl.cli.options import (
     Storage,
 )
 from ckptctl.cli.output import Output
-from ckptctl.formats.marks import MarkKind
+from ckptctl.formats.own.marks import MarkKind
 
 EXAMPLES = (
     'ckptctl accept /shared/ckpt/run-1234@1400 --reason "the spike came from the data"',

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptctl.cli.text import Line, Span, Style, line
 from ckptctl.findings import CODES, Report, Severity, Verdict
-from ckptctl.formats.layouts import rank_local_rank, shard_rank
+from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.model import Level
 
 MAX_CELLS = 64

@@ -17,7 +17,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.formats.marks import MarkKind
+from ckptctl.formats.own.marks import MarkKind
 
 EXAMPLES = (
     'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',

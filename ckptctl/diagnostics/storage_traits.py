@@ -16,7 +16,7 @@ from contextlib import suppress
 from ckptctl.diagnostics.results import Advice
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
 from ckptctl.findings import Severity
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import check_root_there
 from ckptctl.storage.contract import Span, Store

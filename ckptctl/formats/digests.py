@@ -1,18 +1,24 @@
-"""Digests of a file: of the whole and of each block.
+"""Compute digests and checksums of bytes that come in pieces.
 
-Which algorithms there are, and how bytes that come in pieces are digested.
-Nothing is read here; what a digest is compared with is the question of `seals`.
+A *digest* is ckptctl's own, of a whole file and of each block. `xxh3-128` is as fast as
+memory and shows damage, but two different files with one digest can be made on purpose.
+`sha256` withstands that, at 1 to 2 GB a second where the processor has instructions for
+it; BLAKE2 was measured slower.
 
-`xxh3-128` is as fast as memory and shows damage; two different files with one
-digest can be made on purpose in a moment. `sha256` cannot be fooled, at 1 to 2 GB
-a second where the processor has instructions for it; BLAKE2 was measured slower.
+A *checksum* is what an object store keeps of an object: CRC-32 and SHA; CRC-32C (Google)
+and CRC-64/NVME (Amazon, where the writer sent nothing else) where the package awscrt is
+installed, which is the extra `checksums`. Others are not computed.
+
+Nothing is read here.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from typing import Protocol
 
 BLOCK_BYTES = 64 << 20
@@ -102,3 +108,58 @@ def _new_hash(algorithm: Algorithm) -> Callable[[], _Hash]:
     import xxhash
 
     return xxhash.xxh3_128
+
+
+_CRC_BYTES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
+_SHA = frozenset({"sha1", "sha256"})
+
+
+class Checksumming(Protocol):
+    """Bytes that come in pieces, in order, and what they come to."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Take the next bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """What all bytes taken so far come to, in hex."""
+        ...
+
+
+def can_compute(algorithm: str) -> bool:
+    """Whether a checksum can be computed here."""
+    return checksumming(algorithm) is not None
+
+
+def checksumming(algorithm: str) -> Checksumming | None:
+    """A new computation of a checksum; None where it cannot be computed here."""
+    if algorithm in _SHA:
+        return hashlib.new(algorithm, usedforsecurity=False)
+    if algorithm == "crc32":
+        from zlib_ng.zlib_ng import crc32
+
+        return _Crc(crc32, _CRC_BYTES[algorithm])
+    if algorithm in _CRC_BYTES and find_spec("awscrt"):
+        from awscrt import checksums
+
+        of: Mapping[str, Callable[[memoryview, int], int]] = {
+            "crc32c": checksums.crc32c,
+            "crc64nvme": checksums.crc64nvme,
+        }
+        return _Crc(of[algorithm], _CRC_BYTES[algorithm])
+    return None
+
+
+class _Crc:
+    __slots__ = ("_function", "_n_bytes", "_value")
+
+    def __init__(self, function: Callable[[memoryview, int], int], n_bytes: int) -> None:
+        self._function = function
+        self._n_bytes = n_bytes
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = self._function(data, self._value)
+
+    def hexdigest(self) -> str:
+        return self._value.to_bytes(self._n_bytes, "big").hex()

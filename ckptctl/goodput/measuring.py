@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptctl.formats.layouts import compile_pattern
+from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store

@@ -17,7 +17,7 @@ from ckptctl.checks.formatting import counted, inside
 from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
-from ckptctl.formats.safetensors import SUFFIX
+from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.inspection.parts import PartInspection, folder_of
 from ckptctl.inspection.subsets import share
 from ckptctl.model import Part, PartFormat, Step

@@ -17,9 +17,9 @@ from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
 from ckptctl.checks.state import NO_STATE, Sources, train_state
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Report, Severity
-from ckptctl.formats import layouts
-from ckptctl.formats.layouts import StepName
-from ckptctl.formats.state_keys import kind_of_file
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.parts import PartInspection, inspect_part, inspect_structure, n_reads
 from ckptctl.inspection.relisting import left_out, really_changed
 from ckptctl.inspection.reports import Conditions, report_on
@@ -31,7 +31,7 @@ from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
     from ckptctl.checks.sealed_bytes import Comparison
-    from ckptctl.formats.seals import Seal
+    from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
     from ckptctl.inspection.predecessor import Older
     from ckptctl.inspection.seal_and_marks import Notes
@@ -270,7 +270,7 @@ def _comparison(
 
 def _no_seal(step: Step) -> Iterator[Finding]:
     """Yield `seal.missing` where there is none at all: of a wrong one, others speak."""
-    from ckptctl.formats.seals import SEAL
+    from ckptctl.formats.own.seals import SEAL
 
     if any(file.path == SEAL for file in step.files):
         return

@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
-from ckptctl.formats.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
+from ckptctl.formats.own.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.opening import absolute_url
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ckptctl.checks.formatting import inside
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import METADATA, METADATA_TMP, rank_local_rank
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
 from ckptctl.model import FileInfo, Metadata, Part
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import parent_url

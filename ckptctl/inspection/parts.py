@@ -21,7 +21,7 @@ from ckptctl.checks.state import check_optimizer_steps
 from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
 from ckptctl.checks.times import check_times
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.state_keys import entry_kinds, is_optimizer_step, optimizer_of
+from ckptctl.formats.frameworks.state_keys import entry_kinds, is_optimizer_step, optimizer_of
 from ckptctl.inspection.metadata_files import PartFolder, read_metadata
 from ckptctl.inspection.sidecars import read_numbers, scalar
 from ckptctl.model import SHARDED, Metadata, Part, PartFormat, Step

@@ -22,8 +22,8 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import TAIL
-from ckptctl.formats.layouts import METADATA, StepName
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.frameworks.layouts import METADATA, StepName
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
 from ckptctl.records.opening import elements_crc

@@ -30,12 +30,12 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.layouts import is_own
+from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
 
 if TYPE_CHECKING:
-    from ckptctl.formats.seals import Seal
+    from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.marks_file import MarksInFile
 
 

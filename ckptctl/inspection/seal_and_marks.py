@@ -16,7 +16,7 @@ from ckptctl.checks.marks import check_marks
 from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_seal, speaks_of_step
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.findings import Finding
-from ckptctl.formats.marks import (
+from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
     Mark,
@@ -26,7 +26,7 @@ from ckptctl.formats.marks import (
     parse_mark,
     standing,
 )
-from ckptctl.formats.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
+from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.inspection.reports import Conditions, metadata_path
 from ckptctl.model import FileInfo, Step

@@ -24,8 +24,8 @@ from ckptctl.formats.archive.directory import (
     wrong_crcs,
 )
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.state_keys import Kind, kind_of_file
-from ckptctl.formats.values import TensorStub, decode_value
+from ckptctl.formats.frameworks.state_keys import Kind, kind_of_file
+from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.model import ByteRange, FileInfo, Metadata
 from ckptctl.storage.contract import Span, Store
 

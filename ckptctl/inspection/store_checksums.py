@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from ckptctl.checks.store_checksums import check_stored, without_seal
 from ckptctl.findings import ByStore, Finding
-from ckptctl.formats.seals import SEAL, Seal, SealedFile
+from ckptctl.formats.own.seals import SEAL, Seal, SealedFile
 from ckptctl.model import Step
 from ckptctl.storage.contract import Store
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.sources import StorageAccess
 from ckptctl.storage.opening import base_name, join_url, parent_url

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import EXIT_DENIED
-from ckptctl.formats.layouts import METADATA, OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.mounts import mount_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.preflight_checks.results import Check, Outcome
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.local import LocalStore

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import parts_of
+from ckptctl.formats.frameworks.layouts import parts_of
 from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import Level

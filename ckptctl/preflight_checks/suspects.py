@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ckptctl.errors import StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.bounded_json import read_json
-from ckptctl.formats.layouts import OWN_FOLDER, shard_rank
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.preflight_checks.results import Check, Outcome
 from ckptctl.storage.contract import Store
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptctl.formats.checksums import Checksumming
-from ckptctl.formats.digests import Algorithm, Digester, Digests
+from ckptctl.formats.digests import Algorithm, Checksumming, Digester, Digests
 from ckptctl.records.byte_pass import Piece, Run
 
 

@@ -27,7 +27,7 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.values import TensorStub, decode_tensor_pickle
+from ckptctl.formats.pickles.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.reads import Need
 

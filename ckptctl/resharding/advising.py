@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.formats.layouts import METADATA
+from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.step_listing import list_step

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
 from ckptctl.formats.archive.directory import read_directory
+from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.formats.flat_state import Written
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import OnProgress

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from ckptctl.checks.formatting import counted
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
-from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import is_own, is_stage
+from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import ProcessGroup
 from ckptctl.inspection.step_listing import list_step

@@ -24,10 +24,10 @@ from ckptctl.formats.archive.directory import (
     read_member,
     wrong_crcs,
 )
+from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE, strides_of, value_record
-from ckptctl.formats.flat_state import Leaf, NotPlain, flattened, pickled_value
-from ckptctl.formats.state_keys import entry_kinds
-from ckptctl.formats.values import TensorStub, decode_state
+from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.model import (
     DTYPE_SIZES,
     ByteRange,

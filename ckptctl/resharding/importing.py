@@ -16,8 +16,8 @@ from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.state import NO_STATE
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
-from ckptctl.formats.safetensors import INDEX_SUFFIX, SUFFIX
-from ckptctl.formats.state_keys import kind_of_file
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.parts import folder_of
 from ckptctl.model import FileInfo, Level, Part, PartFormat

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ckptctl.errors import PathNotFound
 from ckptctl.formats.bounded_json import read_json
-from ckptctl.formats.layouts import OWN_FOLDER
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.resharding.reading import Piece
 from ckptctl.storage.contract import Store
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.formats.archive.directory import View, read_member
-from ckptctl.formats.flat_state import Leaf, NotPlain, Written, written
-from ckptctl.formats.values import decode_state
+from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
+from ckptctl.formats.pickles.values import decode_state
 from ckptctl.records.opening import Unfit, open_record
 from ckptctl.records.reads import Need
 from ckptctl.records.zstd import ZSTD, unpack

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ckptctl.checks.safetensors import read_headers
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.safetensors import (
+from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
     NAMES,
@@ -27,7 +27,7 @@ from ckptctl.formats.safetensors import (
     parse_header,
     parse_index,
 )
-from ckptctl.formats.state_keys import entry_kinds
+from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
 from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles

@@ -17,8 +17,14 @@ from typing import NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.formats.layouts import METADATA, METADATA_TMP, is_own, rank_local_rank, shard_rank
-from ckptctl.formats.state_keys import entry_kinds, kind_of_file
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    METADATA_TMP,
+    is_own,
+    rank_local_rank,
+    shard_rank,
+)
+from ckptctl.formats.frameworks.state_keys import entry_kinds, kind_of_file
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import (
     DTYPE_SIZES,

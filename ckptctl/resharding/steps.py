@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
-from ckptctl.formats.layouts import compile_pattern, shard_rank, step_name
+from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import Asked, ProcessGroup
 from ckptctl.inspection.inspecting import Inspection, inspect_step

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import read_json
-from ckptctl.formats.own_files import time_now
+from ckptctl.formats.own.files import time_now
 from ckptctl.runbook.record import Record
 from ckptctl.selection.marking import user_name
 

@@ -21,8 +21,8 @@ from typing import NoReturn
 
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
 from ckptctl.formats.bounded_json import decode_json
-from ckptctl.formats.layouts import OWN_FOLDER
-from ckptctl.formats.own_files import time_now
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import time_now
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import join_url
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
-from ckptctl.formats.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.marks import metadata_digest
-from ckptctl.formats.own_files import (
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
+from ckptctl.formats.own.files import (
     list_in,
     object_in,
     optional_count_in,
@@ -27,7 +26,8 @@ from ckptctl.formats.own_files import (
     text_in,
     with_digest,
 )
-from ckptctl.formats.seals import Seal
+from ckptctl.formats.own.marks import metadata_digest
+from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.in_flight import in_flight

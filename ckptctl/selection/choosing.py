@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
-from ckptctl.formats.layouts import StepName
+from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.selection.results import PassedOver
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
-from ckptctl.formats.layouts import NO_RUN_BELOW, saved_weights, step_name
+from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, saved_weights, step_name
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
-from ckptctl.formats.own_files import read_back, text_in, time_now, with_digest
+from ckptctl.formats.own.files import read_back, text_in, time_now, with_digest
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
 from ckptctl.storage.contract import Kind, Store, TooLarge
 from ckptctl.storage.opening import absolute_url

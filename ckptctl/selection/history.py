@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.formats.layouts import OWN_FOLDER
-from ckptctl.formats.own_files import (
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import (
     Fields,
     flag_in,
     optional_count_in,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckptctl.errors import AccessDenied, PathNotFound
-from ckptctl.formats.layouts import step_name
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.selection.fencing import holder
 from ckptctl.storage.contract import NotSupported, Store, Upload
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.layouts import METADATA, shard_rank
+from ckptctl.formats.frameworks.layouts import METADATA, shard_rank
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.opening import join_url, parent_url

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
-from ckptctl.formats.marks import (
+from ckptctl.formats.own.files import MAX_STRING
+from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     Mark,
     MarkKind,
@@ -25,7 +26,6 @@ from ckptctl.formats.marks import (
     metadata_digest,
     standing,
 )
-from ckptctl.formats.own_files import MAX_STRING
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.marks_file import add_mark

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
-from ckptctl.formats.layouts import StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.arguments import conditions, known_level, not_negative
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.reports import Conditions

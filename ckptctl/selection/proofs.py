@@ -16,10 +16,10 @@ import hashlib
 from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
-from ckptctl.formats.layouts import OWN_FOLDER, is_own
-from ckptctl.formats.marks import metadata_digest
-from ckptctl.formats.own_files import canonical, read_back, time_now, with_digest
-from ckptctl.formats.seals import Seal
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own
+from ckptctl.formats.own.files import canonical, read_back, time_now, with_digest
+from ckptctl.formats.own.marks import metadata_digest
+from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Step
 from ckptctl.storage.contract import Store, TooLarge

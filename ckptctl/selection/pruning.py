@@ -14,7 +14,7 @@ from functools import partial
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
-from ckptctl.formats.layouts import OWN_FOLDER, compile_pattern
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.inspection.arguments import conditions, known_level
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
-from ckptctl.formats.layouts import METADATA, is_flat_file, is_own
+from ckptctl.formats.frameworks.layouts import METADATA, is_flat_file, is_own
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store

@@ -15,7 +15,7 @@ from ckptctl.findings import Finding, Report
 from ckptctl.model import Level, TrainState, WorldSize
 
 if TYPE_CHECKING:
-    from ckptctl.formats.marks import Mark
+    from ckptctl.formats.own.marks import Mark
 
 
 @dataclass(frozen=True, slots=True)

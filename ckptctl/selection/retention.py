@@ -16,7 +16,7 @@ from itertools import islice
 
 from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.layouts import OWN_FOLDER, StepName, is_own, step_name
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, StepName, is_own, step_name
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.reports import Conditions
 from ckptctl.inspection.step_listing import list_step

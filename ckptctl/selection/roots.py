@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
-from ckptctl.formats.layouts import (
+from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
     MAX_STEP,
     METADATA,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report
-from ckptctl.formats.layouts import compile_pattern
+from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.inspection.arguments import conditions, known_level, not_negative
 from ckptctl.model import Level
 from ckptctl.selection.choosing import Candidate, Choice, Policy, choose, in_order

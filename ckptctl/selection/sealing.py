@@ -18,11 +18,10 @@ from ckptctl.checks.shape import check_unchanged
 from ckptctl.checks.store_checksums import as_kept, best_of
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
-from ckptctl.formats.checksums import can_compute, checksumming
-from ckptctl.formats.digests import Algorithm, Digests
-from ckptctl.formats.layouts import is_own
-from ckptctl.formats.own_files import time_now
-from ckptctl.formats.seals import (
+from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
+from ckptctl.formats.frameworks.layouts import is_own
+from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.seals import (
     MAX_SEAL_BYTES,
     SEAL,
     Identity,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from ckptctl.checks.formatting import inside
-from ckptctl.formats.layouts import shard_rank
-from ckptctl.formats.state_keys import entry_kinds
+from ckptctl.formats.frameworks.layouts import shard_rank
+from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.inspection.reports import Conditions

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
-from ckptctl.formats.layouts import StepName, parts_of, step_name
+from ckptctl.formats.frameworks.layouts import StepName, parts_of, step_name
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root
 from ckptctl.storage.contract import Store

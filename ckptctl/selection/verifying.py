@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import StepName, compile_pattern, is_flat_file
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file
 from ckptctl.inspection.arguments import conditions, known_level, not_negative
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.reports import Conditions

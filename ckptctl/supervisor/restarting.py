@@ -22,8 +22,8 @@ from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.classes import Restart
 from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
-from ckptctl.formats.layouts import compile_pattern
-from ckptctl.formats.own_files import time_now
+from ckptctl.formats.frameworks.layouts import compile_pattern
+from ckptctl.formats.own.files import time_now
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Pick

@@ -27,7 +27,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.layouts import METADATA, StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.arguments import known_level
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Level

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptctl.errors import CkptctlError
-from ckptctl.formats.seals import Origin
+from ckptctl.formats.own.seals import Origin
 from ckptctl.selection.fencing import Token
 from ckptctl.train.evidence import NOT_FINITE, signature_of
 from ckptctl.train.ledger import Ledger

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptctl.formats.checksums import Checksumming, checksumming
-from ckptctl.formats.digests import Algorithm, Digester, Digests
+from ckptctl.formats.digests import Algorithm, Checksumming, Digester, Digests, checksumming
 
 
 @dataclass(frozen=True, slots=True)

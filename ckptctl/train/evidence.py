@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
-from ckptctl.formats.layouts import StepName, step_name
-from ckptctl.formats.marks import MARKS_FOLDER, MarkKind
+from ckptctl.formats.frameworks.layouts import StepName, step_name
+from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level

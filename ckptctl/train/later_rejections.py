@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 
 from ckptctl.errors import CkptctlError, StorageUnavailable
-from ckptctl.formats.marks import MarkKind
+from ckptctl.formats.own.marks import MarkKind
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root

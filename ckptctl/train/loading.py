@@ -20,7 +20,7 @@ from ckptctl.errors import (
     StepDamaged,
     StorageUnavailable,
 )
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Metadata
 from ckptctl.storage.contract import ShortRead

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
-from ckptctl.formats.values import TensorStub
+from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs
 from ckptctl.records.checksums import ElementChecksum

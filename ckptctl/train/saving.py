@@ -31,9 +31,9 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Finding, Severity, Verdict
 from ckptctl.formats.digests import Algorithm
-from ckptctl.formats.layouts import name_of_attempt, shard_rank, step_name
-from ckptctl.formats.own_files import time_now
-from ckptctl.formats.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
+from ckptctl.formats.frameworks.layouts import name_of_attempt, shard_rank, step_name
+from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.step_listing import list_step

@@ -19,8 +19,8 @@ from ckptctl.errors import (
     StepDamaged,
 )
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.layouts import METADATA, rank_local_rank
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.frameworks.layouts import METADATA, rank_local_rank
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
 from ckptctl.model import (
     BytesEntry,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
-from ckptctl.formats.pickles import collector_paused
+from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.model import ByteRange, Metadata, TensorEntry
 
 if TYPE_CHECKING:

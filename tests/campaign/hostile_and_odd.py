@@ -22,9 +22,9 @@ from test_hostile_pickles import BOMBS, PAYLOADS
 import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.errors import CkptctlError
-from ckptctl.formats.marks import parse_mark
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.seals import parse_seal
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.own.marks import parse_mark
+from ckptctl.formats.own.seals import parse_seal
 from ckptctl.records.verification import check_whole
 
 HOSTILE: Mapping[str, bytes] = {**PAYLOADS, **BOMBS}

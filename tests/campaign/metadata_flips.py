@@ -34,7 +34,7 @@ from pathlib import Path
 
 from ckptctl import Level, verify
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import ByteRange, Metadata
 
 INVISIBLE = frozenset(

@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptctl
 from ckptctl.errors import NothingToResume
-from ckptctl.formats.marks import MarkKind, parse_mark, standing
+from ckptctl.formats.own.marks import MarkKind, parse_mark, standing
 from ckptctl.runbook import record
 from ckptctl.storage.opening import open_store
 

@@ -13,7 +13,7 @@ from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.structure import check_structure, n_structure_reads
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import Metadata, Part, PartFormat
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.local import LocalStore

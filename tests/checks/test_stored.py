@@ -7,7 +7,7 @@ import pytest
 from ckptctl.checks.store_checksums import check_stored
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import Digests
-from ckptctl.formats.seals import SealedFile, Stored
+from ckptctl.formats.own.seals import SealedFile, Stored
 from ckptctl.storage.contract import Checksum, Kept
 
 URL = "s3://runs/a/step_5"

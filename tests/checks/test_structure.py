@@ -15,7 +15,7 @@ from made_records import Made, archive, members_of
 from ckptctl.checks.structure import Structure, check_structure, n_structure_reads
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.formats.archive.directory import parse_directory
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import ShortRead, Span

@@ -26,7 +26,7 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 
 HERE = Path(__file__).parent
 

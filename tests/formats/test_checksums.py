@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from ckptctl.formats.checksums import checksumming
+from ckptctl.formats.digests import checksumming
 
 # Of the nine digits. Source: the catalogue of parametrised CRC algorithms, `check`.
 CHECKS = {"crc32": "cbf43926", "crc32c": "e3069283", "crc64nvme": "ae8b14860a799888"}

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch_metadata import Layout, Shard, dumped
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.metadata import SMALL, decode_metadata, fast_path_shapes, shapes_that_pay
-from ckptctl.formats.metadata_grammar import GRAMMAR
-from ckptctl.formats.pickle_machine import Machine, Shape, Shapes
-from ckptctl.formats.pickles import read_pickle
+from ckptctl.formats.dcp.grammar import GRAMMAR
+from ckptctl.formats.dcp.metadata import SMALL, decode_metadata, fast_path_shapes, shapes_that_pay
+from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
+from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.model import Metadata
 
 pytestmark = pytest.mark.torch

@@ -3,8 +3,8 @@
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.formats import layouts
-from ckptctl.formats.layouts import compile_pattern, pointed_step, step_name
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import compile_pattern, pointed_step, step_name
 from ckptctl.model import FileInfo, PartFormat
 
 

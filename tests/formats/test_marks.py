@@ -13,8 +13,15 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
-from ckptctl.formats.marks import Mark, MarkKind, mark_bytes, metadata_digest, parse_mark, standing
-from ckptctl.formats.own_files import canonical, digest_of
+from ckptctl.formats.own.files import canonical, digest_of
+from ckptctl.formats.own.marks import (
+    Mark,
+    MarkKind,
+    mark_bytes,
+    metadata_digest,
+    parse_mark,
+    standing,
+)
 
 MARK = Mark(
     id="20261121T031244Z-rejected-0011223344556677",

@@ -37,7 +37,7 @@ from made_pickles import (
 )
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import ByteRange, Metadata
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
 from ckptctl.model import ByteRange, Metadata
 
 

@@ -12,8 +12,8 @@ import pytest
 from made_pickles import called, dict_of, list_of, made, named, number, pickled, text, tuple_of
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.pickle_stubs import Function, Grammar, Stub
-from ckptctl.formats.pickles import read_pickle
+from ckptctl.formats.pickles.reading import read_pickle
+from ckptctl.formats.pickles.stubs import Function, Grammar, Stub
 
 GRAMMAR = Grammar(
     {

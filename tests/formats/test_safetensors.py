@@ -11,7 +11,7 @@ from safetensors import deserialize as read_by_the_library
 from safetensors.numpy import save
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.safetensors import (
+from ckptctl.formats.archive.safetensors import (
     MAX_HEADER,
     PREFIX,
     StoredTensor,

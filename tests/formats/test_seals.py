@@ -18,8 +18,8 @@ from referencing import Registry, Resource
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats import digests
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digester, Digests
-from ckptctl.formats.own_files import canonical, digest_of
-from ckptctl.formats.seals import (
+from ckptctl.formats.own.files import canonical, digest_of
+from ckptctl.formats.own.seals import (
     Identity,
     Seal,
     SealedFile,

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from ckptctl.formats.state_keys import (
+from ckptctl.formats.frameworks.state_keys import (
     is_optimizer_step,
     kind_of_entry,
     kind_of_file,

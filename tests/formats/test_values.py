@@ -13,7 +13,7 @@ import pytest
 from made_pickles import called, dict_of, list_of, named, number, pickled, text, tuple_of
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.values import Opaque, TensorStub, decode_tensor_pickle, decode_value
+from ckptctl.formats.pickles.values import Opaque, TensorStub, decode_tensor_pickle, decode_value
 from ckptctl.model import DTYPE_SIZES
 
 HOOKS = called(named("collections", "OrderedDict"))

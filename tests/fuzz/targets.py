@@ -28,11 +28,11 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
-from ckptctl.formats.marks import mark_bytes, parse_mark
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.safetensors import PREFIX, header_length, parse_header, parse_index
-from ckptctl.formats.seals import parse_seal, seal_bytes
-from ckptctl.formats.values import decode_tensor_pickle, decode_value
+from ckptctl.formats.archive.safetensors import PREFIX, header_length, parse_header, parse_index
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.own.marks import mark_bytes, parse_mark
+from ckptctl.formats.own.seals import parse_seal, seal_bytes
+from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
 from ckptctl.inspection.sidecars import content_of, number_in
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import FORMS

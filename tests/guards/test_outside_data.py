@@ -134,7 +134,7 @@ def safetensors_header(root: Path, data: bytes) -> None:
 
 
 def safetensors_index(root: Path, data: bytes) -> None:
-    from ckptctl.formats.safetensors import parse_index
+    from ckptctl.formats.archive.safetensors import parse_index
 
     with pytest.raises(RecordUnreadable):
         parse_index(data)
@@ -264,8 +264,8 @@ def runbook_report(root: Path, data: bytes) -> None:
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
-    "formats/own_files.py": (seals, marks, marks_in_a_file, fence, branch),
-    "formats/safetensors.py": (safetensors_header, safetensors_index),
+    "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
+    "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
     "preflight_checks/suspects.py": (preflight_reads_a_resume_report,),
     "selection/history.py": (history,),
@@ -378,7 +378,7 @@ def test_the_first_document_of_a_text_is_read_to_its_end():
 
 
 def test_an_own_file_is_refused_for_its_depth():
-    from ckptctl.formats.marks import parse_mark
+    from ckptctl.formats.own.marks import parse_mark
 
     with pytest.raises(OwnFileUnreadable):
         parse_mark(b"[" * 64 + b"]" * 64)

@@ -20,8 +20,8 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.archive.frame import fold_of
 from ckptctl.formats.archive.writing import tensor_frame
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.formats.metadata import decode_metadata
 from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs

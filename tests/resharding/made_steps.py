@@ -8,8 +8,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.formats.metadata import decode_metadata
-from ckptctl.formats.metadata_writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from command_line import validated
 from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
-from ckptctl.formats.safetensors import NAMES
+from ckptctl.formats.archive.safetensors import NAMES
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 

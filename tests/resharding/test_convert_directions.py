@@ -18,9 +18,9 @@ from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
 from ckptctl.formats.archive.directory import parse_directory, tail_needed
+from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.state_file import FlatArchive
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.formats.safetensors import NAMES
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.resharding.reading import Damage
 from ckptctl.resharding.safetensors_files import read_safetensors
@@ -226,7 +226,7 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path, target):
     "paths", [[("a",), ("a", "b")], [("a", 0), ("a", "b")], [("a", 1 << 40)], [("a",) * 200]]
 )
 def test_key_paths_that_are_no_state_dict_are_refused(paths):
-    from ckptctl.formats.flat_state import Leaf, NotPlain, nested
+    from ckptctl.formats.archive.state_file import Leaf, NotPlain, nested
 
     with pytest.raises(NotPlain):
         nested([Leaf(path, 1) for path in paths])

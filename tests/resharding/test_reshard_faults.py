@@ -17,7 +17,7 @@ from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from made_steps import grid, write_step
 
 import ckptctl
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import Level
 
 pytestmark = pytest.mark.torch

@@ -14,7 +14,7 @@ from command_line import COMMAND, clean_environment
 from services.plugin import S3Server
 
 import ckptctl
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import Level
 
 pytestmark = pytest.mark.torch

@@ -10,7 +10,7 @@ from command_line import validated
 
 import ckptctl
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor
+from ckptctl.formats.dcp.writing import SavedChunk, SavedTensor
 from ckptctl.model import ByteRange, Chunks, TensorEntry
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.mesh import Mesh, parse_mesh, parse_rules

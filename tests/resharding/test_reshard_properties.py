@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
+from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.formats.safetensors import NAMES
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
@@ -167,7 +167,7 @@ def test_out_and_in_again_gives_the_same_bytes(**example):
 
 
 def slices_of(step: Path) -> dict[str, set]:
-    from ckptctl.formats.metadata import decode_metadata
+    from ckptctl.formats.dcp.metadata import decode_metadata
 
     read = decode_metadata((step / ".metadata").read_bytes())
     return {

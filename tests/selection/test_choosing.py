@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.checks.state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
-from ckptctl.formats.layouts import StepName
+from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.selection.choosing import (
     Candidate,

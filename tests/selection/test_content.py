@@ -20,7 +20,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl import Level, Report, Severity, UsageError, Verdict
 from ckptctl.formats.archive.directory import parse_directory
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.reports import Conditions
 from ckptctl.inspection.subsets import parse_subset

@@ -27,7 +27,7 @@ from ckptctl import (
     Verdict,
 )
 from ckptctl.errors import PathNotFound
-from ckptctl.formats.marks import MARKS_FOLDER, mark_bytes
+from ckptctl.formats.own.marks import MARKS_FOLDER, mark_bytes
 from ckptctl.inspection.seal_and_marks import MAX_MARKS
 from ckptctl.storage.appending import append_line
 from ckptctl.storage.local import LocalStore

@@ -17,8 +17,8 @@ from services.plugin import S3Server
 import ckptctl
 from ckptctl import Level, Report, Severity, UsageError, Verdict
 from ckptctl.errors import StorageUnavailable
-from ckptctl.formats.own_files import canonical, digest_of
-from ckptctl.formats.seals import SEAL
+from ckptctl.formats.own.files import canonical, digest_of
+from ckptctl.formats.own.seals import SEAL
 from ckptctl.selection import sealing
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store

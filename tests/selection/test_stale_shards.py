@@ -17,8 +17,8 @@ from ckptctl import Level, Report, Severity, Verdict
 from ckptctl.checks.stale_shards import FEW
 from ckptctl.errors import StorageUnavailable
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.layouts import step_name
-from ckptctl.formats.metadata_writing import SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.dcp.writing import SavedChunk, SavedTensor, metadata_bytes
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.reports import Conditions
 from ckptctl.storage.contract import Kind

@@ -13,7 +13,7 @@ from services.plugin import S3Server
 
 import ckptctl
 from ckptctl import Level, Report, Severity
-from ckptctl.formats.seals import SEAL, Seal, parse_seal, seal_bytes
+from ckptctl.formats.own.seals import SEAL, Seal, parse_seal, seal_bytes
 from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.selection.sealing import seal_found

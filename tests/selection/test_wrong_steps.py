@@ -11,7 +11,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
-from ckptctl.formats.layouts import step_name
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.reports import Conditions
 from ckptctl.storage.contract import Kind

@@ -64,7 +64,7 @@ def flip(path: Path, at: int | None = None) -> None:
 
 def flip_tensor(step: Path) -> None:
     """Flip a byte in the middle of the largest record: only reading the bytes shows it."""
-    from ckptctl.formats.metadata import decode_metadata
+    from ckptctl.formats.dcp.metadata import decode_metadata
 
     metadata = decode_metadata((step / ".metadata").read_bytes())
     ranges = [c.byte_range for t in metadata.tensors.values() for c in t.chunks]

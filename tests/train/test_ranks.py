@@ -11,7 +11,7 @@ from command_line import validated
 from running import codes_of, losses, report_of, rows_of, run_job, samples
 
 import ckptctl
-from ckptctl.formats.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

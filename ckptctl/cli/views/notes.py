@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptctl.cli.formatting import count, exact_size
 from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.views.common import finding_lines, next_line, section
-from ckptctl.formats.marks import Mark
+from ckptctl.formats.own.marks import Mark
 from ckptctl.selection.results import Marked, Sealed
 
 

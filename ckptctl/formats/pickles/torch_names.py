@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptctl.formats.pickle_stubs import Function, Malformed, Ordered
+from ckptctl.formats.pickles.stubs import Function, Malformed, Ordered
 from ckptctl.model import DTYPE_SIZES
 
 MAX_DIMS = 64

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 
-from ckptctl.formats.pickle_stubs import Malformed
+from ckptctl.formats.pickles.stubs import Malformed
 from ckptctl.model import NO_FILE, Chunks
 
 Dims = tuple[int, ...]

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
-from ckptctl.formats.layouts import OWN_FOLDER
-from ckptctl.formats.own_files import (
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.files import (
     Fields,
     canonical,
     count_in,

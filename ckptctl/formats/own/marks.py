@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.own_files import (
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
+from ckptctl.formats.own.files import (
     Fields,
     canonical,
     hex_in,

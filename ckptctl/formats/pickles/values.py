@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.pickle_stubs import Callee, Function, Grammar, Malformed, Stub, shown
-from ckptctl.formats.pickles import read_pickle
-from ckptctl.formats.torch_names import COMMON, DTYPES, Dtype, checked_dims
+from ckptctl.formats.pickles.reading import read_pickle
+from ckptctl.formats.pickles.stubs import Callee, Function, Grammar, Malformed, Stub, shown
+from ckptctl.formats.pickles.torch_names import COMMON, DTYPES, Dtype, checked_dims
 from ckptctl.model import DTYPE_SIZES
 
 MAX_DEPTH = 100

@@ -2,7 +2,7 @@
 
 From the bytes of `.metadata`, or of a rank-local `__{rank}.metadata`, to
 `model.Metadata`, as written by torch 2.1 to 2.15 and by the planners that build
-on it. The pickle is read by `pickles` under `metadata_grammar`; here its inert
+on it. The pickle is read by `pickles` under `grammar`; here its inert
 objects become columns, and each chunk gets its byte range.
 
 Whether what the metadata says is complete, or fits the files, is for `checks`.
@@ -17,13 +17,11 @@ from itertools import repeat
 from math import prod
 
 from ckptctl.errors import MetadataUnreadable
-from ckptctl.formats.chunk_table import ChunkTable, Dims
-from ckptctl.formats.fast_path_chunks import ChunkRun, chunk_shape
-from ckptctl.formats.fast_path_parts import Parts
-from ckptctl.formats.fast_path_plans import plan_shape
-from ckptctl.formats.fast_path_storage import StorageRun, storage_shape
-from ckptctl.formats.fast_path_tensors import tensor_shape
-from ckptctl.formats.metadata_grammar import (
+from ckptctl.formats.dcp.chunk_table import ChunkTable, Dims
+from ckptctl.formats.dcp.fast_path import Parts
+from ckptctl.formats.dcp.fast_path_storage import StorageRun, plan_shape, storage_shape
+from ckptctl.formats.dcp.fast_path_tensors import ChunkRun, chunk_shape, tensor_shape
+from ckptctl.formats.dcp.grammar import (
     BYTES,
     CHUNK,
     GRAMMAR,
@@ -37,10 +35,10 @@ from ckptctl.formats.metadata_grammar import (
     Encoded,
     Layout,
 )
-from ckptctl.formats.pickle_machine import Machine, Shape, Shapes
-from ckptctl.formats.pickle_stubs import Malformed, Stub, shown
-from ckptctl.formats.pickles import collector_paused, read_pickle
-from ckptctl.formats.torch_names import Dtype, checked_dims
+from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
+from ckptctl.formats.pickles.reading import collector_paused, read_pickle
+from ckptctl.formats.pickles.stubs import Malformed, Stub, shown
+from ckptctl.formats.pickles.torch_names import Dtype, checked_dims
 from ckptctl.model import ByteRange, BytesEntry, Metadata, TensorEntry
 
 Path = tuple[str | int, ...]

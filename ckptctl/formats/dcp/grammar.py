@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.formats.pickle_stubs import Function, Grammar, Malformed, Stub
-from ckptctl.formats.torch_names import COMMON
+from ckptctl.formats.pickles.stubs import Function, Grammar, Malformed, Stub
+from ckptctl.formats.pickles.torch_names import COMMON
 
 METADATA = "Metadata"
 TENSOR = "TensorStorageMetadata"

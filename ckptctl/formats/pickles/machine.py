@@ -10,8 +10,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.pickle_memo import Memo, Replayed, Run
-from ckptctl.formats.pickle_stubs import Callee, Function, Grammar, Malformed, Ordered, Stub, shown
+from ckptctl.formats.pickles.stubs import (
+    Callee,
+    Function,
+    Grammar,
+    Malformed,
+    Memo,
+    Ordered,
+    Replayed,
+    Run,
+    Stub,
+    shown,
+)
 
 MAX_MARKS = 1_000
 """How deep containers may be open at once; torch's metadata opens eight."""
@@ -34,7 +44,7 @@ Opcodes = Sequence[Callable[["Machine"], None]]
 
 
 class Shape(Protocol):
-    """A shortcut for objects that come in thousands; see `fast_path_shapes`."""
+    """A shortcut for objects that come in thousands; see `formats.dcp.fast_path`."""
 
     def take(self, machine: Machine) -> None:
         """Take as many objects of the shape as follow, or none."""

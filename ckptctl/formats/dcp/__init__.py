@@ -1,0 +1,1 @@
+"""DCP metadata: decoded without running any of it, and written."""

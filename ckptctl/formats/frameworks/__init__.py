@@ -1,0 +1,1 @@
+"""What frameworks call their steps, files and kinds of train state."""

@@ -1,0 +1,1 @@
+"""The files that ckptctl itself writes: seals and marks."""
