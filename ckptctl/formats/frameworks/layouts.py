@@ -1,12 +1,8 @@
 """The names of files and folders under a checkpoint root, by framework.
 
 Every framework names its steps, pointers, parts and markers in its own way.
-This module knows those names and nothing else: it opens no file and judges
-nothing. Patterns are anchored: `old-step-100.bak` is not step 100.
-
-Source: the directory layouts of torchtitan, KempnerForge, OLMo-core,
-Megatron-LM and -Bridge, NeMo Automodel, DeepSpeed, Lightning, transformers,
-accelerate, Composer, Orbax, nanotron, DLRover, ByteCheckpoint, verl, torchtune.
+`layout_tables` holds those names and this module looks them up; neither opens a file.
+Patterns are anchored: `old-step-100.bak` is not step 100.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.errors import UsageError
+from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
@@ -23,37 +20,6 @@ MAX_STEP = 2**63 - 1
 OWN_FOLDER = ".ckptctl"
 """What ckptctl writes itself: under a root and under a step."""
 
-_N = r"(?P<step>[0-9]+)"
-
-# In this order: the first that matches the whole name says what it is.
-# Patterns are text: `re` compiles those that are used, and a start pays for no other.
-_STEP_NAMES = (
-    ("torchtitan", rf"step-{_N}"),
-    ("dcp", rf"step_{_N}"),
-    ("olmo-core", rf"step{_N}"),
-    ("megatron", rf"iter_{_N}"),
-    ("automodel", rf"epoch_[0-9]+_step_{_N}"),
-    ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
-    ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
-    ("transformers", rf"checkpoint-{_N}"),
-    ("accelerate", rf"checkpoint_{_N}"),
-    ("deepspeed", rf"global_step{_N}"),
-    ("verl", rf"global_step_{_N}"),
-    ("composer", rf"ep[0-9]+-ba{_N}(?:-rank[0-9]+)?"),
-    ("torchtune", rf"(?:dist_)?epoch_{_N}"),
-    ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
-)
-_BARE_NUMBER = _N
-
-_LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
-"""Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
-
-_UNFINISHED = (
-    r"tmp-(?P<after>.+)"
-    r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
-    r"|\.orbax-checkpoint-tmp.*)"
-)
-_OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
 FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
 """How files of `torch.save` that are whole steps are called."""
 
@@ -62,9 +28,6 @@ _MAX_WRAPPERS = 4
 
 _MAX_NAME = 1024
 """Characters of a name; object stores have the longest, and a pointer file may hold anything."""
-
-_UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
-_UNFINISHED_BESIDE = "-unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +56,7 @@ def name_of_attempt(name: str, attempt: int) -> str:
 
 def is_of_one_attempt(name: str) -> bool:
     """Whether only one attempt ever writes a step of this name, and only once."""
-    return re.fullmatch(_OF_ATTEMPT, name) is not None
+    return re.fullmatch(tables.OF_ATTEMPT, name) is not None
 
 
 _PATTERN = "--pattern 'save-(?P<step>[0-9]+)'"
@@ -131,7 +94,7 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
         match = pattern.fullmatch(name)
         return _named(name, "dcp", match) if match else None
     inside, unfinished = _finished(name)
-    saved = re.fullmatch(_OF_ATTEMPT, inside)
+    saved = re.fullmatch(tables.OF_ATTEMPT, inside)
     plain, cut = _finished(saved["rest"]) if saved else (inside, False)
     found = _plain_step(plain)
     if found is None or (saved and found.bare):
@@ -146,7 +109,7 @@ def _finished(name: str) -> tuple[str, bool]:
     """The name that a step has once it is saved, and whether `name` is that of one being saved."""
     inside = name
     for _ in range(_MAX_WRAPPERS):
-        wrapped = re.fullmatch(_UNFINISHED, inside)
+        wrapped = re.fullmatch(tables.UNFINISHED, inside)
         if wrapped is None:
             break
         inside = wrapped["after"] or wrapped["before"]
@@ -157,11 +120,11 @@ def _plain_step(name: str) -> StepName | None:
     if name.startswith("."):
         return None
     stem = _without_flat_suffix(name)
-    for layout, expression in _STEP_NAMES:
+    for layout, expression in tables.STEP_NAMES:
         match = re.fullmatch(expression, name) or re.fullmatch(expression, stem)
         if match:
             return _named(name, layout, match)
-    match = re.fullmatch(_BARE_NUMBER, name)
+    match = re.fullmatch(tables.BARE_NUMBER, name)
     return _named(name, "dcp", match, bare=True) if match else None
 
 
@@ -171,7 +134,9 @@ def _named(name: str, layout: str, match: re.Match[str], *, bare: bool = False) 
         return None
     if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
         return None
-    version = re.fullmatch(_LIGHTNING_VERSION, name) if layout in ("lightning", "nemo") else None
+    version = (
+        re.fullmatch(tables.LIGHTNING_VERSION, name) if layout in ("lightning", "nemo") else None
+    )
     return StepName(name, int(digits), layout, bare=bare, attempt=int(version[1]) if version else 0)
 
 
@@ -194,43 +159,13 @@ def _without_flat_suffix(name: str) -> str:
 
 def unfinished_beside(file: FileInfo) -> str | None:
     """The step that a file beside it (`NAME-unfinished`) says is being saved; else None."""
-    is_marker = file.kind == "file" and file.path.endswith(_UNFINISHED_BESIDE)
-    return file.path.removesuffix(_UNFINISHED_BESIDE) if is_marker else None
+    is_marker = file.kind == "file" and file.path.endswith(tables.UNFINISHED_BESIDE)
+    return file.path.removesuffix(tables.UNFINISHED_BESIDE) if is_marker else None
 
 
 def is_flat_file(file: FileInfo) -> bool:
     """Whether a file directly under the root is a whole step in one `torch.save` file."""
     return file.kind == "file" and file.path.endswith(FLAT_SUFFIXES)
-
-
-_SAYS_CHECKPOINT = (
-    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
-    r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)"
-)
-_HUGGING_FACE_WEIGHTS = (
-    r"(?:.+[-_.])?(?:pytorch_model|adapter_model|model|optimizer)(?:[-_.0-9].*)?\.bin"
-    r"(?:\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack"
-)
-# What saved weights are called, by whom: the first row that matches the whole name decides.
-# None of these names gives a step that ckptctl can inspect.
-_WEIGHTS = (
-    ("DCP metadata", r"\.metadata|__[0-9]+\.metadata"),
-    ("a DCP shard", r"__[0-9]+_[0-9]+\.distcp"),
-    ("an NVRx local checkpoint", r"iter_[0-9]+_[0-9]+_local\.pt"),
-    ("safetensors weights", r".+\.safetensors(?:\.index\.json)?"),
-    ("Hugging Face weights", _HUGGING_FACE_WEIGHTS),
-    (
-        "a DeepSpeed checkpoint",
-        r"(?:bf16_)?zero_pp_rank_.*\.pt|mp_rank_[0-9]+_model_states\.pt|zero_to_fp32\.py",
-    ),
-    ("a Megatron checkpoint", r"model_optim_rng\.pt|distrib_optim\.pt|model_rng\.pt"),
-    ("Llama weights", r"consolidated\.[0-9]+\.pth"),
-    ("an Orbax checkpoint", r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt"),
-    ("a NeMo checkpoint", r".+\.nemo"),
-    ("GGUF weights", r".+\.gguf"),
-    ("a torch.save checkpoint", _SAYS_CHECKPOINT),
-)
-_TRACKER = "latest_train_state.pt"
 
 
 def saved_weights(file: FileInfo) -> str | None:
@@ -239,9 +174,9 @@ def saved_weights(file: FileInfo) -> str | None:
     `last.ckpt`, `model.safetensors`, `pytorch_model.bin`, `iter_0000030_0_local.pt`: a
     root that holds one of them is not that of a run which has saved nothing.
     """
-    if file.kind != "file" or file.path == _TRACKER:
+    if file.kind != "file" or file.path == tables.TRACKER:
         return None
-    return next((kind for kind, name in _WEIGHTS if re.fullmatch(name, file.path)), None)
+    return next((kind for kind, name in tables.WEIGHTS if re.fullmatch(name, file.path)), None)
 
 
 NO_RUN_BELOW = frozenset({"lost+found"})
@@ -250,17 +185,6 @@ NO_RUN_BELOW = frozenset({"lost+found"})
 
 # Pointer files. A pointer is a hint, never the truth.
 
-_POINTERS: Mapping[str, str] = {
-    "latest": "a link or a name",
-    "LATEST": "a link or a name",
-    "LATEST.txt": "a name",
-    "latest.txt": "a number or a name",
-    "latest_checkpointed_iteration.txt": "a number",
-    "dlrover_latest.txt": "a number",
-    "last.ckpt": "a link",
-    "latest_universal": "a name",
-}
-_RANK_POINTER = r"latest-rank[0-9]+(?:\.pt)?(?:\.symlink)?"
 
 MAX_POINTER_BYTES = 4096
 
@@ -269,7 +193,7 @@ def is_pointer(file: FileInfo) -> bool:
     """Whether a file directly under the root is a pointer that can be read as text or link."""
     if file.kind == "dir" or is_flat_file(file):
         return False
-    return file.path in _POINTERS or bool(re.fullmatch(_RANK_POINTER, file.path))
+    return file.path in tables.POINTERS or bool(re.fullmatch(tables.RANK_POINTER, file.path))
 
 
 def pointed_step(
@@ -290,28 +214,25 @@ def pointed_step(
 
 # Parts: the folders of tensors in a step.
 
-_SHARD = r"__(?P<rank>[0-9]+)_[0-9]+\.distcp"
-_HUGGING_FACE_SHARD = r"shard-(?P<number>[0-9]{1,9})-[^/]*\.safetensors"
-_RANK_LOCAL = r"__(?P<rank>[0-9]+)\.metadata"
 METADATA = ".metadata"
 METADATA_TMP = ".metadata.tmp"
 
 
 def shard_rank(file_name: str) -> int | None:
     """The rank in the name of a shard file (`__3_0.distcp`), None for another name."""
-    match = re.fullmatch(_SHARD, file_name)
+    match = re.fullmatch(tables.SHARD, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
 def hugging_face_rank(file_name: str) -> int | None:
     """The rank in the name of a shard of DCP's Hugging Face writer, which counts from 1."""
-    match = re.fullmatch(_HUGGING_FACE_SHARD, file_name)
+    match = re.fullmatch(tables.HUGGING_FACE_SHARD, file_name)
     return int(match["number"]) - 1 if match and int(match["number"]) > 0 else None
 
 
 def rank_local_rank(file_name: str) -> int | None:
     """The rank in the name of rank-local metadata (`__3.metadata`), None for another name."""
-    match = re.fullmatch(_RANK_LOCAL, file_name)
+    match = re.fullmatch(tables.RANK_LOCAL, file_name)
     return int(match["rank"]) if match and len(match["rank"]) < 10 else None
 
 
@@ -352,16 +273,13 @@ def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ..
 
 def _safetensors_beside(folder: str, files: Iterable[FileInfo]) -> PartFormat | None:
     """A folder of safetensors that a resume reads: exports for others are not parts."""
-    is_model = folder in _MODEL_FOLDERS
+    is_model = folder in tables.MODEL_FOLDERS
     found = any(
         hugging_face_rank(file.path) is not None
         or (is_model and file.path.endswith(".safetensors"))
         for file in files
     )
     return PartFormat.SAFETENSORS if found else None
-
-
-_MODEL_FOLDERS = ("model", "weights")
 
 
 def _renamed(file: FileInfo, name: str) -> FileInfo:
@@ -380,36 +298,13 @@ def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
     return found
 
 
-# By the full path below the step; the first row that matches any file decides.
-_OTHER_FORMATS = (
-    (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
-    (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
-    (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
-    (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
-    (
-        PartFormat.DEEPSPEED,
-        r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
-    ),
-    (
-        PartFormat.MEGATRON_LEGACY,
-        r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
-    ),
-)
-_FLAT_FILE = (
-    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|(?:train(?:ing|er)?_)?state"
-    r"|checkpoint)[^/]*"
-    r"\.(?:pt|pth|bin|ckpt)"
-)
-_ANY_FLAT = r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)"
-
-
 def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
     paths = [
         (f"{folder}/{file.path}" if folder else file.path)
         for folder in folders
         for file in folders[folder]
     ]
-    for kind, expression in _OTHER_FORMATS:
+    for kind, expression in tables.OTHER_FORMATS:
         if any(re.fullmatch(expression, path) for path in paths):
             return (Part("", kind, _flattened(folders)),)
     safetensors = tuple(
@@ -417,11 +312,11 @@ def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
         for folder, inside in sorted(folders.items())
         if any(file.path.endswith(".safetensors") for file in inside)
     )
-    if any(re.fullmatch(_FLAT_FILE, path) for path in paths):
+    if any(re.fullmatch(tables.FLAT_FILE, path) for path in paths):
         return (*safetensors, Part("", PartFormat.FLAT, _flattened(folders)))
     if safetensors:
         return safetensors
-    if any(re.fullmatch(_ANY_FLAT, path) for path in paths):
+    if any(re.fullmatch(tables.ANY_FLAT, path) for path in paths):
         return (Part("", PartFormat.FLAT, _flattened(folders)),)
     return ()
 
@@ -434,44 +329,16 @@ def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...
     )
 
 
-# Whose step is it, and what does its framework write last?
-
-_SIGNATURES = (
-    # layout, layouts by name that it may refine, a file that only it writes
-    ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
-    ("lightning", "torchtitan dcp", r"meta\.pt"),
-    ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
-    ("transformers", "transformers", r"trainer_state\.json"),
-    ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
-    ("transformers", "transformers", r".*_fsdp_[0-9]+/.+"),
-    ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),
-    ("kempnerforge", "dcp", r"train_state\.pt"),
-    ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
-    ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
-    ("nanotron", "dcp", r"checkpoint_metadata\.json"),
-)
-
-# Names that others use too: without the signature they are plain DCP.
-_NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate", "automodel"})
-
-_WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
-    "olmo-core": (".metadata.json", "train/rank0.pt"),
-    "lightning": ("meta.pt",),
-    "transformers": ("trainer_state.json",),
-    "accelerate": ("random_states_0.pkl",),
-    "megatron-bridge": ("train_state.pt", "run_config.yaml"),
-}
-# Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.
-_MEGATRON = ("megatron", "megatron-bridge")
+# The framework of a step, and the files that it writes last.
 
 
 def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
     """The framework whose step this is, by its name and by the files in it; else `dcp`."""
     paths = [file.path for file in files]
-    for layout, names, sign in _SIGNATURES:
+    for layout, names, sign in tables.SIGNATURES:
         if named.layout in names.split() and any(re.fullmatch(sign, path) for path in paths):
             return layout
-    return "dcp" if named.layout in _NEEDS_SIGNATURE else named.layout
+    return "dcp" if named.layout in tables.NEEDS_SIGNATURE else named.layout
 
 
 def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
@@ -481,26 +348,23 @@ def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
     """
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
-    last = _WRITTEN_LAST.get(layout, ())
-    if layout in _MEGATRON and any(file.path == "common.pt" for file in files):
+    last = tables.WRITTEN_LAST.get(layout, ())
+    if layout in tables.MEGATRON and any(file.path == "common.pt" for file in files):
         return (*last, "metadata.json")
     return last
 
 
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
     """Marker files that a framework keeps in a step until it is whole."""
-    return tuple(f.path for f in files if re.fullmatch(_UNFINISHED_MARKERS, f.path))
-
-
-_STAGE = r"pp(?P<stage>[0-9]{1,6})"
+    return tuple(f.path for f in files if re.fullmatch(tables.UNFINISHED_MARKERS, f.path))
 
 
 def missing_stages(parts: Sequence[Part]) -> tuple[str, ...]:
     """Pipeline stages (`pp{K}`) that are missing below the highest one that is there."""
-    stages = {int(match["stage"]) for p in parts if (match := re.fullmatch(_STAGE, p.path))}
+    stages = {int(match["stage"]) for p in parts if (match := re.fullmatch(tables.STAGE, p.path))}
     return tuple(f"pp{k}" for k in range(max(stages, default=-1)) if k not in stages)
 
 
 def is_stage(path: str) -> bool:
     """Whether a part is a pipeline stage, whose ranks are numbered from 0 again."""
-    return re.fullmatch(_STAGE, path) is not None
+    return re.fullmatch(tables.STAGE, path) is not None

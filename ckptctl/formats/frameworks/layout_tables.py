@@ -1,0 +1,160 @@
+"""Tables of the names that frameworks give steps, pointers, parts and markers.
+
+Patterns are text, matched against a whole name by `layouts`: `re` compiles those that are
+used, and the start of a command pays for no other.
+
+Source: the directory layouts of torchtitan, KempnerForge, OLMo-core,
+Megatron-LM and -Bridge, NeMo Automodel, DeepSpeed, Lightning, transformers,
+accelerate, Composer, Orbax, nanotron, DLRover, ByteCheckpoint, verl, torchtune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptctl.model import PartFormat
+
+_N = r"(?P<step>[0-9]+)"
+
+# In this order: the first that matches the whole name says what it is.
+STEP_NAMES = (
+    ("torchtitan", rf"step-{_N}"),
+    ("dcp", rf"step_{_N}"),
+    ("olmo-core", rf"step{_N}"),
+    ("megatron", rf"iter_{_N}"),
+    ("automodel", rf"epoch_[0-9]+_step_{_N}"),
+    ("lightning", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?\.ckpt"),
+    ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
+    ("transformers", rf"checkpoint-{_N}"),
+    ("accelerate", rf"checkpoint_{_N}"),
+    ("deepspeed", rf"global_step{_N}"),
+    ("verl", rf"global_step_{_N}"),
+    ("composer", rf"ep[0-9]+-ba{_N}(?:-rank[0-9]+)?"),
+    ("torchtune", rf"(?:dist_)?epoch_{_N}"),
+    ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
+)
+
+BARE_NUMBER = _N
+
+LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"
+"""Lightning's name for a further save of the same step: `step=200.ckpt`, `step=200-v1.ckpt`."""
+
+UNFINISHED = (
+    r"tmp-(?P<after>.+)"
+    r"|(?P<before>.+?)(?:[-_.](?:tmp|temp|partial|incomplete|inprogress|unfinished)"
+    r"|\.orbax-checkpoint-tmp.*)"
+)
+
+OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
+
+UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
+
+UNFINISHED_BESIDE = "-unfinished"
+
+_SAYS_CHECKPOINT = (
+    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
+    r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)"
+)
+
+_HUGGING_FACE_WEIGHTS = (
+    r"(?:.+[-_.])?(?:pytorch_model|adapter_model|model|optimizer)(?:[-_.0-9].*)?\.bin"
+    r"(?:\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack"
+)
+
+# What saved weights are called, by whom: the first row that matches the whole name decides.
+# None of these names gives a step that ckptctl can inspect.
+WEIGHTS = (
+    ("DCP metadata", r"\.metadata|__[0-9]+\.metadata"),
+    ("a DCP shard", r"__[0-9]+_[0-9]+\.distcp"),
+    ("an NVRx local checkpoint", r"iter_[0-9]+_[0-9]+_local\.pt"),
+    ("safetensors weights", r".+\.safetensors(?:\.index\.json)?"),
+    ("Hugging Face weights", _HUGGING_FACE_WEIGHTS),
+    (
+        "a DeepSpeed checkpoint",
+        r"(?:bf16_)?zero_pp_rank_.*\.pt|mp_rank_[0-9]+_model_states\.pt|zero_to_fp32\.py",
+    ),
+    ("a Megatron checkpoint", r"model_optim_rng\.pt|distrib_optim\.pt|model_rng\.pt"),
+    ("Llama weights", r"consolidated\.[0-9]+\.pth"),
+    ("an Orbax checkpoint", r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt"),
+    ("a NeMo checkpoint", r".+\.nemo"),
+    ("GGUF weights", r".+\.gguf"),
+    ("a torch.save checkpoint", _SAYS_CHECKPOINT),
+)
+
+TRACKER = "latest_train_state.pt"
+
+POINTERS: Mapping[str, str] = {
+    "latest": "a link or a name",
+    "LATEST": "a link or a name",
+    "LATEST.txt": "a name",
+    "latest.txt": "a number or a name",
+    "latest_checkpointed_iteration.txt": "a number",
+    "dlrover_latest.txt": "a number",
+    "last.ckpt": "a link",
+    "latest_universal": "a name",
+}
+
+RANK_POINTER = r"latest-rank[0-9]+(?:\.pt)?(?:\.symlink)?"
+
+SHARD = r"__(?P<rank>[0-9]+)_[0-9]+\.distcp"
+
+HUGGING_FACE_SHARD = r"shard-(?P<number>[0-9]{1,9})-[^/]*\.safetensors"
+
+RANK_LOCAL = r"__(?P<rank>[0-9]+)\.metadata"
+
+MODEL_FOLDERS = ("model", "weights")
+
+# By the full path below the step; the first row that matches any file decides.
+OTHER_FORMATS = (
+    (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
+    (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
+    (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
+    (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
+    (
+        PartFormat.DEEPSPEED,
+        r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
+    ),
+    (
+        PartFormat.MEGATRON_LEGACY,
+        r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
+    ),
+)
+
+FLAT_FILE = (
+    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|(?:train(?:ing|er)?_)?state"
+    r"|checkpoint)[^/]*"
+    r"\.(?:pt|pth|bin|ckpt)"
+)
+
+ANY_FLAT = r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)"
+
+SIGNATURES = (
+    # layout, layouts by name that it may refine, a file that only it writes
+    ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
+    ("lightning", "torchtitan dcp", r"meta\.pt"),
+    ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
+    ("transformers", "transformers", r"trainer_state\.json"),
+    ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
+    ("transformers", "transformers", r".*_fsdp_[0-9]+/.+"),
+    ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),
+    ("kempnerforge", "dcp", r"train_state\.pt"),
+    ("automodel", "automodel", r"(?:model|optim)/.+|step_scheduler\.pt|\.incomplete"),
+    ("bytecheckpoint", "verl", r"(?:extra_state|loader_ckpt|loader)/.+"),
+    ("nanotron", "dcp", r"checkpoint_metadata\.json"),
+)
+
+# Names that others use too: without the signature they are plain DCP.
+NEEDS_SIGNATURE = frozenset({"olmo-core", "transformers", "accelerate", "automodel"})
+
+WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
+    "olmo-core": (".metadata.json", "train/rank0.pt"),
+    "lightning": ("meta.pt",),
+    "transformers": ("trainer_state.json",),
+    "accelerate": ("random_states_0.pkl",),
+    "megatron-bridge": ("train_state.pt", "run_config.yaml"),
+}
+
+# Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.
+MEGATRON = ("megatron", "megatron-bridge")
+
+STAGE = r"pp(?P<stage>[0-9]{1,6})"
