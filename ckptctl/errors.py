@@ -1,7 +1,6 @@
-"""Every exception, with its code and exit code.
+"""Every exception of the package, with its code and exit code.
 
-Every exception of the package, with its exit code. Damage in a checkpoint is
-not an exception but a `Finding`.
+Damage in a checkpoint is a `Finding`, not an exception.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CkptctlError(Exception):
-    """Base of all: `message` says what happened, `next_command` what to run next."""
+    """Base class: `message` states what happened, `next_command` what to run next."""
 
     exit_code = 1
     code = "internal"
@@ -25,11 +24,11 @@ class CkptctlError(Exception):
 
 
 class UsageError(CkptctlError):
-    """An argument, an option, or a name that does not exist.
+    """An argument or option is wrong or missing, or a name does not exist.
 
-    `instead` is the option that was wrong or is lacking, as it can be written: the command line
-    puts it into the words of its caller. With `instead_of` it is the word that stands for that
-    one, an argument. `without` are options with values that are better left out.
+    The command line builds the next command from the caller's own arguments: `instead` is the
+    corrected or missing option; with `instead_of` it replaces that argument. `without` lists
+    options to leave out, each with its value.
     """
 
     exit_code = 2
@@ -57,10 +56,10 @@ class MissingExtra(UsageError):
 
 
 class OutOfMemory(CkptctlError, MemoryError):
-    """The process may not have the memory, or the threads, that the work takes.
+    """The process may not use as much memory, or as many threads, as the work needs.
 
-    Nothing is known then, as where a storage does not answer. Python's own `MemoryError`
-    means the same wherever it comes from, and passes through as it is.
+    The result is then unknown, as for a storage that does not answer. Python's own
+    `MemoryError` means the same and is not wrapped.
     """
 
     exit_code = 75
@@ -68,33 +67,33 @@ class OutOfMemory(CkptctlError, MemoryError):
 
 
 class StorageError(CkptctlError):
-    """A store could not do what was asked. Not raised itself: one of those below is."""
+    """Base class of storage errors; never raised itself."""
 
     exit_code = 75
     code = "storage"
 
 
 class StorageUnavailable(StorageError):
-    """The storage did not answer, or not in time; trying again later may help."""
+    """The storage did not answer in time; a later attempt may succeed."""
 
     code = "storage.unavailable"
 
 
 class AccessDenied(StorageError):
-    """The storage answered that we may not."""
+    """The storage denied access."""
 
     exit_code = 77
     code = "storage.denied"
 
 
 class ObjectArchived(StorageUnavailable):
-    """The object lies in an archive, and cannot be read before it is restored from there."""
+    """The object is in an archive tier and must be restored before it can be read."""
 
     code = "storage.archived"
 
 
 class StorageMisconfigured(StorageError):
-    """The storage answered that the request is set up wrongly: region, endpoint, bucket."""
+    """The storage rejected the configuration: region, endpoint or bucket."""
 
     exit_code = 2
     code = "storage.misconfigured"
@@ -103,8 +102,8 @@ class StorageMisconfigured(StorageError):
 class PathNotFound(StorageError):
     """The storage answered that there is no such file, folder or bucket.
 
-    Most callers turn it into a finding; it reaches the user only where a path
-    that the user gave does not exist.
+    Most callers turn it into a finding. It reaches the user only for a path that the user
+    gave.
     """
 
     exit_code = 2
@@ -112,45 +111,45 @@ class PathNotFound(StorageError):
 
 
 class PathEscape(StorageError):
-    """A path or a link leads outside the folder it was given for; it was not followed."""
+    """A path or a link leads outside its folder; it was not followed."""
 
     exit_code = 25
     code = "path.escape"
 
 
 class AlreadyExists(StorageError):
-    """A write that must create found something there already."""
+    """A write that must create a file found one already there."""
 
     exit_code = 1
     code = "storage.exists"
 
 
 class MetadataUnsafe(CkptctlError):
-    """A pickle asks for something that metadata never holds. Nothing of it has run."""
+    """A pickle refers to a type that metadata never contains. Nothing of it was run."""
 
     exit_code = 25
     code = "metadata.unsafe"
 
 
 class MetadataUnreadable(CkptctlError):
-    """A pickle is damaged: cut short, not a pickle, or not in the form metadata has."""
+    """A pickle is truncated, is not a pickle, or does not have the form of metadata."""
 
     exit_code = 21
     code = "metadata.unreadable"
 
 
 class RecordUnreadable(CkptctlError):
-    """A byte range does not hold one archive as `torch.save` writes it, or its header lies."""
+    """A byte range does not contain one sound `torch.save` archive."""
 
     exit_code = 21
     code = "record.framing"
 
 
 class StepDamaged(CkptctlError):
-    """A step that is being loaded turns out to be bad: `finding` says what, `url` is the step's.
+    """A step is found to be damaged while it is loaded; `finding` states how.
 
-    Its exit code and its `code` are those of the finding. It survives being pickled: DCP
-    sends what a rank raises to all other ranks, and shows it by `str`.
+    `code` and `exit_code` are those of the finding. The exception can be pickled, because DCP
+    sends what one rank raises to all other ranks.
     """
 
     exit_code = 21
@@ -173,9 +172,9 @@ class StepDamaged(CkptctlError):
 
 
 class RecordUnsafe(CkptctlError):
-    """An entry holds something of a type that is not loaded. Nothing of it has run.
+    """An entry contains a type that is not loaded. Nothing of it was run.
 
-    No fault of the storage: an older step of the same program holds the same.
+    The storage is not at fault: older steps of the same program contain the same type.
     """
 
     exit_code = 25
@@ -183,7 +182,7 @@ class RecordUnsafe(CkptctlError):
 
 
 class OwnFileUnreadable(CkptctlError):
-    """A seal or a mark is damaged, or is not one."""
+    """A seal or a mark is damaged."""
 
     exit_code = 22
     code = "own-file.unreadable"
@@ -196,20 +195,20 @@ class OwnFileUnsupported(OwnFileUnreadable):
 
 
 class LogUnreadable(CkptctlError):
-    """A training log is damaged, or is none: nothing can be said of the loss."""
+    """A training log is damaged, or is not a training log."""
 
     exit_code = 31
     code = "loss.unreadable"
 
 
 class LogWithoutLoss(LogUnreadable):
-    """The logs were read, and no step with a loss is in them."""
+    """The logs contain no step with a loss."""
 
     code = "loss.no-loss"
 
 
 class NothingToResume(CkptctlError):
-    """No step was chosen; `exit_code` (10, 11 or 75) says which of the three answers it is."""
+    """No step was chosen; `exit_code` is 10 (fresh run), 11 (none usable) or 75 (unknown)."""
 
     code = "pick.none"
 
@@ -219,48 +218,48 @@ class NothingToResume(CkptctlError):
 
 
 class Fenced(CkptctlError):
-    """A newer attempt has taken the root over: this one may not publish, seal or prune any more."""
+    """A newer attempt owns the root: this one may no longer publish, seal or prune."""
 
     exit_code = 93
     code = "root.fenced"
 
 
 class RanksLost(CkptctlError):
-    """Another rank of the job is gone, or did not come in time."""
+    """Another rank of the job failed, or did not answer in time."""
 
     exit_code = 75
     code = "ranks.lost"
 
 
 class ModelDiffers(UsageError):
-    """The step was saved by another model, or another optimizer, than it is to be loaded into."""
+    """The step was saved from a different model or optimizer than it is loaded into."""
 
     code = "model.differs"
 
 
 class StateRefused(CkptctlError):
-    """The step is whole, but state that the policy asks for could not be restored from it."""
+    """The step is complete, but train state that the policy requires could not be restored."""
 
     exit_code = 23
     code = "state.refused"
 
 
 class LoadFailed(CkptctlError):
-    """The bytes of a step that looked whole could not be loaded: a reason to take an older one."""
+    """A step that passed its inspection could not be loaded; an older one may load."""
 
     exit_code = 21
     code = "load.failed"
 
 
 class SaveFailed(CkptctlError):
-    """A step could not be saved, or not proven whole after it was; older steps are as they were."""
+    """A step could not be saved or not verified after the save; older steps are unchanged."""
 
     exit_code = 75
     code = "save.failed"
 
 
 class GpuFailed(CkptctlError):
-    """The GPU of a rank does not answer, or computes wrongly; another node may do."""
+    """A rank's GPU does not answer or computes wrong results; another node may work."""
 
     exit_code = 75
     code = "gpu.failed"

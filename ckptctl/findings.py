@@ -1,8 +1,7 @@
 """Findings, their codes and severities, and the verdict that they add up to.
 
-`CODES` is the one table of finding codes: each with its severity and the
-verdict that it forces. Which commands say them, and how they look, is the
-business of the floors above.
+`CODES` is the table of all finding codes, each with its severity and the
+verdict that it forces. Higher layers decide how findings are printed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from ckptctl.model import Level, TrainState, WorldSize
 class Severity(str, Enum):
     """How bad one finding is.
 
-    A `fault` makes the step unusable, a `warning` is a suspicion that a person
-    should look at, a `remark` is worth knowing and nothing more.
+    A `fault` makes the step unusable, a `warning` needs a person's attention, a
+    `remark` is for information.
     """
 
     FAULT = "fault"
@@ -96,104 +95,105 @@ def _warning(title: str) -> Code:
 NEVER_FINISHED = frozenset(
     {"metadata.missing", "file.missing", "part.missing", "step.unfinished", "step.in-progress"}
 )
-"""What a save leaves that never came to its end: nothing that was there is lost."""
+"""Codes of an interrupted save: nothing that had been saved is lost."""
 
-# What should be there and is not makes a step `incomplete`; what is there and
-# is wrong makes it `corrupt`.
+# Something missing makes a step `incomplete`; something wrong makes it `corrupt`.
 CODES: Mapping[str, Code] = {
-    "metadata.missing": _fault(Verdict.INCOMPLETE, "there is no metadata"),
-    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata names no entry at all"),
-    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata does not decode"),
-    "metadata.unsafe": _fault(Verdict.UNSAFE, "the metadata asks for code to run"),
-    "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "two metadata compete"),
-    "metadata.foreign": _warning("the metadata calls itself another step"),
+    "metadata.missing": _fault(Verdict.INCOMPLETE, "the metadata file is missing"),
+    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata lists no entries"),
+    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata cannot be decoded"),
+    "metadata.unsafe": _fault(Verdict.UNSAFE, "loading the metadata could run code"),
+    "metadata.ambiguous": _fault(Verdict.INCOMPLETE, "the step has two sets of metadata"),
+    "metadata.foreign": _warning("the metadata names another step"),
     "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing"),
     "shard.truncated": _fault(
-        Verdict.INCOMPLETE, "a shard file is shorter than its metadata needs"
+        Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
     ),
-    "shard.empty": _remark("a shard file of zero bytes that nothing refers to"),
-    "shard.newer": _warning("a shard file is much younger than the metadata that names it"),
-    "shard.stale": _warning("a shard file is as it was in the step before, and others are not"),
+    "shard.empty": _remark("an empty shard file that nothing refers to"),
+    "shard.newer": _warning("a shard file is much newer than the metadata"),
+    "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
     "shard.orphan": _remark("a shard file that no metadata names"),
-    "shard.trailing": _warning("a shard file goes on after its last record"),
+    "shard.trailing": _warning("a shard file contains bytes that no record uses"),
     "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),
-    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges of one file overlap"),
-    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can hold"),
-    "range.stray": _fault(Verdict.CORRUPT, "a byte range that belongs to no entry"),
-    "path.escape": _fault(Verdict.UNSAFE, "a path leads out of the step"),
+    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges in one file overlap"),
+    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can contain"),
+    "range.stray": _fault(Verdict.CORRUPT, "a byte range belongs to no entry"),
+    "path.escape": _fault(Verdict.UNSAFE, "a path leads outside the step"),
     "coverage.gap": _fault(Verdict.INCOMPLETE, "part of a tensor is in no chunk"),
-    "coverage.overlap": _fault(Verdict.CORRUPT, "part of a tensor is in two chunks"),
-    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk sticks out of its tensor"),
+    "coverage.overlap": _fault(Verdict.CORRUPT, "part of a tensor is in more than one chunk"),
+    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk extends beyond its tensor"),
     "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive"),
-    "record.mismatch": _fault(Verdict.CORRUPT, "a record contradicts the metadata"),
-    "record.unsafe": _fault(Verdict.UNSAFE, "a record asks for code to run"),
-    "record.crc": _fault(Verdict.CORRUPT, "bytes do not match the checksum saved with them"),
-    "record.no-crc": _remark("records were saved without checksums"),
-    "record.transformed": _remark("records are compressed; their framing was not read"),
+    "record.mismatch": _fault(Verdict.CORRUPT, "a record does not match the metadata"),
+    "record.unsafe": _fault(Verdict.UNSAFE, "loading a record could run code"),
+    "record.crc": _fault(Verdict.CORRUPT, "the bytes of a record do not match its checksum"),
+    "record.no-crc": _remark("the records have no checksums"),
+    "record.transformed": _remark("the records are compressed, and their framing was not checked"),
     "record.unverifiable": _fault(
-        Verdict.UNVERIFIABLE, "no checksum and no seal proves the bytes of records"
+        Verdict.UNVERIFIABLE, "records have neither checksums nor a seal"
     ),
-    "content.partial": _remark("not every byte was compared"),
+    "content.partial": _remark("only part of the bytes was compared"),
     "content.unfinished": _fault(
-        Verdict.UNVERIFIABLE, "the time was up before every byte was compared"
+        Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished"
     ),
-    "values.not-finite": _warning("a tensor holds NaN or infinity"),
-    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "a format that is not sharded DCP"),
-    "format.no-checksums": _remark("a format that carries no checksums"),
+    "values.not-finite": _warning("a tensor contains NaN or infinity"),
+    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "the format is not sharded DCP"),
+    "format.no-checksums": _remark("the format has no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
-    "file.missing": _fault(Verdict.INCOMPLETE, "a file that the framework writes last is missing"),
-    "file.truncated": _warning("a document beside the shards ends too early"),
-    "file.unreadable": _fault(Verdict.CORRUPT, "a file beside the shards is damaged"),
-    "state.missing": _remark("some train state is not in the step"),
-    "state.lost": _remark("some train state is for another world size"),
-    "state.left-out": _remark("something does not go along into another format"),
-    "state.mixed": _fault(Verdict.CORRUPT, "shards disagree about the optimizer's step"),
-    "world-size.differs": _remark("the step was written by another number of ranks"),
-    "world-size.fixed": _remark("the step loads at the world size that wrote it only"),
-    "step.unfinished": _fault(Verdict.INCOMPLETE, "a save that was never brought to its end"),
-    "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in flight"),
-    "step.changed": _fault(Verdict.CHANGED, "the step changed while it was looked at"),
+    "file.missing": _fault(
+        Verdict.INCOMPLETE, "the file that the framework writes last is missing"
+    ),
+    "file.truncated": _warning("a JSON file beside the shards is truncated"),
+    "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
+    "state.missing": _remark("some train state is missing"),
+    "state.lost": _remark("some train state cannot be restored at this world size"),
+    "state.left-out": _remark("the target format cannot hold part of the step"),
+    "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
+    "world-size.differs": _remark("the step was written by a different number of ranks"),
+    "world-size.fixed": _remark("the step loads only at the world size that wrote it"),
+    "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted"),
+    "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress"),
+    "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
     "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
-    "step.denied": _fault(Verdict.UNKNOWN, "the storage denies access"),
-    "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory to look"),
+    "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
+    "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
     "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step"),
     "step.wrong-step": _fault(
-        Verdict.CORRUPT, "what lies in the folder is an earlier step than its name says"
+        Verdict.CORRUPT, "the folder holds an earlier step than its name states"
     ),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
-    "step.superseded": _fault(Verdict.SUPERSEDED, "the step is of a branch that was abandoned"),
-    "step.accepted": _remark("the step was rejected, and accepted again"),
-    "step.pinned": _remark("the step is pinned: it is not to be removed"),
-    "seal.digest": _fault(Verdict.CORRUPT, "a file is not what was sealed"),
-    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file, or the end of one, is gone"),
-    "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the key given"),
-    "seal.required": _fault(Verdict.UNVERIFIABLE, "no seal proves the step, and one is required"),
-    "seal.invalid": _warning("the seal is damaged, or is no seal"),
-    "seal.unsupported": _warning("the seal was made by a newer ckptctl"),
-    "seal.foreign": _warning("the seal is that of another step"),
-    "seal.outdated": _warning("the step was saved anew after it was sealed"),
+    "step.superseded": _fault(Verdict.SUPERSEDED, "the step belongs to an abandoned branch"),
+    "step.accepted": _remark("the step was rejected and later accepted"),
+    "step.pinned": _remark("the step is pinned, and is not removed"),
+    "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal"),
+    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated"),
+    "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
+    "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
+    "seal.invalid": _warning("the seal is damaged"),
+    "seal.unsupported": _warning("the seal requires a newer ckptctl"),
+    "seal.foreign": _warning("the seal belongs to another step"),
+    "seal.outdated": _warning("the step was saved again after it was sealed"),
     "seal.partial": _warning("the seal does not cover the whole step"),
     "seal.unkeyed": _warning("the seal was made without a key, and one was given"),
-    "seal.no-key": _remark("the seal has a key, and none was given"),
-    "seal.extra": _remark("a file came into the step after it was sealed"),
+    "seal.no-key": _remark("the seal was made with a key, and none was given"),
+    "seal.extra": _remark("a file was added after the step was sealed"),
     "seal.missing": _remark("the step has no seal"),
     "store.contradicts": _fault(
-        Verdict.CORRUPT, "the store gives other bytes than its own checksum is of"
+        Verdict.CORRUPT, "the bytes of an object do not match the checksum that the store reports"
     ),
     "store.rewritten": _fault(
-        Verdict.UNVERIFIABLE, "a sealed file was written again, with bytes that nobody compared"
+        Verdict.UNVERIFIABLE, "a sealed object was written again, and its bytes were not compared"
     ),
     "store.unverifiable": _fault(
-        Verdict.UNVERIFIABLE, "no checksum that the store keeps could be compared with a seal"
+        Verdict.UNVERIFIABLE, "the store has no checksum that can be compared with a seal"
     ),
     "mark.damaged": _warning("a mark cannot be read"),
-    "mark.outdated": _remark("a mark speaks of an earlier save of the step"),
-    "step.duplicate": _warning("two folders stand for one step"),
-    "step.number": _warning("a name has a number that no counter of steps reaches"),
+    "mark.outdated": _remark("a mark refers to an earlier save of the step"),
+    "step.duplicate": _warning("two folders have the same step number"),
+    "step.number": _warning("a name has a step number that is too large"),
     "pointer.differs": _remark("a pointer file names another step"),
-    "root.unavailable": _warning("an optional root is absent or does not answer"),
+    "root.unavailable": _warning("an optional root is missing or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
-    "root.unnumbered": _remark("a checkpoint under the root bears no step number"),
+    "root.unnumbered": _remark("a checkpoint under the root has no step number"),
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),
     "loss.step": _fault(None, "the step counter goes back behind the checkpoint"),
@@ -233,11 +233,10 @@ CODES: Mapping[str, Code] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One observed fault or remark.
+    """One observed fault, warning or remark.
 
-    `where` names the thing: a file, an FQN, a part; relative to the step.
-    `expected` and `found` carry their units. `next_command` is what a reader
-    can run next, None where there is nothing to do.
+    `where` is a file, an FQN or a part, relative to the step. `expected` and `found`
+    include their units. `next_command` is a command to run next, None if there is none.
     """
 
     code: str
@@ -276,11 +275,10 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """How much of a part, or of several, was shown to be what was saved.
+    """How many bytes of one part, or of several, match their checksums.
 
-    `n_asked` are the bytes of all records; `n_bytes` of them, in `n_records` records,
-    match their checksums. `n_values` floating-point values were looked at for NaN and
-    infinity, where that was asked for.
+    `n_asked` counts the bytes of all records; `n_bytes` of them, in `n_records` records,
+    match. `n_values` floating-point values were scanned for NaN and infinity, if requested.
     """
 
     n_asked: int = 0
@@ -302,11 +300,11 @@ NOTHING_PROVEN = Proven()
 
 @dataclass(frozen=True, slots=True)
 class ByStore:
-    """What the store's own checksums say of a sealed step; no byte was read for it.
+    """The comparison of a sealed step with the store's checksums; no bytes are read for it.
 
-    Of the `n_files` sealed files beside the metadata, `n_same` with `n_bytes` bytes are kept
-    with the checksum that was sealed. `n_told` of these had been sealed on the store's word,
-    by an algorithm that was not computed then.
+    For `n_same` of the `n_files` sealed files beside the metadata, with `n_bytes` bytes, the
+    store reports the sealed checksum. For `n_told` of these, the seal had copied the checksum
+    from the store without computing it.
     """
 
     n_files: int
@@ -317,21 +315,18 @@ class ByStore:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What looking at one step found.
+    """The result of the inspection of one step.
 
-    `url` is the step's address, `number` its step number (None where the folder's
-    name gives none), `level` the level that was reached. `exit_code` is the
-    verdict's, or 23, 24 when a condition that was asked for does not hold.
-    `n_bytes`, `n_files`, `n_tensors` and `n_records` say how large the step is,
-    `bytes_read` what looking cost. `digests` are the SHA-256 of the metadata
-    files by their path in the step. `written_s` is when the newest file was
-    written, in seconds since 1970. `ranks` are the ranks that left a file, by part.
-    At level `content`, of the `bytes_in_records` those of `records_proven` records,
-    `bytes_proven`, match their checksums; `values_scanned` are the values that a scan for
-    NaN and infinity has looked at.
-    `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None where no
-    seal speaks of this save. `by_store` is there where the store was asked for its checksums
-    and there was a seal to compare them with.
+    `number` is the step number, None if the folder's name has none; `level` is the level
+    that was reached. `exit_code` is the verdict's, or 23 or 24 if a requirement is not met.
+    `n_bytes`, `n_files`, `n_tensors` and `n_records` are the size of the step; `bytes_read`
+    is what the inspection read. `digests` are the SHA-256 of the metadata files by their path
+    in the step. `written_s` is the modification time of the newest file, in seconds since
+    1970. `ranks` are the ranks that wrote a file, by part.
+    At level `content`, `records_proven` records with `bytes_proven` of the `bytes_in_records`
+    bytes match their checksums; `values_scanned` values were scanned for NaN and infinity.
+    `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None without a seal
+    of this save. `by_store` is None unless the store's checksums were compared with a seal.
     """
 
     url: str
@@ -361,23 +356,23 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """The step is complete and every condition that was asked for holds."""
+        """The step is complete and meets every requirement."""
         return self.exit_code == 0
 
     @property
     def interrupted(self) -> bool:
-        """A save that never came to its end: no fault but what it did not get to write.
+        """The save was interrupted: every fault is something that was not written.
 
-        A mark on it changes nothing about that.
+        A mark on the step does not change this.
         """
         faults = {f.code for f in self.with_severity(Severity.FAULT)} - {"step.superseded"}
         return bool(faults) and faults <= NEVER_FINISHED
 
     @property
     def damaged(self) -> bool:
-        """We looked, and what had been saved is not there any more, or is wrong."""
-        looked_bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
-        return looked_bad and not self.interrupted
+        """Something that had been saved is missing or wrong."""
+        bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
+        return bad and not self.interrupted
 
     def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one severity, in order."""

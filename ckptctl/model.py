@@ -1,11 +1,11 @@
 """The model of a saved step.
 
-Plain data shared by every floor above: steps, parts, files, metadata, train
-state. Nothing here reads, judges or prints.
+Plain data shared by all higher layers: steps, parts, files, metadata, train
+state. Nothing here reads, checks or prints.
 
-Chunks are kept in columns. A step written by 256 ranks holds half a million
-of them, and one Python object each costs a gigabyte; `Chunks` costs some
-40 bytes a chunk and hands out `Chunk` objects one at a time.
+Chunks are stored in columns. A step written by 256 ranks has half a million
+of them, and one Python object each would take a gigabyte; `Chunks` takes about
+40 bytes per chunk and creates `Chunk` objects on demand.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Source: torch 2.13 `c10/core/ScalarType.h`; sub-byte `uint1` to `uint7` and the
 
 
 class Level(str, Enum):
-    """How deep to look at a step, shallowest first."""
+    """How deep an inspection goes, shallowest first."""
 
     LISTING = "listing"
     STRUCTURE = "structure"
@@ -73,9 +73,9 @@ class Level(str, Enum):
 class ByteRange:
     """Where a record lies: `length` bytes from `offset` on in a shard file.
 
-    `file` is the path that the metadata gives, relative to its own folder;
-    nobody has checked yet that it stays inside. `transforms` names what the
-    bytes went through when they were written (`stream.zstd/1`), outermost last.
+    `file` is the path in the metadata, relative to its own folder; it has not been
+    checked for leading outside. `transforms` names the transforms applied when the
+    bytes were written (`stream.zstd/1`), outermost last.
     """
 
     file: str
@@ -91,7 +91,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of elements of one tensor; `offsets` and `sizes` are in elements."""
+    """A slice of one tensor; `offsets` and `sizes` are in elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -179,17 +179,17 @@ class Chunks(Sequence[Chunk]):
         return (self[i] for i in range(self.n_chunks))
 
     def offsets_of(self, index: int) -> tuple[int, ...]:
-        """Where chunk `index` begins, in elements, one entry per dimension."""
+        """The offsets of chunk `index` in elements, one per dimension."""
         at = index * self.n_dims
         return tuple(self.offsets[at : at + self.n_dims])
 
     def sizes_of(self, index: int) -> tuple[int, ...]:
-        """How many elements chunk `index` has, per dimension."""
+        """The sizes of chunk `index` in elements, one per dimension."""
         at = index * self.n_dims
         return tuple(self.sizes[at : at + self.n_dims])
 
     def byte_range_of(self, index: int) -> ByteRange | None:
-        """Where the record of chunk `index` lies, or None where no range is named."""
+        """The byte range of chunk `index`, None if the metadata has none."""
         file = self.files[index]
         if file == NO_FILE:
             return None
@@ -207,9 +207,9 @@ class TensorEntry:
 
     `shape` is the global shape in elements, `()` for a 0-d tensor. `dtype` is
     torch's name without `torch.` (`bfloat16`). `path` is the key path before
-    flattening, where the metadata gives it, else `(fqn,)`. `strides` is only
-    there from torch 2.15 on. `memory_format` is torch's encoding: 0 contiguous,
-    1 channels last, 2 preserve.
+    flattening if the metadata has it, else `(fqn,)`. `strides` is set from torch
+    2.15 on. `memory_format` is torch's encoding: 0 contiguous, 1 channels last,
+    2 preserve.
     """
 
     fqn: str
@@ -237,9 +237,9 @@ class BytesEntry:
 class Metadata:
     """One decoded `.metadata` or `__{rank}.metadata` file.
 
-    `strays` are byte ranges whose key fits no chunk and no bytes entry, as
-    (FQN, offsets or None, range). `checkpoint_id` is what the writer called the
-    folder, None where it did not say. `version` is `Metadata.version`, from
+    `strays` are byte ranges whose key matches no chunk and no bytes entry, as
+    (FQN, offsets or None, range). `checkpoint_id` is the folder's name at the time
+    of the save, if the writer recorded it. `version` is `Metadata.version`, from
     torch 2.9 on. `rank` is the rank of a rank-local file, None for the global
     one. `n_bytes` is the size of the file, `digest` its SHA-256 in hex.
     """
@@ -259,12 +259,12 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file as a listing shows it.
+    """One file in a listing.
 
     `path` is relative to the listed folder, with `/`. `size` is in bytes,
-    `mtime_s` in seconds since 1970 by the storage's clock, None where the store
-    keeps none. `identity` changes when the file is replaced (an ETag; device,
-    inode and mtime in ns), empty where the store has nothing like it.
+    `mtime_s` in seconds since 1970 by the storage's clock, None if the store has
+    none. `identity` changes when the file is replaced (an ETag; device, inode and
+    mtime in ns); it is empty if the store has no such value.
     `link` is the target of a symbolic link, None for anything else; `kind` is
     `file`, `dir`, `link` or `other` (a pipe, a socket, a device).
     """
@@ -298,7 +298,7 @@ SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One folder of tensors in a step: the step itself, `pp0`, `model_and_optim` and the like.
+    """One folder of tensors in a step: the step itself, or `pp0`, `model_and_optim`, ….
 
     `path` is relative to the step, empty for the step's own folder. `files`
     have paths relative to the part.
@@ -311,12 +311,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step directory and what the listing of it showed.
+    """One step directory and its listing.
 
-    `name` is the folder's name (`step_1200`), `number` the training step it
-    stands for, None for a folder whose name gives none. `layout` is the name of
-    the framework's layout, or `dcp`. `files` is everything below the folder,
-    paths relative to it, parts and sidecar files alike.
+    `name` is the folder's name (`step_1200`), `number` the training step in it, None
+    if the name has none. `layout` is the name of the framework's layout, or `dcp`.
+    `files` are all files below the folder, with paths relative to it.
     """
 
     url: str
@@ -334,10 +333,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:
-    """How many ranks wrote a step, and where that was read from.
+    """The number of ranks that wrote a step, and its source.
 
-    `source` is `shard-files`, `train-state`, `seal` or `asked`; `at_least` says
-    that the number is a lower bound.
+    `source` is `shard-files`, `train-state`, `seal` or `asked`. With `at_least` the
+    number is a lower bound.
     """
 
     size: int
@@ -349,9 +348,9 @@ class WorldSize:
 class StatePart:
     """One kind of train state: whether it is present, where, and for how many ranks.
 
-    `where` names the entries or files it was found by. `n_ranks` is set when the
-    state exists once per rank, and is how many there are. `value` is the number
-    itself for `step` and `tokens`, where it was read.
+    `where` names the entries or files that hold it. `n_ranks` is the number of ranks
+    if the state exists once per rank. `value` is the number itself for `step` and
+    `tokens`, if it was read.
     """
 
     found: bool
@@ -362,7 +361,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What a resume from a step would restore, and what it would not."""
+    """The train state in a step, by kind."""
 
     model: StatePart
     optimizer: StatePart
@@ -379,5 +378,5 @@ class TrainState:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The kinds that are there, in the order of `STATE_KINDS`."""
+        """The kinds that are present, in the order of `STATE_KINDS`."""
         return tuple(kind for kind in STATE_KINDS if self.part(kind).found)

@@ -15,36 +15,36 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 
 _VERDICTS = {
-    Verdict.UNSAFE: "The step asks for code to run, or for a file outside itself. Nothing of it "
-    "was run or read.",
-    Verdict.UNKNOWN: "The storage did not let us look. The step may be good or bad.",
-    Verdict.CHANGED: "Files came, went or changed while the step was looked at. Look again when "
-    "nobody writes there.",
-    Verdict.CORRUPT: "What is there is wrong: it contradicts itself or its own checksums.",
-    Verdict.INCOMPLETE: "Something that should be there is not: a file, the end of a file, part "
-    "of a tensor.",
-    Verdict.IN_PROGRESS: "The save is not finished, and something was written a moment ago. Look "
-    "again in a few minutes.",
-    Verdict.UNVERIFIABLE: "Nothing in the step proves it good or bad at the level asked for.",
-    Verdict.REJECTED: "A person or a job has marked the step as not to be used.",
+    Verdict.UNSAFE: "Loading the step could run code or open a file outside it. ckptctl did "
+    "neither.",
+    Verdict.UNKNOWN: "The step could not be inspected. It may be good or bad.",
+    Verdict.CHANGED: "Files were added, removed or changed during the inspection. Try again when "
+    "nothing writes to the step.",
+    Verdict.CORRUPT: "The contents are wrong: they contradict each other or their checksums.",
+    Verdict.INCOMPLETE: "Something is missing: a file, the end of a file, or part of a tensor.",
+    Verdict.IN_PROGRESS: "The save is not finished, and a file was written recently. Try again in "
+    "a few minutes.",
+    Verdict.UNVERIFIABLE: "Nothing proves the step good or bad at the requested level.",
+    Verdict.REJECTED: "A person or a job rejected the step.",
     Verdict.SUPERSEDED: "The step belongs to a branch of the run that was abandoned when the job "
     "resumed from an older step.",
-    Verdict.COMPLETE: "Everything that the metadata promises is there, as far as the level looked.",
+    Verdict.COMPLETE: "Everything that the metadata requires is present, as far as the level "
+    "checks.",
 }
 
 
 _LOSS_VERDICTS = {
-    "discontinuous": "Something is wrong that has no innocent cause: a counter, the data, the "
-    "weights, or the level of the loss. Stop the job, reject the step, take another.",
-    "suspect": "Something differs that should not, and the loss alone cannot say what. A person "
-    "has to look.",
-    "inconclusive": "Nothing speaks against the resume, and too little was logged for it. Wait, "
-    "or give more of the logs.",
-    "no-jump": "The level of the loss did not jump. A lost optimizer, lost random numbers, and "
-    "data that is repeated or skipped show in no curve: only steps that were logged twice show "
-    "them. After a clean stop a canary makes some: `ckptctl loss --canary`.",
-    "continuous": "Steps that were logged twice agree: weights, optimizer, random numbers and "
-    "data are those of before.",
+    "discontinuous": "A counter, the data, the weights or the level of the loss is wrong, without "
+    "a harmless explanation. Stop the job, reject the step, and resume from another.",
+    "suspect": "Something differs that should not, and the logs do not show why. A person has to "
+    "decide.",
+    "inconclusive": "Nothing contradicts a correct resume, but too little was logged to confirm "
+    "it. Wait, or pass more of the logs.",
+    "no-jump": "The level of the loss did not jump. A loss curve does not show a lost optimizer, "
+    "lost RNG states, or repeated or skipped data; only steps that were logged twice do. After a "
+    "clean stop, a canary replay logs some steps twice: `ckptctl loss --canary`.",
+    "continuous": "Steps that were logged twice agree: weights, optimizer, RNG states and data "
+    "are the same as before.",
 }
 
 
@@ -72,7 +72,7 @@ def page(name: str) -> Page:
     if name.isascii() and name.isdigit() and int(name[:4]) in EXIT_CODES:
         return _exit_code_page(int(name))
     raise UsageError(
-        f"there is nothing to explain under {name!r}{_close_to(name)}",
+        f"there is nothing to explain under the name {name!r}{_close_to(name)}",
         next_command="ckptctl explain",
     )
 
@@ -100,7 +100,7 @@ def _consequence(code: str) -> str:
     if code.startswith("loss."):
         return f"{severity}: {_of_loss(code)}."
     if verdict is None:
-        return f"{severity}: it makes no step unusable by itself."
+        return f"{severity}: it does not make a step unusable by itself."
     exit_code = EXIT_DENIED if code == "step.denied" else verdict.exit_code
     return f"{severity}: the step is `{verdict.value}` (`verify` exits with {exit_code})."
 
@@ -110,7 +110,7 @@ def _of_loss(code: str) -> str:
 
     forced = FORCES.get(code)
     if forced is None:
-        return "it decides nothing about the loss by itself"
+        return "it does not change the verdict about the loss"
     return f"the loss is `{forced.value}` (`loss` exits with {forced.exit_code()})"
 
 
@@ -119,7 +119,7 @@ def _verdict_page(verdict: Verdict) -> Page:
     lines = [f"# {verdict.value}", "", _VERDICTS[verdict], ""]
     lines.append(f"`ckptctl verify` exits with {verdict.exit_code}.")
     if codes:
-        lines += ["", "Findings that make a step so:", ""]
+        lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
     return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines))
 
@@ -134,7 +134,7 @@ def _loss_verdict_page(word: str) -> Page:
         lines[-1] = f"{lines[-1][:-1]}, with `--strict` {verdict.exit_code(strict=True)}."
     codes = [code for code, forced in FORCES.items() if forced is verdict]
     if codes:
-        lines += ["", "Findings that make it so:", ""]
+        lines += ["", "Findings with this verdict:", ""]
         lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
     return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines))
 

@@ -177,7 +177,7 @@ class RecordRun:
                 else _Passing(self._sink, number, max(0, self.start - begin))
             )
         if piece.ahead:
-            self._passing.look_ahead(data, last=piece.start + piece.length == end)
+            self._passing.read_ahead(data, last=piece.start + piece.length == end)
         else:
             self._passing.take(data)
             if piece.start + piece.length == min(self._end, end):
@@ -188,7 +188,7 @@ class RecordRun:
         owner = self._sink.ranges.owner(number)
         if owner.transforms:
             unpacking = _Unpacking(self._sink, number, owner)
-            unpacking.look_ahead(data, last=True)
+            unpacking.read_ahead(data, last=True)
             unpacking.take(data)
             unpacking.finish()
         elif _is_unframed(owner, bytes(data[:_MAGIC_BYTES]), bytes(data[-1:])):
@@ -222,7 +222,7 @@ class _Passing:
         self._error = ""
         self._head = b""
 
-    def look_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
+    def read_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
         """Read the directory from the end of the record."""
         self._tail = bytes(data)
         try:
@@ -268,7 +268,7 @@ class _Unpacking:
         except MissingExtra:
             self._unpacker = None
 
-    def look_ahead(self, data: memoryview, *, last: bool) -> None:
+    def read_ahead(self, data: memoryview, *, last: bool) -> None:
         """Decompress the next bytes for the first time."""
         if self._unpacker is None or self._error:
             return
