@@ -22,10 +22,11 @@ from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.parts import PartInspection, inspect_part, inspect_structure, n_reads
 from ckptctl.inspection.relisting import left_out, really_changed
-from ckptctl.inspection.reports import Conditions, report_on
+from ckptctl.inspection.reports import report_on
 from ckptctl.inspection.sidecars import check_documents, read_sidecars
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level, Step, TrainState
+from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
 
@@ -44,32 +45,29 @@ MAX_QUICK_READS = 10_000
 class Inspection:
     """A report, with what it was made from for those who want to show more.
 
-    `level_reason` says why the look was not deeper where nobody asked for a level;
     `notes` are there where ckptctl has noted anything.
     """
 
     report: Report
     step: Step
     parts: tuple[PartInspection, ...] = ()
-    level_reason: str | None = None
     notes: Notes | None = None
 
 
 def inspect_step(
     store: Store,
     named: StepName | str,
-    conditions: Conditions,
+    requirements: Requirements,
     *,
     level: Level | None = None,
-    at_least: Level = Level.LISTING,
     files: Sequence[FileInfo] | None = None,
     content: Asked | None = None,
     older: Older | None = None,
     confirm: bool = True,
 ) -> Inspection:
-    """Look at one step under a root.
+    """Inspect one step under a root.
 
-    `level` is how deep; None means as deep as is cheap here, and `at_least` deep.
+    `level` None is as deep as is cheap on this storage, see `cheap_level`.
     `files` is the listing of the step where the caller has it, `content` what of it is
     to be read at that level, and within which limits. From `structure` on its records are
     compared with those of the first of the `older` steps, where the caller gives these. A
@@ -81,19 +79,17 @@ def inspect_step(
     systems for each small file of train state, and for the seal and each mark where
     there are any; at `structure` the reads that `n_reads` counts, a second listing, and
     what `check_step_before` takes of the older step; at `content` every byte besides.
-    Where the conditions ask for the store's own checksums, one HEAD for each sealed file.
+    Where the requirements ask for the store's own checksums, one HEAD for each sealed file.
     """
     name = named if isinstance(named, str) else named.name
     number = None if isinstance(named, str) else named.number
     step = Step(join_url(store.url, name), name, number, "dcp", (), ())
     try:
         step = _step(step, named, list_step(store, name) if files is None else files)
-        return _inspect(
-            store, step, named, conditions, level, at_least, content, older, confirm=confirm
-        )
+        return _inspect(store, step, named, requirements, level, content, older, confirm=confirm)
     except (StorageError, MemoryError) as error:
         finding = inspection_failed(store, error, step)
-        report = report_on(step, [finding], (), NO_STATE, conditions, level or at_least)
+        report = report_on(step, [finding], (), NO_STATE, requirements, level or Level.LISTING)
         return Inspection(report, step)
 
 
@@ -106,18 +102,17 @@ def _inspect(
     store: Store,
     step: Step,
     named: StepName | str,
-    conditions: Conditions,
+    requirements: Requirements,
     level: Level | None,
-    at_least: Level,
     content: Asked | None,
     older: Older | None,
     *,
     confirm: bool,
 ) -> Inspection:
     parts = [inspect_part(store, step, part) for part in step.parts]
-    reached, reason = _level(store.kind, parts, level, at_least)
+    reached = cheap_level(store.kind, parts) if level is None else level
     if content is not None and content.is_helper:
-        return _help(store, step, parts, conditions, content)
+        return _help(store, step, parts, requirements, content)
     deep = reached.depth >= Level.STRUCTURE.depth
     if deep:
         parts = [inspect_structure(store, step, part) for part in parts]
@@ -136,7 +131,7 @@ def _inspect(
             contents |= {sidecar.path: sidecar.content} if sidecar.content is not None else {}
         findings += _documents(store, step)
     state = train_state(_sources(step, parts, contents))
-    notes = _notes(store, step, parts, conditions, findings)
+    notes = _notes(store, step, parts, requirements, findings)
     findings += notes.findings if notes else ()
     if further and older is not None:
         findings = [*_wrong_step(store, step, parts, state, notes, findings, older)]
@@ -153,7 +148,7 @@ def _inspect(
         elif not sealed:
             findings += _no_seal(step)
     by_store = None
-    if conditions.remote_checksums:
+    if requirements.remote_checksums:
         from ckptctl.inspection.store_checksums import ask_store
 
         by_store, said = ask_store(store, step, seal, findings)
@@ -168,14 +163,14 @@ def _inspect(
         findings,
         parts,
         state,
-        conditions,
+        requirements,
         reached,
         seal=seal,
         n_read=n_read,
         proven=proven,
         by_store=by_store,
     )
-    return Inspection(report, step, tuple(parts), reason, notes)
+    return Inspection(report, step, tuple(parts), notes)
 
 
 def _wrong_step(
@@ -219,7 +214,7 @@ def _help(
     store: Store,
     step: Step,
     parts: Sequence[PartInspection],
-    conditions: Conditions,
+    requirements: Requirements,
     content: Asked,
 ) -> Inspection:
     """Read this process's share of the bytes, for another one that makes the report."""
@@ -231,7 +226,7 @@ def _help(
         read.findings,
         parts,
         NO_STATE,
-        conditions,
+        requirements,
         Level.CONTENT,
         n_read=read.n_read,
         proven=read.proven,
@@ -243,17 +238,17 @@ def _notes(
     store: Store,
     step: Step,
     parts: Sequence[PartInspection],
-    conditions: Conditions,
+    requirements: Requirements,
     findings: Sequence[Finding],
 ) -> Notes | None:
     """What ckptctl has noted about the step; None where there is nothing to be read."""
-    asked = conditions.require_seal or conditions.marks is not None
+    asked = requirements.require_seal or requirements.marks is not None
     if not asked and not any(layouts.is_own(file.path) for file in step.files):
         return None
     from ckptctl.inspection.seal_and_marks import read_notes
 
     at_fault = {finding.where for finding in findings if finding.severity is Severity.FAULT}
-    return read_notes(store, step, parts, conditions, at_fault)
+    return read_notes(store, step, parts, requirements, at_fault)
 
 
 def _comparison(
@@ -284,23 +279,26 @@ def _no_seal(step: Step) -> Iterator[Finding]:
     )
 
 
-def _level(
-    kind: Kind, parts: Sequence[PartInspection], level: Level | None, at_least: Level
-) -> tuple[Level, str | None]:
-    """The level to look at, and why it is not deeper where nobody asked for one."""
-    if level is not None:
-        return max(level, at_least, key=lambda asked: asked.depth), None
-    reads = sum(n_reads(part) for part in parts)
-    n_bytes = sum(file.size for part in parts for file in part.part.files)
+def cheap_level(kind: Kind, parts: Sequence[PartInspection]) -> Level:
+    """The level of an inspection for which nobody asked for a level."""
+    cheap = kind is not Kind.OBJECT and _n_reads(parts) <= MAX_QUICK_READS
+    return Level.STRUCTURE if cheap else Level.LISTING
+
+
+def why_not_deeper(kind: Kind, inspection: Inspection) -> str:
+    """What the next level would have cost, or what it would have compared."""
+    parts = inspection.parts
+    if inspection.report.level is Level.STRUCTURE:
+        n_bytes = sum(file.size for part in parts for file in part.part.files)
+        return f"the checksums of its {n_bytes:,} bytes were not compared"
+    n_reads = _n_reads(parts)
     if kind is Kind.OBJECT:
-        why = f"--level structure would send {reads:,} more requests"
-    elif reads > MAX_QUICK_READS:
-        why = f"--level structure would take {reads:,} reads"
-    else:
-        at_least = max(Level.STRUCTURE, at_least, key=lambda asked: asked.depth)
-    if at_least is Level.LISTING:
-        return at_least, why
-    return at_least, f"the checksums of its {n_bytes:,} bytes were not compared"
+        return f"--level structure would send {n_reads:,} more requests"
+    return f"--level structure would take {n_reads:,} reads"
+
+
+def _n_reads(parts: Sequence[PartInspection]) -> int:
+    return sum(n_reads(part) for part in parts)
 
 
 def _documents(store: Store, step: Step) -> Iterator[Finding]:

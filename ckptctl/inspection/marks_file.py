@@ -9,6 +9,7 @@ import os
 import shlex
 import stat
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
@@ -43,9 +44,16 @@ def read_marks_file(path: str) -> MarksInFile:
 
     Raises `UsageError` where the file, or a line of it, cannot be read: that line may be a
     rejection of any step, and a rejection must not be passed over.
+
+    Cost: one read of the file; it is parsed only where it has changed since the last call.
     """
+    return _parsed(path, _content(path))
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: str, content: bytes) -> MarksInFile:
     marks = []
-    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -60,6 +68,12 @@ def read_marks_file(path: str) -> MarksInFile:
                 next_command=f"sed -n {number}p {shlex.quote(path)}",
             ) from error
     return MarksInFile(path, tuple(marks))
+
+
+def check_marks_file(path: str | None) -> None:
+    """Raise as `read_marks_file` does, before anything else is asked of a storage."""
+    if path is not None:
+        read_marks_file(path)
 
 
 def _content(path: str) -> bytes:

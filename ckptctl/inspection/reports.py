@@ -1,11 +1,10 @@
-"""Add up the findings of one step to a report, under the caller's conditions."""
+"""Add up the findings of one step to a report, under the caller's requirements."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.formatting import inside
@@ -33,24 +32,10 @@ from ckptctl.findings import (
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.inspection.parts import PartInspection
 from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
+from ckptctl.options import Requirements
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
-    from ckptctl.inspection.marks_file import MarksInFile
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What the caller asks of a step beyond being complete; `verify` explains each."""
-
-    require: tuple[str, ...] = ()
-    world_size: int | None = None
-    saved_world_size: int | None = None
-    grace_s: float = 600.0
-    require_seal: bool = False
-    seal_key: bytes | None = field(default=None, repr=False)
-    remote_checksums: bool = False
-    marks: MarksInFile | None = None
 
 
 def report_on(
@@ -58,7 +43,7 @@ def report_on(
     findings: Sequence[Finding],
     parts: Sequence[PartInspection],
     state: TrainState,
-    conditions: Conditions,
+    requirements: Requirements,
     level: Level,
     *,
     seal: Seal | None = None,
@@ -66,7 +51,7 @@ def report_on(
     proven: Proven = NOTHING_PROVEN,
     by_store: ByStore | None = None,
 ) -> Report:
-    """Add up what was found of a step, and hold it against the conditions.
+    """Add up what was found of a step, and hold it against the requirements.
 
     `seal` is the one that speaks of the step, `n_read` how many bytes level `content`
     has read, `proven` what it has proven, `by_store` what the store's checksums say.
@@ -74,14 +59,14 @@ def report_on(
     looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
-    found = [*_in_flight(step, findings, conditions.grace_s)]
+    found = [*_in_flight(step, findings, requirements.grace_s)]
     if looked and step.parts:
         if _is_known(parts):
-            found += check_required(state, conditions.require, step.url)
-        if conditions.saved_world_size is not None:
-            found += check_saved_world_size(step.parts, conditions.saved_world_size, step.url)
-        if conditions.world_size is not None:
-            found += check_world_size(step.parts, state, saved, conditions.world_size, step.url)
+            found += check_required(state, requirements.require, step.url)
+        if requirements.saved_world_size is not None:
+            found += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
+        if requirements.world_size is not None:
+            found += check_world_size(step.parts, state, saved, requirements.world_size, step.url)
     verdict = verdict_of(found)
     metadata = [(look.part.path, one) for look in parts for one in look.metadata]
     files = _saved_files(step)
@@ -90,7 +75,7 @@ def report_on(
         number=step.number,
         layout=step.layout,
         verdict=verdict,
-        exit_code=_exit_code(verdict, found, state, conditions),
+        exit_code=_exit_code(verdict, found, state, requirements),
         level=level,
         findings=in_order(found),
         state=state,
@@ -167,20 +152,20 @@ def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Itera
 
 
 def _exit_code(
-    verdict: Verdict, findings: Sequence[Finding], state: TrainState, conditions: Conditions
+    verdict: Verdict, findings: Sequence[Finding], state: TrainState, requirements: Requirements
 ) -> int:
     if verdict is Verdict.UNKNOWN:
         denied = any(finding.code == "step.denied" for finding in findings)
         return EXIT_DENIED if denied else verdict.exit_code
     codes = {finding.code for finding in findings}
     lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
-    fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(conditions.require)
+    fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(requirements.require)
     if verdict is Verdict.UNVERIFIABLE and fixed:
         return EXIT_WORLD_SIZE
     if verdict is not Verdict.COMPLETE:
         return verdict.exit_code
     if fixed:
         return EXIT_WORLD_SIZE
-    if any(kind not in state.held for kind in conditions.require):
+    if any(kind not in state.held for kind in requirements.require):
         return EXIT_STATE_MISSING
     return 0

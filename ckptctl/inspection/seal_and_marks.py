@@ -27,9 +27,11 @@ from ckptctl.formats.own.marks import (
     standing,
 )
 from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
+from ckptctl.inspection.marks_file import read_marks_file
 from ckptctl.inspection.parts import PartInspection
-from ckptctl.inspection.reports import Conditions, metadata_path
+from ckptctl.inspection.reports import metadata_path
 from ckptctl.model import FileInfo, Step
+from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, Store, TooLarge
 
 MAX_MARKS = 256
@@ -65,7 +67,7 @@ def read_notes(
     store: Store,
     step: Step,
     parts: Sequence[PartInspection],
-    conditions: Conditions,
+    requirements: Requirements,
     known_faults: Collection[str] = (),
 ) -> Notes:
     """Read the seal and the marks of a step, and hold them against what was seen of it.
@@ -80,17 +82,17 @@ def read_notes(
     }
     current = metadata_digest(tuple(metadata.items()))
     marks, damaged = _marks_of(store, step, current)
-    if conditions.marks is not None:
-        marks += conditions.marks.on_step(step.url, step.number, current)
+    if requirements.marks is not None:
+        marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
     own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
     named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}
     seal, about = _seal_of(store, step)
     if seal is not None:
-        said = check_seal(seal, Seen(step, metadata, named), key=conditions.seal_key)
+        said = check_seal(seal, Seen(step, metadata, named), key=requirements.key)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in said if finding.where not in known_faults]
-    if conditions.require_seal and (
+    if requirements.require_seal and (
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
         about.append(_required(step, seal, about))

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import Level
+from ckptctl.options import Requirements
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Wanted, one_writer, slices_for
 from ckptctl.resharding.sources import Source, source_of
@@ -85,7 +85,7 @@ def countable(store: Store, name: str) -> Source | None:
         files = list_step(store, name)
         if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
             return None
-        asked = conditions((), None, None, 0.0)
+        asked = Requirements(grace_s=0.0)
         source = source_of(inspect_step(store, name, asked, level=Level.LISTING, files=files))
     except (StorageError, UsageError):
         return None

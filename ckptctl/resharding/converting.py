@@ -21,11 +21,10 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.reports import Conditions
 from ckptctl.model import SHARDED, Level, PartFormat
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions
 from ckptctl.resharding.exporting import (
@@ -133,7 +132,7 @@ def convert(
     with one_file(source, opening) as file:
         if file is not None:
             return _from_file(asked, file, opening)
-    checked = conditions((), None, None, grace_s)
+    checked = Requirements(grace_s=grace_s)
     with open_target(source, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
         if found.is_file:
             return _from_file(asked, OneFile(found.store, found.files[0]), opening)
@@ -221,7 +220,7 @@ def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
 
 
 def _from_folder(
-    asked: _Asked, found: OpenTarget, looked: Inspection, checked: Conditions, opening: Opening
+    asked: _Asked, found: OpenTarget, looked: Inspection, checked: Requirements, opening: Opening
 ) -> Converted:
     """Make a step from a folder of safetensors."""
     _check_makes_step(asked, "a folder of safetensors")

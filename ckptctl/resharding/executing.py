@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import ProcessGroup
 from ckptctl.inspection.step_listing import list_step
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.journal import entry_path, note, noted, work_folder
@@ -311,7 +311,7 @@ class _Work:
         shown = self._shown(store)
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),
-            conditions((), None, saved, 600.0, key=options.key),
+            Requirements(saved_world_size=saved, key=options.key),
             key=options.key,
             replace=True,
             accept_unverifiable=options.accept_unverifiable,

@@ -15,11 +15,10 @@ from typing import NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
 from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import Asked, ProcessGroup
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.reports import Conditions
 from ckptctl.model import Level
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, WriteOptions, write
@@ -274,9 +273,9 @@ def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | Non
 @contextmanager
 def opened_step(
     step: str, pattern: str | None, grace_s: float, opening: Opening
-) -> Iterator[tuple[OpenTarget, Conditions]]:
+) -> Iterator[tuple[OpenTarget, Requirements]]:
     """The step that an argument names, open, and the conditions for its inspection."""
-    checked = conditions((), None, None, grace_s)
+    checked = Requirements(grace_s=grace_s)
     with open_target(step, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
         if found.is_file:
             raise UsageError(
@@ -287,7 +286,7 @@ def opened_step(
 
 
 def inspect_whole(
-    found: OpenTarget, checked: Conditions, *, accept_unverifiable: bool
+    found: OpenTarget, checked: Requirements, *, accept_unverifiable: bool
 ) -> Inspection:
     """Inspect a step as deep as needed to trust all but its elements.
 

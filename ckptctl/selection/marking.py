@@ -26,10 +26,10 @@ from ckptctl.formats.own.marks import (
     metadata_digest,
     standing,
 )
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.marks_file import add_mark
 from ckptctl.model import Level
+from ckptctl.options import Requirements
 from ckptctl.selection.results import Marked
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import Store
@@ -66,7 +66,7 @@ def mark(
     spoken = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
     _check_words(spoken, reason, evidence, by)
-    asked = conditions((), None, None, 600.0, marks=marks)
+    asked = Requirements(marks=marks)
     with open_target(
         step,
         asked=asked,

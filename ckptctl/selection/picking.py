@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
-from ckptctl.inspection.arguments import conditions, known_level, not_negative
-from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.reports import Conditions
+from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.marks_file import check_marks_file
 from ckptctl.model import Level
+from ckptctl.options import Requirements, known_level, not_negative
 from ckptctl.selection.branches import Resume, left_behind, ruled_out
 from ckptctl.selection.choosing import (
     Candidate,
@@ -102,15 +102,16 @@ def pick(
             "--create makes the root of a new run, and goes with --allow-fresh",
             instead="--allow-fresh",
         )
-    asked = conditions(
-        require,
-        world_size,
-        saved_world_size,
-        grace_s,
+    asked = Requirements(
+        require=require,
+        world_size=world_size,
+        saved_world_size=saved_world_size,
+        grace_s=grace_s,
         require_seal=require_seal,
         key=key,
         marks=marks,
     )
+    check_marks_file(asked.marks)
     fallback = int(not_negative("max-fallback", max_fallback))
     policy = Policy(allow_missing_state, accept_unverifiable, before, frozenset(skip), fallback)
     level = known_level(level)
@@ -140,7 +141,7 @@ class CachingInspector:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        asked: Conditions,
+        asked: Requirements,
         level: Level | None,
     ) -> None:
         self._tiers = tiers
@@ -159,8 +160,7 @@ class CachingInspector:
                 tier.store,
                 candidate.named,
                 self._asked,
-                level=self.level,
-                at_least=at_least,
+                level=self._level(at_least),
                 files=tier.trees.get(candidate.named.name),
                 content=self.content,
                 older=partial(self._older, candidate),
@@ -171,6 +171,11 @@ class CachingInspector:
                 known = ruled_out(known, left)
             self.looked[candidate] = known
         return known.report
+
+    def _level(self, at_least: Level) -> Level | None:
+        if at_least is Level.LISTING:
+            return self.level
+        return max(self.level or at_least, at_least, key=lambda level: level.depth)
 
     def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
         """The resumes that the other roots record; in its own a mark rules a step out."""
@@ -198,9 +203,16 @@ class CachingInspector:
         return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
-        """Why the look that gave a report was not deeper."""
+        """Why an inspection was not deeper; None where a level was asked for."""
+        if self.level is not None:
+            return None
         return next(
-            (one.level_reason for one in self.looked.values() if one.report is report), None
+            (
+                why_not_deeper(self._tiers[candidate.tier].store.kind, one)
+                for candidate, one in self.looked.items()
+                if one.report is report
+            ),
+            None,
         )
 
 
@@ -208,7 +220,7 @@ def _pick(
     named: Roots,
     tiers: Sequence[Tier],
     pattern: re.Pattern[str] | None,
-    asked: Conditions,
+    asked: Requirements,
     policy: Policy,
     level: Level | None,
     open_other: OpenStore,

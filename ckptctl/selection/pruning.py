@@ -15,10 +15,10 @@ from functools import partial
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
-from ckptctl.inspection.arguments import conditions, known_level
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
 from ckptctl.model import Level
+from ckptctl.options import Requirements, known_level
 from ckptctl.selection.choosing import Candidate, Policy, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
@@ -92,7 +92,8 @@ def prune(
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
-    asked = conditions((), None, None, _GRACE_S, marks=marks)
+    asked = Requirements(grace_s=_GRACE_S, marks=marks)
+    marks_before = read_marks_file(marks) if marks is not None else None
     level = known_level(level)
     compiled = compile_pattern(pattern)
     with open_store(
@@ -105,7 +106,7 @@ def prune(
             Tier(store, listing, trees=trees),
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
-            remove=partial(_remove, store, asked.marks) if apply else None,
+            remove=partial(_remove, store, marks_before) if apply else None,
             on_looked=on_looked,
         )
         uploads = abandoned_uploads(store, compiled)

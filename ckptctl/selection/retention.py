@@ -18,9 +18,9 @@ from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, StepName, is_own, step_name
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.reports import Conditions
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level
+from ckptctl.options import Requirements
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     Candidate,
@@ -59,7 +59,7 @@ class Rules:
     """
 
     keep: int
-    asked: Conditions
+    asked: Requirements
     policy: Policy = field(default_factory=Policy)
     level: Level | None = None
     unsealed: bool = False

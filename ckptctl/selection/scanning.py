@@ -16,8 +16,9 @@ from functools import partial
 
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report
 from ckptctl.formats.frameworks.layouts import compile_pattern
-from ckptctl.inspection.arguments import conditions, known_level, not_negative
+from ckptctl.inspection.marks_file import check_marks_file
 from ckptctl.model import Level
+from ckptctl.options import Requirements, known_level, not_negative
 from ckptctl.selection.choosing import Candidate, Choice, Policy, choose, in_order
 from ckptctl.selection.empty_roots import Beginning, check_unnumbered
 from ckptctl.selection.picking import (
@@ -81,15 +82,16 @@ def scan(
     for each folder that is no step, at most `MAX_FOLDERS_TRIED`. On an object store where
     all steps are shown, one request for 1,000 objects takes the place of their listings.
     """
-    asked = conditions(
-        require,
-        world_size,
-        saved_world_size,
-        grace_s,
+    asked = Requirements(
+        require=require,
+        world_size=world_size,
+        saved_world_size=saved_world_size,
+        grace_s=grace_s,
         require_seal=require_seal,
         key=key,
         marks=marks,
     )
+    check_marks_file(asked.marks)
     named = roots_in(roots, optional_roots)
     fallback = int(not_negative("max-fallback", max_fallback))
     policy = Policy(allow_missing_state, accept_unverifiable, before, frozenset(skip), fallback)

@@ -29,13 +29,12 @@ from ckptctl.formats.own.seals import (
     SealedFile,
     seal_bytes,
 )
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.relisting import really_changed
-from ckptctl.inspection.reports import Conditions
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level, WorldSize
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.records.digest_runs import DigestRun, Stretch
 from ckptctl.selection.results import Sealed
@@ -83,7 +82,7 @@ def seal(
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
-    asked = conditions((), None, saved_world_size, grace_s, key=key, marks=marks)
+    asked = Requirements(saved_world_size=saved_world_size, grace_s=grace_s, key=key, marks=marks)
     with open_target(
         step,
         asked=asked,
@@ -106,7 +105,7 @@ def seal(
 
 def seal_found(
     found: OpenTarget,
-    asked: Conditions,
+    asked: Requirements,
     *,
     key: bytes | None = None,
     replace: bool = False,

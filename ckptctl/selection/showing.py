@@ -12,8 +12,8 @@ from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.parts import PartInspection
-from ckptctl.inspection.reports import Conditions
 from ckptctl.model import DTYPE_SIZES, Level, Metadata, TensorEntry
+from ckptctl.options import Requirements
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
 from ckptctl.selection.verifying import inspect_target
 
@@ -34,7 +34,7 @@ def show(
     looked = inspect_target(
         step,
         level=Level.LISTING,
-        asked=Conditions(),
+        asked=Requirements(),
         pattern=pattern,
         storage_options=storage_options,
         endpoint_url=endpoint_url,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file
-from ckptctl.inspection.arguments import conditions, known_level, not_negative
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.reports import Conditions
+from ckptctl.inspection.marks_file import check_marks_file
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level
+from ckptctl.options import Requirements, known_level, not_negative
 from ckptctl.selection.lone_files import check_no_lone_file
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root, older_steps
@@ -94,11 +94,11 @@ def verify(
     return inspect_target(
         step,
         level=level,
-        asked=conditions(
-            require,
-            world_size,
-            saved_world_size,
-            grace_s,
+        asked=Requirements(
+            require=require,
+            world_size=world_size,
+            saved_world_size=saved_world_size,
+            grace_s=grace_s,
             require_seal=require_seal,
             key=key,
             marks=marks,
@@ -158,7 +158,7 @@ def inspect_target(
     step: str,
     *,
     level: Level | None,
-    asked: Conditions,
+    asked: Requirements,
     pattern: str | None = None,
     content: Asked | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -223,7 +223,7 @@ class OpenTarget:
 def open_target(
     step: str,
     *,
-    asked: Conditions,
+    asked: Requirements,
     pattern: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
@@ -233,6 +233,7 @@ def open_target(
 
     Raises `UsageError` and `PathNotFound` where there is no such step.
     """
+    check_marks_file(asked.marks)
     target = parse_target(step)
     if target.which == "auto":
         target = parse_target(
@@ -244,8 +245,8 @@ def open_target(
                 saved_world_size=asked.saved_world_size,
                 grace_s=asked.grace_s,
                 require_seal=asked.require_seal,
-                key=asked.seal_key,
-                marks=asked.marks.path if asked.marks else None,
+                key=asked.key,
+                marks=asked.marks,
                 storage_options=storage_options,
                 endpoint_url=endpoint_url,
                 timeout_s=timeout_s,

@@ -28,9 +28,9 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
-from ckptctl.inspection.arguments import known_level
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
+from ckptctl.options import known_level
 from ckptctl.selection.empty_roots import judge_empty
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Answer, PassedOver

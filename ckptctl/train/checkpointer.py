@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.inspection.arguments import conditions, known_level
 from ckptctl.model import Level
+from ckptctl.options import Requirements, known_level
 from ckptctl.selection.choosing import Policy
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import join_url, open_store
@@ -335,7 +335,7 @@ class Checkpointer:
                 self._job.store,
                 saver.token,
                 keep,
-                conditions(looking.require, None, None, looking.grace_s, key=looking.key),
+                Requirements(require=looking.require, grace_s=looking.grace_s, key=looking.key),
                 Policy(allow_missing_state=looking.allow_missing_state),
                 self._job.tell,
             )

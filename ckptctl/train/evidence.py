@@ -20,9 +20,9 @@ from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, step_name
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
+from ckptctl.options import Requirements
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.selection.marking import check_inspected, new_mark, put_mark
@@ -297,4 +297,4 @@ def move_aside(store: LocalStore, token: Token, name: str) -> str:
 
 
 def _inspect(store: Store, named: StepName) -> Inspection:
-    return inspect_step(store, named, conditions((), None, None, 0.0), level=Level.LISTING)
+    return inspect_step(store, named, Requirements(grace_s=0.0), level=Level.LISTING)

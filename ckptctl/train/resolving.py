@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptctl.inspection.arguments import known_level
 from ckptctl.model import Level
+from ckptctl.options import known_level
 from ckptctl.selection.tiers import roots_in
 from ckptctl.train.agreement import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
 from ckptctl.train.process_group import PATIENCE_S, make_group

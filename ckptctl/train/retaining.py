@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from ckptctl.errors import CkptctlError
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.reports import Conditions
 from ckptctl.model import Level
+from ckptctl.options import Requirements
 from ckptctl.selection.choosing import Candidate, Policy
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.picking import CachingInspector
@@ -39,7 +39,7 @@ class Retention:
     """
 
     def __init__(
-        self, store: Store, token: Token, keep: int, asked: Conditions, policy: Policy, tell: Tell
+        self, store: Store, token: Token, keep: int, asked: Requirements, policy: Policy, tell: Tell
     ) -> None:
         self._store = store
         self._token = token

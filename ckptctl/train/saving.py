@@ -34,10 +34,10 @@ from ckptctl.formats.digests import Algorithm
 from ckptctl.formats.frameworks.layouts import name_of_attempt, shard_rank, step_name
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.leftovers import abandoned_uploads
@@ -123,7 +123,7 @@ def make_place(saver: Saver, step: int) -> str | None:
     taken = [one for one in list_root(saver.store).steps if one.number == step]
     moved = None
     for one in taken:
-        looked = inspect_step(saver.store, one, conditions((), None, None, _GRACE_S))
+        looked = inspect_step(saver.store, one, Requirements(grace_s=_GRACE_S))
         report = looked.report
         if report.verdict is Verdict.COMPLETE or report.verdict is Verdict.UNVERIFIABLE:
             raise UsageError(
@@ -385,7 +385,7 @@ def _put_seal(
     looked = inspect_step(
         saver.store,
         named or name,
-        conditions((), None, saver.group.size, _GRACE_S),
+        Requirements(saved_world_size=saver.group.size, grace_s=_GRACE_S),
         level=Level.LISTING,
     )
     report = looked.report

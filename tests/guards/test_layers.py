@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 LAYERS = {
     "errors": 0,
     "model": 0,
+    "options": 0,
     "findings": 0,
     "storage": 1,
     "formats": 2,

@@ -14,9 +14,9 @@ from made_steps import grid, octets, read_step, write_step
 import ckptctl
 from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
+from ckptctl.options import Requirements
 from ckptctl.resharding.executing import Place, WriteOptions, Written, write
 from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
 from ckptctl.resharding.planning import Plan, Wanted, plan
@@ -63,8 +63,8 @@ MESHES = st.one_of(
 
 def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
-    with open_target(str(source), asked=conditions((), None, None, 600.0)) as found:
-        checked = conditions((), None, None, 600.0)
+    with open_target(str(source), asked=Requirements()) as found:
+        checked = Requirements()
         looked = inspect_step(found.store, found.named, checked, level=Level.STRUCTURE)
         assert looked.report.exit_code == 0, looked.report.findings
         planned = plan(source_of(looked), wanted)

@@ -20,7 +20,7 @@ from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.dcp.writing import SavedChunk, SavedTensor, metadata_bytes
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.reports import Conditions
+from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind
 from ckptctl.storage.local import LocalStore
 
@@ -240,7 +240,7 @@ def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_p
     def counts(older: Sequence[str]) -> Mapping[str, int]:
         store = FaultyStore(LocalStore(str(tmp_path)), kind=Kind.OBJECT)
         steps = [one for name in older if (one := step_name(name))]
-        inspect_step(store, named, Conditions(), level=Level.STRUCTURE, older=lambda: steps)
+        inspect_step(store, named, Requirements(), level=Level.STRUCTURE, older=lambda: steps)
         return store.calls
 
     alone, compared = counts([]), counts(["step_10"])
@@ -259,7 +259,7 @@ def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_pat
         store = FaultyStore(LocalStore(str(tmp_path)))
         store.fail("read", StorageUnavailable("no answer"), path=path)
         return inspect_step(
-            store, named, Conditions(), level=Level.STRUCTURE, older=lambda: [older]
+            store, named, Requirements(), level=Level.STRUCTURE, older=lambda: [older]
         ).report
 
     assert report("step_10/.metadata").verdict is Verdict.COMPLETE

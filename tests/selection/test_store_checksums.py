@@ -14,8 +14,8 @@ from services.plugin import S3Server
 import ckptctl
 from ckptctl import Level, Report, Severity
 from ckptctl.formats.own.seals import SEAL, Seal, parse_seal, seal_bytes
-from ckptctl.inspection.arguments import conditions
 from ckptctl.inspection.step_listing import list_step
+from ckptctl.options import Requirements
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Checksum, Kept, Store
@@ -238,7 +238,7 @@ def test_a_checksum_is_sealed_where_the_bytes_come_to_it(
     with open_store(root, storage_options=step.server.options) as store:
         saying = Saying(store, SHARD, checksum)
         found = OpenTarget(saying, "step_200", list_step(store, "step_200"))
-        done = seal_found(found, conditions((), None, None, 600.0))
+        done = seal_found(found, Requirements())
     assert done.exit_code == exit_code
     if sealed is None:
         assert faults(done.report) == [("store.contradicts", SHARD)]
