@@ -70,6 +70,7 @@ def doctor(
 def _own_variables() -> frozenset[str]:
     """The variables of all options, the key of seals, and what runbooks hand to their commands."""
     from ckptctl.cli.app import COMMANDS
+    from ckptctl.distributed.launcher import RESTART_COUNT
 
     options = (
         about
@@ -82,6 +83,6 @@ def _own_variables() -> frozenset[str]:
     return frozenset(str(getattr(about, "envvar", None)) for about in options) | {
         SEAL_KEY,
         "CKPTCTL_PYTHON",
-        "CKPTCTL_RESTART_COUNT",
+        RESTART_COUNT,
         "CKPTCTL_COLUMNS",
     }

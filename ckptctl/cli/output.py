@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -23,6 +23,7 @@ from ckptctl.errors import CkptctlError, UsageError
 
 if TYPE_CHECKING:
     from ckptctl.cli.documents import Document
+    from ckptctl.distributed.process_group import ProcessGroup
 
 _STRIP_WIDTH = 80
 """How wide pictures are where there is no terminal to fit them to."""
@@ -130,7 +131,7 @@ class Output:
         self._complete = str
 
     def step_aside(self) -> None:
-        """Say nothing but errors, and those on standard error: another process gives the answer."""
+        """Print errors only, and those on standard error: rank 0 prints the answer."""
         self.as_json, self.quiet, self._report_file = False, True, None
         self._aside = True
 
@@ -346,3 +347,14 @@ def _replace_file(path: str, text: str) -> None:
         os.replace(aside, path)
     except OSError as error:
         raise UsageError(f"the report cannot be written to {path}: {error.strerror}") from error
+
+
+def process_group(stack: ExitStack, out: Output) -> ProcessGroup:
+    """The processes in which torchrun or srun started this command; only rank 0 prints."""
+    from ckptctl.distributed.launcher import launched_rank
+    from ckptctl.distributed.process_group import joined
+
+    launched = launched_rank(os.environ)
+    if launched is not None and launched.rank > 0:
+        out.step_aside()
+    return stack.enter_context(joined(launched))

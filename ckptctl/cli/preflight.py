@@ -31,8 +31,7 @@ from ckptctl.cli.options import (
     WorldSizeOpt,
     option,
 )
-from ckptctl.cli.output import Output
-from ckptctl.cli.process_group import process_group
+from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.values import (
     level_of,
     parse_counts,
@@ -165,7 +164,7 @@ def preflight(
         out.document_line(report_from_here([*roots], step, node_probe, storage))
         return 0
     with ExitStack() as stack:
-        crew = process_group(stack, out)
+        group = process_group(stack, out)
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
@@ -191,14 +190,14 @@ def preflight(
             marks=marks,
             logs=log or (),
             launchers=parse_launchers(launcher, storage["timeout_s"]),
-            crew=crew,
+            group=group,
             **storage,
         )
     document = partial(preflight_document, found)
     out.save(document)
     if out.as_json:
         out.document(document())
-    elif crew is None or crew.rank == 0:
+    elif group.is_first:
         if out.talks or found.exit_code:
             out.lines(preflight_lines(found), to=out.err)
         if found.path is not None:

@@ -24,8 +24,7 @@ from ckptctl.cli.options import (
     Storage,
     option,
 )
-from ckptctl.cli.output import Output
-from ckptctl.cli.process_group import process_group
+from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import reshard_lines
 
@@ -125,20 +124,18 @@ def reshard(
         **storage,
     }
     with ExitStack() as stack:
-        crew = None
         if apply:
-            crew = process_group(stack, out)
+            group = process_group(stack, out)
             answer = ckptctl.reshard(
                 step,
                 target,
                 jobs=jobs,
                 key=seal_key(key_file),
-                crew=crew,
+                group=group,
                 on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
                 **wanted,
             )
-            if crew is not None:
-                answer = replace(answer, exit_code=crew.agree(answer.exit_code))
+            answer = replace(answer, exit_code=group.agree(answer.exit_code))
         else:
             answer = ckptctl.plan_reshard(step, target, **wanted)
             if not answer.exit_code:

@@ -23,8 +23,7 @@ from ckptctl.cli.options import (
     WorldSizeOpt,
     option,
 )
-from ckptctl.cli.output import Output
-from ckptctl.cli.process_group import process_group
+from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
@@ -104,10 +103,10 @@ def verify(
     torchrun or srun, the processes share the bytes, and give one report and one exit code.
     """
     with ExitStack() as stack:
-        stop, crew = None, None
+        group, stop = None, None
         if level is LevelChoice.CONTENT:
-            crew = process_group(stack, out)
-            stop = stack.enter_context(ended_by_signals()) if crew is None else None
+            group = process_group(stack, out)
+            stop = stack.enter_context(ended_by_signals()) if group.size == 1 else None
         report = ckptctl.verify(
             step,
             level=level_of(level),
@@ -125,14 +124,13 @@ def verify(
             jobs=jobs,
             nan_scan=nan_scan,
             stop=stop,
-            crew=crew,
+            group=group,
             on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
             **storage,
         )
-        if crew is not None:
-            report = replace(report, exit_code=crew.agree(report.exit_code))
-        elif stop is not None and stop.exit_code:
-            report = replace(report, exit_code=stop.exit_code)
+        stopped = stop.exit_code if stop is not None else 0
+        code = stopped or report.exit_code
+        report = replace(report, exit_code=code if group is None else group.agree(code))
     out.answer(
         lambda: verify_document(report, next_command(report)),
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),

@@ -1,195 +1,281 @@
-"""Combine the shares of several processes into one report.
+"""The processes that work on one result, and the collectives among them.
 
-`torchrun` and `srun` start the same command several times. The processes find each
-other by what their launcher put into the environment, and speak through
-`torch.distributed` (gloo). While they read, they meet every second: a process that
-is gone ends the others with an error, and is never taken for one that found nothing.
-What they share is the question of `judge`.
+A command that torchrun or srun starts several times joins its processes; a training job
+has a process group already, beside which `make_group` creates one with a timeout of its
+own. A single process is a group of one, which needs neither torch nor a network.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptctl.errors import MissingExtra, StorageUnavailable
+from ckptctl.distributed.launcher import LaunchedRank, launched_rank
+from ckptctl.errors import CkptctlError, MissingExtra, RanksLost, UsageError
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.content import Outcomes
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
-PATIENCE_S = 300.0
-"""How long one process waits for the slowest; one that died is noticed at once."""
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done and the bytes in total."""
+
+COMMAND_TIMEOUT_S = 300.0
+"""How long a process of a command waits for the slowest; one that died is noticed at once."""
+
+JOB_TIMEOUT_S = 1800.0
+"""The same among the ranks of a training job, of which one may still be loading."""
+
+BACKEND = "gloo"
+"""It needs no GPU, and notices a process that died by its closed connection."""
 
 _MEET_EVERY_S = 1.0
-_SOME_PORT = 20_000
-_N_PORTS = 20_000
-_FIRST_NODE = re.compile(r"([^,\[]+)(?:\[([0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which of how many processes this is; `meet_at` is where they meet, None for torch to say."""
+class Outcome(Generic[T]):
+    """The result of a call on one rank, or its error in a form that every process can read."""
 
-    rank: int
-    size: int
-    meet_at: tuple[str, int] | None = None
+    value: T | None = None
+    error: tuple[type[CkptctlError], str, dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, act: Callable[[], T]) -> Outcome[T]:
+        """Call `act`, and keep its result or its `CkptctlError`."""
+        try:
+            return cls(act())
+        except RanksLost:
+            raise  # nothing can be communicated any more
+        except CkptctlError as error:
+            return cls(error=(type(error), error.message, dict(error.__dict__)))
+
+    def get(self, who: str = "") -> T:
+        """The value. Raises the error again, with `who` (the rank) before its message."""
+        if self.error is None:
+            return self.value  # type: ignore[return-value]
+        kind, message, fields = self.error
+        error = kind.__new__(kind)
+        error.__dict__.update(fields)
+        error.message = f"{who}{message}"
+        error.args = (error.message,)
+        raise error
 
 
-def place_in(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process; None where it is the only one.
+class _Stopped(CkptctlError):
+    """Another process failed, so this one stops working."""
 
-    `torchrun` says everything, to a process and to all that it starts: one whose parent
-    was told the same belongs to a training process, and must stay out of its job. Under
-    `srun` only the variables of the job step count: a batch script has those of the job,
-    and is one process.
+
+class ProcessGroup:
+    """The processes that share one piece of work; by default this process alone.
+
+    Every method that communicates is called by every rank, in the same order. It raises
+    `RanksLost` where a process died, or did not answer within the group's timeout.
     """
-    rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    if rank.isdecimal() and size.isdecimal() and "MASTER_ADDR" in environment:
-        alone = int(size) < 2 or _is_of_parent("RANK")
-        return None if alone else Place(int(rank), int(size))
-    rank = environment.get("SLURM_PROCID", "")
-    size = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if not (rank.isdecimal() and size.isdecimal() and int(size) > 1):
-        return None
-    job = environment.get("SLURM_JOB_ID", "0")
-    port = _SOME_PORT + (int(job) if job.isdecimal() else 0) % _N_PORTS
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
-    first = _FIRST_NODE.match(nodes)
-    host = first[1] + (first[2] or "") if first else "127.0.0.1"
-    return Place(int(rank), int(size), (host, port))
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        handle: dist.ProcessGroup | None = None,
+        backend: str = BACKEND,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.handle = handle
+        self.host = os.uname().nodename
+        self._device = "cuda" if backend == "nccl" else "cpu"
+        self._on_progress: OnProgress | None = None
+        self._progress = (0, 0)
+        self._next_meeting_s = 0.0
+        self._has_shared = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which decides, writes marks and seals, and reports."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> tuple[T, ...]:
+        """The value of every rank, by rank, on every rank."""
+        if self.size == 1:
+            return (value,)
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        self._communicate(lambda: dist.all_gather_object(found, value, group=self.handle))
+        return tuple(found)
+
+    def from_first(self, act: Callable[[], T]) -> T:
+        """Call `act` on rank 0; its result, or its error, on every rank."""
+        outcome: Outcome[T] = Outcome.of(act) if self.is_first else Outcome()
+        if self.size > 1:
+            import torch.distributed as dist
+
+            box = [outcome]
+            self._communicate(lambda: dist.broadcast_object_list(box, group=self.handle, src=0))
+            outcome = box[0]
+        return outcome.get()
+
+    def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
+        """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
+        outcomes = self.gather((self.host, Outcome.of(act)))
+        for rank, (host, outcome) in enumerate(outcomes):
+            if outcome.error is not None and outcome.error[0] is not _Stopped:
+                outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")
+        return tuple(outcome.get() for _, outcome in outcomes)
+
+    def most(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of each number over all ranks: one small message, cheap at every step."""
+        if self.size == 1:
+            return numbers
+        import torch
+        import torch.distributed as dist
+
+        largest = torch.tensor(numbers, device=self._device)
+        self._communicate(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.handle))
+        return tuple(largest.tolist())
+
+    # Work that takes long, shared among the processes
+
+    def watch(self, on_progress: OnProgress | None) -> OnProgress | None:
+        """A callback for this process's progress, which reports that of all to `on_progress`.
+
+        The processes meet in it once a second: one that died ends the others with an error,
+        and is never taken for one that found nothing. `share` ends the meetings.
+        """
+        if self.size == 1:
+            return on_progress
+        self._on_progress = on_progress
+        return self._report
+
+    def share(self, act: Callable[[], T]) -> tuple[T, ...]:
+        """As `from_all`, for work after `watch`: meet the others until all of them are done.
+
+        A group's timeout limits one meeting, not the work.
+        """
+        outcome = Outcome.of(act)
+        if self.size > 1:
+            if outcome.error is None:  # the last callback may have come before the last byte
+                self._progress = (self._progress[1], self._progress[1])
+            while self._meet(is_done=True, has_failed=outcome.error is not None)[0] < self.size:
+                time.sleep(_MEET_EVERY_S / 10)
+        self._has_shared = True
+        return self.from_all(outcome.get)
+
+    def agree(self, exit_code: int) -> int:
+        """The exit code of rank 0, on every rank.
+
+        A process that failed before it shared anything waits for nobody and keeps its own:
+        the others notice that it is gone.
+        """
+        if self.size == 1 or not self._has_shared:
+            return exit_code
+        agreed = self.from_first(lambda: exit_code)
+        self.gather(None)  # rank 0 serves the others' connections until all have read
+        return agreed
+
+    def _report(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+        if time.monotonic() >= self._next_meeting_s:
+            _, n_failed = self._meet()
+            if n_failed:
+                raise _Stopped("another process failed")
+            self._next_meeting_s = time.monotonic() + _MEET_EVERY_S
+
+    def _meet(self, *, is_done: bool = False, has_failed: bool = False) -> tuple[int, int]:
+        """Add up the progress of all; how many are done, and how many of them failed."""
+        import torch
+        import torch.distributed as dist
+
+        sums = torch.tensor([is_done, has_failed, *self._progress], device=self._device)
+        self._communicate(lambda: dist.all_reduce(sums, group=self.handle))
+        n_done, n_failed, done, total = (int(each) for each in sums.tolist())
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+        return n_done, n_failed
+
+    def _communicate(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
+            raise ranks_lost(error) from error
 
 
-def _is_of_parent(name: str) -> bool:
-    """Whether the process that started this one was itself started with a variable."""
-    try:
-        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return False
-    return any(each.startswith(f"{name}=".encode()) for each in variables)
+def ranks_lost(error: BaseException) -> RanksLost:
+    """The error for a collective that failed."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return RanksLost(
+        f"a rank of this job is gone, or did not answer in time ({first[:200]})",
+        next_command="ckptctl classify LOG",
+    )
 
 
 @contextmanager
-def joined(place: Place, *, patience_s: float = PATIENCE_S) -> Iterator[RankGroup]:
-    """The crew of all processes, each of which must call this.
+def joined(
+    launched: LaunchedRank | None, *, timeout_s: float = COMMAND_TIMEOUT_S, backend: str = BACKEND
+) -> Iterator[ProcessGroup]:
+    """The group of all processes that a launcher started for one command; all must call this.
 
-    Raises `MissingExtra` without torch, `StorageUnavailable` where not all come in time.
+    Raises `MissingExtra` without torch, `RanksLost` where not all of them start in time.
     """
+    if launched is None:
+        yield ProcessGroup()
+        return
     try:
         import torch.distributed as dist
     except ImportError as error:
         raise MissingExtra(
-            f"{place.size} processes were started, and sharing the bytes among them takes torch",
+            f"{launched.size} processes were started; they need torch to share the work",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
-    from datetime import timedelta
-
-    method = None if place.meet_at is None else f"tcp://{place.meet_at[0]}:{place.meet_at[1]}"
-    together(
-        lambda: dist.init_process_group(
-            "gloo",
-            init_method=method,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timedelta(seconds=patience_s),
-        ),
-        f"not all {place.size} processes came",
-    )
+    at = launched.address
     try:
-        yield RankGroup(place)
+        dist.init_process_group(
+            backend,
+            init_method=None if at is None else f"tcp://{at[0]}:{at[1]}",
+            rank=launched.rank,
+            world_size=launched.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise ranks_lost(error) from error
+    try:
+        yield ProcessGroup(launched.rank, launched.size, None, backend)
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
 
-class RankGroup:
-    """See `inspection.content.ProcessGroup`."""
+def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> ProcessGroup:
+    """A group of all ranks of the training job that this process belongs to.
 
-    def __init__(self, place: Place) -> None:
-        self.rank = place.rank
-        self.size = place.size
-        self._progress = (0, 0)
-        self._next_s = 0.0
-        self._told: Callable[[int, int], None] | None = None
-        self._gathered = False
-
-    def watch(self, told: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-        """See `ProcessGroup.watch`: what is returned meets the others every second."""
-        self._told = told
-        return self._tell
-
-    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
-        """See `ProcessGroup.gather`."""
-        import torch.distributed as dist
-
-        self._progress = (self._progress[1], self._progress[1])
-        while not self._meet(ready=True):
-            time.sleep(_MEET_EVERY_S / 10)
-        gathered: list[Outcomes | None] | None = [None] * self.size if self.rank == 0 else None
-        together(lambda: dist.gather_object(found, gathered), "a process is gone")
-        self._gathered = True
-        return tuple(one for one in (gathered or ())[1:] if one is not None)
-
-    def everyone(self, value: T) -> tuple[T, ...]:
-        """What every process has, by rank, in every process. All of them must call it."""
-        import torch.distributed as dist
-
-        found: list[T | None] = [None] * self.size
-        together(lambda: dist.all_gather_object(found, value), "a process is gone")
-        return tuple(found)  # type: ignore[arg-type]
-
-    def agree(self, exit_code: int) -> int:
-        """The exit code of rank 0, in every process.
-
-        A process whose own look failed before all had read waits for nobody: the others
-        see that it is gone.
-        """
-        import torch
-        import torch.distributed as dist
-
-        if not self._gathered:
-            return exit_code
-        agreed = torch.tensor([exit_code])
-
-        def tell() -> None:
-            dist.broadcast(agreed, 0)
-            dist.barrier()  # nobody leaves while another still reads
-
-        together(tell, "a process is gone")
-        return int(agreed.item())
-
-    def _tell(self, done: int, total: int) -> None:
-        self._progress = (done, total)
-        if time.monotonic() >= self._next_s:
-            self._meet(ready=False)
-            self._next_s = time.monotonic() + _MEET_EVERY_S
-
-    def _meet(self, *, ready: bool) -> bool:
-        """Add up the progress of all; whether all are ready."""
-        import torch
-        import torch.distributed as dist
-
-        sums = torch.tensor([int(ready), *self._progress])
-        together(lambda: dist.all_reduce(sums), "a process is gone")
-        n_ready, done, total = sums.tolist()
-        if self._told is not None:
-            self._told(int(done), int(total))
-        return bool(n_ready == self.size)
-
-
-def together(act: Callable[[], T], what: str) -> T:
-    """What `act` gives, which all processes do; `StorageUnavailable` where one of them does not."""
+    It is beside the job's own process group: a collective that waits here does not hold one
+    of the training. Every rank calls it. Raises `UsageError` where a launcher started
+    several processes and no process group is initialized: each would act as the only one.
+    """
     try:
-        return act()
-    except RuntimeError as error:  # what gloo raises, and its timeouts
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise StorageUnavailable(
-            f"{what}, so the step was not looked at as a whole ({lines[0][:200]})"
-        ) from error
+        import torch.distributed as dist
+    except ModuleNotFoundError:
+        initialized = False  # `resolve` works without torch
+    else:
+        initialized = dist.is_available() and dist.is_initialized()
+    if not initialized:
+        launched = launched_rank(os.environ)
+        if launched is not None:
+            raise UsageError(
+                f"{launched.size} processes were launched, but no process group is initialized: "
+                "call torch.distributed.init_process_group() before ckptctl.train"
+            )
+        return ProcessGroup()
+    if dist.get_world_size() == 1:
+        return ProcessGroup()
+    try:
+        handle = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ranks_lost(error) from error
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), handle, backend)

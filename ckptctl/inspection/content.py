@@ -10,53 +10,24 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.formatting import counted, inside
 from ckptctl.checks.sealed_bytes import Comparison
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.inspection.parts import PartInspection, folder_of
 from ckptctl.inspection.subsets import share
 from ckptctl.model import Part, PartFormat, Step
-from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.records.byte_pass import Limits, read_runs
 from ckptctl.storage.contract import Store
 
 _SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
 """Remarks of the shallower levels that a look at the bytes makes good, or into a fault."""
 
 _SAID_AGAIN = frozenset({"record.crc", "record.framing"})
-
-
-Outcomes = tuple[str, int, tuple[Outcome, ...]]
-"""What one process has found: which step it read, how many bytes, and each part's outcome."""
-
-
-class ProcessGroup(Protocol):
-    """Processes that share the bytes of one step; every one of them calls the same in turn."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process; 0 makes the report."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-        ...
-
-    def watch(self, told: OnProgress | None) -> OnProgress:
-        """What to tell of this process's progress; `told` is told of that of all."""
-        ...
-
-    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
-        """Wait for all, then give those of the others to rank 0, and nothing to the others.
-
-        Raises `StorageUnavailable` where a process is gone.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +39,13 @@ class Asked:
 
     limits: Limits = field(default_factory=Limits)
     choose: Choose | None = None
-    crew: ProcessGroup | None = None
+    group: ProcessGroup = field(default_factory=ProcessGroup)
     nan_scan: bool = False
 
     @property
     def is_helper(self) -> bool:
         """Another process makes the report, and asks all that is not in the bytes."""
-        return self.crew is not None and self.crew.rank > 0
+        return not self.group.is_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +87,27 @@ def inspect_content(
         if look.metadata
     ]
     of_records = [run for check in checks for run in check.runs]
-    limits = asked.limits
-    if asked.crew is not None:
-        limits = replace(limits, on_progress=asked.crew.watch(limits.on_progress))
-    n_read = read_runs(store, sealed.runs(of_records) if sealed else of_records, limits)
-    if asked.crew is not None:
-        n_read += _join(asked.crew, step, parts, checks, n_read)
+    group = asked.group
+    limits = replace(asked.limits, on_progress=group.watch(asked.limits.on_progress))
+    runs = sealed.runs(of_records) if sealed else of_records
+    digests = " ".join(one.digest for look in parts for one in look.metadata)
+
+    def read_share() -> tuple[str, int, tuple[Outcome, ...]]:
+        n_bytes = read_runs(store, runs, limits)
+        return digests, n_bytes, tuple(check.outcome for check in checks)
+
+    shares = group.share(read_share)
+    for rank, (read_digests, _, outcomes) in enumerate(shares):
+        if read_digests != digests:
+            raise StorageUnavailable(
+                f"{step.url}: the processes do not read the same metadata: the step is being "
+                "written, or the machines do not see the same storage",
+                next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
+            )
+        if rank != group.rank:
+            for check, outcome in zip(checks, outcomes, strict=True):
+                check.add(outcome)
+    n_read = sum(n_bytes for _, n_bytes, _ in shares)
     as_sealed = sealed.proven if sealed else frozenset()
     found = [*sealed.findings()] if sealed else []
     found += [finding for check in checks for finding in check.findings(as_sealed)]
@@ -141,38 +127,16 @@ def inspect_content(
 
 def _own_share(asked: Asked) -> Choose | None:
     """The records that this process reads: of those that were asked for, its share by bytes."""
-    crew, choose = asked.crew, asked.choose
-    if crew is None:
+    group, choose = asked.group, asked.choose
+    if group.size == 1:
         return choose
 
     def chosen(lengths: Sequence[int]) -> Collection[int]:
         places = sorted(choose(lengths)) if choose is not None else range(len(lengths))
-        own = share([lengths[place] for place in places], crew.rank + 1, crew.size)
+        own = share([lengths[place] for place in places], group.rank + 1, group.size)
         return [places[place] for place in own]
 
     return chosen
-
-
-def _join(
-    crew: ProcessGroup,
-    step: Step,
-    parts: Sequence[PartInspection],
-    checks: Sequence[ContentCheck],
-    n_read: int,
-) -> int:
-    """Add up what all processes found, in rank 0; how many bytes the others read."""
-    read = " ".join(one.digest for look in parts for one in look.metadata)
-    found = crew.gather((read, n_read, tuple(check.outcome for check in checks)))
-    for other_read, _, outcomes in found:
-        if other_read != read:
-            raise StorageUnavailable(
-                f"{step.url}: the processes do not read the same metadata: the step is being "
-                "written, or the machines do not see the same storage",
-                next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
-            )
-        for check, outcome in zip(checks, outcomes, strict=True):
-            check.add(outcome)
-    return sum(others_read for _, others_read, _ in found)
 
 
 def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import parts_of
@@ -40,34 +41,8 @@ from ckptctl.selection.scanning import scan
 from ckptctl.selection.tiers import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
-from ckptctl.train.cluster import cluster_context
-from ckptctl.train.process_group import Outcome as Told
-from ckptctl.train.process_group import outcome_of
-
-T = TypeVar("T")
 
 _DEEP_LOOK = 20
-
-
-class ProcessGroup(Protocol):
-    """The processes of one job step, and which of them this is."""
-
-    rank: int
-    size: int
-
-    def everyone(self, value: T) -> tuple[T, ...]:
-        """What every process has, by rank, in every process."""
-        ...
-
-
-class _Alone:
-    """A crew of one."""
-
-    rank = 0
-    size = 1
-
-    def everyone(self, value: T) -> tuple[T, ...]:
-        return (value,)
 
 
 def preflight(
@@ -95,7 +70,7 @@ def preflight(
     marks: str | None = None,
     logs: Sequence[str] = (),
     launchers: Sequence[Launcher] = (),
-    crew: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -112,8 +87,8 @@ def preflight(
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
     and compares, and looks at the newest 20 steps for what damaged ones share. `logs`
     are those of the job that died: the work behind the chosen step is counted. `launchers`
-    start the same look on other nodes, and what they see is compared. `crew` are
-    the other processes of the job, each of which must call this. The rest is `pick`'s.
+    start the same look on other nodes, and what they see is compared. `group` are
+    the processes of the job, each of which must call this. The rest is `pick`'s.
 
     The exit code is that of the first check that failed, else `pick`'s; only with 0 is
     there a path. Raises `UsageError`, and `StorageError` where the root cannot be listed.
@@ -122,12 +97,12 @@ def preflight(
     shard file; on rank 0 one listing for each of the newest 11 steps, and the metadata once
     more where the ranks are not those that saved.
     """
-    crew = crew or _Alone()
+    group = group or ProcessGroup()
     if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
         raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
     if any(size < 1 for size in world_sizes):
         raise UsageError(f"--world-sizes is {min(world_sizes)}; a job has at least 1 rank")
-    if launchers and crew.size > 1:
+    if launchers and group.size > 1:
         raise UsageError("--launcher is for one process: this is started on every node already")
     if room_for < 0:
         raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
@@ -164,7 +139,7 @@ def preflight(
             **to_storage,  # type: ignore[arg-type]
         )
 
-    picked = _first(crew, choose)
+    picked = group.from_first(choose)
     step = picked.chosen.url if picked.chosen else ""
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
@@ -178,8 +153,8 @@ def preflight(
         }
         store = stores[named.first]
         nodes = {
-            url: crew.everyone(
-                facts_of_this_node(one, base_name(step) if holds(one, step) else None, crew.rank)
+            url: group.gather(
+                facts_of_this_node(one, base_name(step) if holds(one, step) else None, group.rank)
             )
             for url, one in stores.items()
         }
@@ -193,7 +168,7 @@ def preflight(
         probe: Check | None = None
         reports_there: tuple[NodeReport, ...] = ()
         if probe_storage:
-            probe, reports_there = _probed(store, crew, launch)
+            probe, reports_there = _probed(store, group, launch)
         elif launchers:
             reports_there = launch(None)
         for place, url in enumerate(stores):
@@ -232,7 +207,7 @@ def preflight(
             ]
             return tuple(one for one in checks if one is not None), advice, sizes
 
-        checks, advice, sizes = _first(crew, judge)
+        checks, advice, sizes = group.from_first(judge)
     everyone = tuple(one for each in nodes.values() for one in each)
     answer = _answer(named.first, picked, checks, everyone, advice)
     return replace(answer, capacity=capacity_of(asked_size, picked.chosen), sizes=sizes)
@@ -250,31 +225,22 @@ def _check_roots(
             yield replace(check, message=f"{url}: {check.message}") if several else check
 
 
-def _first(crew: ProcessGroup, act: Callable[[], T]) -> T:
-    """What rank 0 comes to, in every process; its error is everyone's."""
-    mine: Told[T] = outcome_of(act) if crew.rank == 0 else Told()
-    told = crew.everyone(mine)[0] if crew.size > 1 else mine
-    if told.error is not None:
-        raise told.raised()
-    return told.value  # type: ignore[return-value]
-
-
 def _probed(
-    store: Store, crew: ProcessGroup, launch: Callable[[Written | None], tuple[NodeReport, ...]]
+    store: Store, group: ProcessGroup, launch: Callable[[Written | None], tuple[NodeReport, ...]]
 ) -> tuple[Check, tuple[NodeReport, ...]]:
     """Every process writes, reads its own files, and those of the next process.
 
     What launchers start elsewhere reads the files of this one, which reads theirs.
     """
     with StorageProbe(store) as probe:
-        crew.everyone(None)  # each has seen what was there before anyone wrote
-        written = crew.everyone(probe.write())
-        compared = [probe.compare(written[crew.rank])]
-        if crew.size > 1:
-            compared.append(probe.compare(written[(crew.rank + 1) % crew.size]))
+        group.gather(None)  # each has seen what was there before anyone wrote
+        written = group.gather(probe.write())
+        compared = [probe.compare(written[group.rank])]
+        if group.size > 1:
+            compared.append(probe.compare(written[(group.rank + 1) % group.size]))
         # Nobody removes what another still reads.
-        gathered = [one for each in crew.everyone(tuple(compared)) for one in each]
-        reports = launch(written[crew.rank])
+        gathered = [one for each in group.gather(tuple(compared)) for one in each]
+        reports = launch(written[group.rank])
         for report in reports:
             gathered += [report.compared] if report.compared else []
             if report.written is not None:

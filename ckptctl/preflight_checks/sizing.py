@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl.checks.world_size import check_world_size
+from ckptctl.distributed.launcher import Cluster
 from ckptctl.findings import Report
 from ckptctl.goodput.durations import duration
 from ckptctl.goodput.measuring import Measured
@@ -19,7 +20,6 @@ from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
 from ckptctl.resharding.advising import Advice, advice_for, as_size
 from ckptctl.resharding.sources import Source
-from ckptctl.train.cluster import Cluster
 
 
 def ranks_in(cluster: Cluster) -> tuple[int, str] | None:

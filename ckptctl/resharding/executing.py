@@ -11,12 +11,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
-from ckptctl.inspection.content import ProcessGroup
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
@@ -70,7 +70,7 @@ class WriteOptions:
     memory: int = DEFAULT_MEMORY
     jobs: int | None = None
     key: bytes | None = None
-    crew: ProcessGroup | None = None
+    group: ProcessGroup = field(default_factory=ProcessGroup)
     on_progress: OnProgress | None = None
 
     def budget(self, source: Store, target: Store) -> Budget:
@@ -96,30 +96,34 @@ def write(
 ) -> Written | Report:
     """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
-    `files` are the records of each part, if they are not in shard files. With a crew every
-    process calls this, and rank 0 publishes; the others get the result of a step that is
-    not published yet. Raises `Damage` if the source is not what was saved, `UsageError` if
-    something is at the place already, `StorageError`.
+    `files` are the records of each part, if they are not in shard files. Every
+    process of the group calls this, and rank 0 publishes; the others get the result of a
+    step that is not published yet. Raises `Damage` if the source is not what was saved,
+    `UsageError` if something is at the place already, `StorageError`.
     """
-    crew, on_progress = options.crew, options.on_progress
+    group = options.group
+    on_progress = group.watch(options.on_progress)
     work = _Work(plan, source, place, budget, on_progress, files)
-    is_first = crew is None or crew.rank == 0
-    if is_first:
-        work.check_place()
-    own = plan.shards if crew is None else share_of(plan.shards, crew.rank, crew.size)
-    continued = work.write_shards(own, crew)
-    if crew is not None:
-        _all_done(crew, plan)
-    if crew is not None and not is_first:
-        # The other processes wait here for rank 0, and fail if it is gone.
-        crew.gather((work.identity, 0, ()))
+    group.from_first(work.check_place)
+    own = share_of(plan.shards, group.rank, group.size)
+    shares = group.share(lambda: (plan.identity, work.write_shards(own)))
+    if any(identity != plan.identity for identity, _ in shares):
+        raise StorageUnavailable(
+            f"{plan.source.url}: the processes do not have the same plan: the step is being "
+            "written, they were called differently, or do not see the same storage"
+        )
+    _, continued = shares[group.rank]
+
+    def complete() -> Report | None:
+        if not group.is_first:
+            return None  # waits in `share` for rank 0, and fails where it fails
+        work.prove(on_progress)
+        work.write_others()
+        return work.seal(options, on_progress)
+
+    report = group.share(complete)[0]
+    if report is None or not group.is_first:
         return Written(plan.source.report, continued)
-    watched = on_progress if crew is None else crew.watch(on_progress)
-    work.prove(watched)
-    work.write_others()
-    report = work.seal(options, watched)
-    if crew is not None:
-        crew.gather((work.identity, 0, ()))
     if report.exit_code and not (options.accept_unverifiable and report.exit_code == _UNVERIFIABLE):
         return report
     work.publish()
@@ -127,17 +131,6 @@ def write(
 
 
 _UNVERIFIABLE = 22
-
-
-def _all_done(crew: ProcessGroup, plan: Plan) -> None:
-    """Wait until every process has written its share of the same plan."""
-    identity = plan.identity
-    for other, _, _ in crew.gather((identity, plan.n_bytes, ())):
-        if other != identity:
-            raise StorageUnavailable(
-                f"{plan.source.url}: the processes do not have the same plan: the step is being "
-                "written, they were called differently, or do not see the same storage"
-            )
 
 
 class _Work:
@@ -201,7 +194,7 @@ class _Work:
         written = sum((self._there(self._folder) or {}).values())
         check_space(store, self.place.name, max(0, self.plan.n_bytes - written))
 
-    def write_shards(self, own: Sequence[TargetFile], crew: ProcessGroup | None) -> int:
+    def write_shards(self, own: Sequence[TargetFile]) -> int:
         """Write the files that are missing; returns how many were written already."""
         written = self._there(self._folder) or {}
         left = [
@@ -212,13 +205,12 @@ class _Work:
         progress = WriteProgress()
         total = sum(file.n_bytes for file in left)
         part_of = {file.path: part for part in self.plan.parts for file in part.files}
-        on_progress = self._on_progress if crew is None else crew.watch(self._on_progress)
         in_threads(
             [self._task(file, part_of[file.path], progress) for file in left],
             self._budget.jobs,
             progress,
             total,
-            on_progress,
+            self._on_progress,
         )
         return len(own) - len(left)
 

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding, Report, in_order, verdict_of
 from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
-from ckptctl.inspection.content import Asked, ProcessGroup
+from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
 from ckptctl.options import Requirements
@@ -97,7 +98,7 @@ def reshard(
     memory: int = DEFAULT_MEMORY,
     jobs: int | None = None,
     key: bytes | None = None,
-    crew: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
@@ -110,7 +111,7 @@ def reshard(
     The arguments are those of `plan_reshard`. The new step is verified at level
     `content`, sealed (with `key` if one is given) and only then published; the
     source is never written to. `memory` bounds what is held, whatever the size of a
-    tensor; `jobs` is how many files are written at once. With a `crew` (see
+    tensor; `jobs` is how many files are written at once. With a `group` (see
     `ckptctl.distributed`) several processes share the files: each calls this with the same
     arguments, and rank 0 publishes. Called again after an interruption, it continues
     with what was written.
@@ -135,7 +136,7 @@ def reshard(
                 "timeout_s": timeout_s,
             },
         ),
-        WriteOptions(accept_unverifiable, memory, jobs, key, crew, on_progress),
+        WriteOptions(accept_unverifiable, memory, jobs, key, group or ProcessGroup(), on_progress),
         write_it=True,
     )
 

@@ -69,6 +69,8 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budge
 
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
     """The files that process `rank` of `size` writes: about as many bytes as the others."""
+    if size == 1:
+        return tuple(files)
     loads = [0] * size
     own = []
     for file in sorted(files, key=lambda each: -each.n_bytes):

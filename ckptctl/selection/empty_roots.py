@@ -30,13 +30,6 @@ from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url
 
-RESTART_COUNTERS = (
-    "SLURM_RESTART_COUNT",
-    "TORCHELASTIC_RESTART_COUNT",
-    "CKPTCTL_RESTART_COUNT",
-)
-"""Variables that say how often a job was started again; `ckptctl run` sets the last one."""
-
 MAX_FOLDERS = 2_000
 MAX_FOLDERS_TRIED = 64
 MAX_NAMED = 8
@@ -144,7 +137,9 @@ def judge_empty(
 
 
 def restart_counter() -> str | None:
-    """The variable that says that this job was started before; None where none does."""
+    """The variable that counts earlier starts of this job; None where none is above 0."""
+    from ckptctl.distributed.launcher import RESTART_COUNTERS
+
     counts = ((name, os.environ.get(name, "")) for name in RESTART_COUNTERS)
     return next((name for name, count in counts if count.isdecimal() and int(count) > 0), None)
 

@@ -26,7 +26,8 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
-    from ckptctl.inspection.content import Asked, ProcessGroup
+    from ckptctl.distributed.process_group import ProcessGroup
+    from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import OnProgress, Stop
 
 
@@ -49,7 +50,7 @@ def verify(
     nan_scan: bool = False,
     stop: Stop | None = None,
     on_progress: OnProgress | None = None,
-    crew: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     storage_options: Mapping[str, object] | None = None,
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
@@ -81,7 +82,7 @@ def verify(
     before all that was asked for had been compared is `unverifiable` (22). `jobs` is how
     many threads read a file system. `nan_scan` looks for NaN and infinity in the values
     of floating-point tensors, in the same pass. `on_progress` is told bytes read and bytes to read.
-    With a `crew` (see `ckptctl.distributed`) several processes share the bytes: each calls
+    With a `group` (see `ckptctl.distributed`) several processes share the bytes: each calls
     this with the same arguments, and rank 0 has the report.
 
     A storage that fails gives the verdict `unknown`. Raises `UsageError` and
@@ -105,7 +106,7 @@ def verify(
             remote_checksums=remote_checksums,
         ),
         pattern=pattern,
-        content=_content(step, level, subset, deadline_s, jobs, nan_scan, stop, on_progress, crew),
+        content=_content(step, level, subset, deadline_s, jobs, nan_scan, stop, on_progress, group),
         storage_options=storage_options,
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
@@ -121,7 +122,7 @@ def _content(
     nan_scan: bool,
     stop: Stop | None,
     on_progress: OnProgress | None,
-    crew: ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> Asked | None:
     """How the bytes are to be read; raises `UsageError` where they are not to be."""
     given = {
@@ -151,7 +152,7 @@ def _content(
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
     limits = Limits(jobs, until_s, stop or Stop(), on_progress)
-    return Asked(limits, parse_subset(subset), crew, nan_scan)
+    return Asked(limits, parse_subset(subset), group or ProcessGroup(), nan_scan)
 
 
 def inspect_target(

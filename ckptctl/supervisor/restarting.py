@@ -18,6 +18,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+from ckptctl.distributed.launcher import RESTART_COUNT
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.classes import Restart
 from ckptctl.failures.results import Classification
@@ -32,9 +33,6 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.causes import Logs
 from ckptctl.supervisor.child import Signals
-
-RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
-"""The variable by which a job learns how often it was started again."""
 
 NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
 """Exit codes after which the same would happen again: ckptctl's own, and the shell's."""

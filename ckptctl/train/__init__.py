@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from ckptctl.distributed.launcher import Cluster, cluster_context
+    from ckptctl.distributed.process_group import ProcessGroup, make_group
     from ckptctl.train.checkpointer import Checkpointer
-    from ckptctl.train.cluster import Cluster, cluster_context
     from ckptctl.train.graceful import GracefulStop
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
-    from ckptctl.train.process_group import Group, make_group
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
     from ckptctl.train.resuming import Start
@@ -30,12 +30,12 @@ __all__ = [
     "GlobalLoader",
     "GpuReport",
     "GracefulStop",
-    "Group",
     "Kind",
     "Liveness",
     "LossGuard",
     "LossVerdict",
     "Order",
+    "ProcessGroup",
     "Reader",
     "SamplesDigest",
     "Start",
@@ -51,9 +51,9 @@ __all__ = [
 _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
     "ckptctl.train.resuming": "Start",
-    "ckptctl.train.cluster": "Cluster cluster_context",
+    "ckptctl.distributed.launcher": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop",
-    "ckptctl.train.process_group": "Group make_group",
+    "ckptctl.distributed.process_group": "ProcessGroup make_group",
     "ckptctl.train.signals": "outlive_stop",
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",

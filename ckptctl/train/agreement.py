@@ -16,8 +16,9 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -38,11 +39,6 @@ from ckptctl.selection.roots import list_root
 from ckptctl.selection.tiers import Roots, open_tiers
 from ckptctl.selection.verifying import verify
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
-from ckptctl.train.process_group import Group
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.content import Outcomes
-    from ckptctl.records.byte_pass import OnProgress
 
 SETTLE_S = 60.0
 """How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
@@ -264,7 +260,7 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
     )
 
 
-def prove_seen(decision: Decision, group: Group, looking: Looking) -> None:
+def prove_seen(decision: Decision, group: ProcessGroup, looking: Looking) -> None:
     """Let every rank prove that it sees the metadata that rank 0 decided on.
 
     Raises the same error on every rank, which names the one that sees something else: its
@@ -317,25 +313,7 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) 
     return None
 
 
-class _TrainGroup:
-    """The ranks of a job as `verify` shares the bytes of a step among them."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self.rank = group.rank
-        self.size = group.size
-
-    def watch(self, told: OnProgress | None) -> OnProgress:
-        """See `inspection.content.ProcessGroup.watch`; a job tells nobody."""
-        return told or (lambda _done, _total: None)
-
-    def gather(self, found: Outcomes) -> tuple[Outcomes, ...]:
-        """See `inspection.content.ProcessGroup.gather`."""
-        every = self._group.gather(found)
-        return every[1:] if self._group.is_first else ()
-
-
-def prove_content(decision: Decision, group: Group, looking: Looking) -> LoadFailed | None:
+def prove_content(decision: Decision, group: ProcessGroup, looking: Looking) -> LoadFailed | None:
     """Compare every byte of the step where level `content` was asked for, shared by all ranks.
 
     The failure that all ranks agree on, None where the step is what was saved. Raises
@@ -351,7 +329,7 @@ def prove_content(decision: Decision, group: Group, looking: Looking) -> LoadFai
             pattern=looking.pattern,
             require_seal=looking.require_seal,
             key=looking.key,
-            crew=_TrainGroup(group) if group.size > 1 else None,
+            group=group,
             **looking.storage,
         )
     )

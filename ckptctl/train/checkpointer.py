@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.model import Level
 from ckptctl.options import Requirements, known_level
@@ -24,7 +25,6 @@ from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
 from ckptctl.train.agreement import SETTLE_S, Looking
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
-from ckptctl.train.process_group import PATIENCE_S, Group, make_group
 from ckptctl.train.reporting import Tell, to_stderr
 from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Job, Start, replay_job, resume_job
@@ -91,7 +91,7 @@ class Checkpointer:
         endpoint_url: str | None = None,
         timeout_s: float = 30.0,
         settle_s: float = SETTLE_S,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = JOB_TIMEOUT_S,
         tell: Tell = to_stderr,
     ) -> None:
         if optimizer is not None and model is None:
@@ -266,7 +266,7 @@ class Checkpointer:
             raise UsageError("call resume() before anything else, also for a fresh run")
         return self._attempt
 
-    def _ready(self, group: Group) -> tuple[Attempt, Saver]:
+    def _ready(self, group: ProcessGroup) -> tuple[Attempt, Saver]:
         attempt = self._begun()
         saver = Saver(
             self._save_store, group, attempt.token, self._step_format, self._key, attempt.origin

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import UsageError
-from ckptctl.train.cluster import cluster_context
 
 UNTOLD_DEADLINE_S = 600.0
 """Where nobody says when the kill comes: long enough for a save, short enough for a hang."""

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
-from ckptctl.train.cluster import cluster_context
 from ckptctl.train.deadlines import checked_deadline, notice_in
-from ckptctl.train.process_group import Group, make_group
 from ckptctl.train.signals import Listener
 
 ECHO_S = 5.0
@@ -62,7 +62,7 @@ class GracefulStop:
         deadline_s: float | None = None,
         notice_s: float | None = None,
         every: int = 1,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if every < 1:
             raise UsageError(f"every is {every}; it must be 1 or more")

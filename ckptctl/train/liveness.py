@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ckptctl.distributed.process_group import ProcessGroup, make_group, ranks_lost
 from ckptctl.errors import GpuFailed, RanksLost, UsageError
-from ckptctl.train.process_group import Group, make_group, ranks_lost
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Liveness:
     """
 
     def __init__(
-        self, *, every: int, timeout_s: float = TIMEOUT_S, group: Group | None = None
+        self, *, every: int, timeout_s: float = TIMEOUT_S, group: ProcessGroup | None = None
     ) -> None:
         if every < 1:
             raise UsageError(f"every is {every}; it must be 1 or more")
@@ -77,7 +77,7 @@ class Liveness:
         return True
 
 
-def ping(group: Group | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
+def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
     """Seconds until every rank had answered. Every rank calls it.
 
     First over gloo, where those that do not come are counted by rank; then over the

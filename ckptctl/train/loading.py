@@ -12,6 +12,7 @@ import shlex
 import warnings
 from typing import Any
 
+from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -27,7 +28,6 @@ from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name, open_store, parent_url
 from ckptctl.train.agreement import Decision, Looking, metadata_path
 from ckptctl.train.one_process import alone_arguments
-from ckptctl.train.process_group import Group, ranks_lost
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
@@ -47,7 +47,9 @@ def saved_metadata(decision: Decision, looking: Looking) -> Metadata:
     return decode_metadata(data)
 
 
-def load_into(state: dict[str, Any], decision: Decision, group: Group, looking: Looking) -> None:
+def load_into(
+    state: dict[str, Any], decision: Decision, group: ProcessGroup, looking: Looking
+) -> None:
     """Read the step into `state`; every rank calls it, with what it holds itself.
 
     Raises `LoadFailed` where the bytes do not load on this rank or another, and another

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import SupportsFloat
 
+from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.train.later_rejections import command_for, reject_since
-from ckptctl.train.process_group import Group, make_group
 
 _MIN_RECENT = 10  # fewer losses say nothing about what is usual
 
@@ -110,7 +110,7 @@ class LossGuard:
         root: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, object] | None = None,
         endpoint_url: str | None = None,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._action = _known(action)
         if not (spike_factor == 0 or spike_factor > 1):

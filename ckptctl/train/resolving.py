@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from ckptctl.distributed.process_group import JOB_TIMEOUT_S, make_group
 from ckptctl.model import Level
 from ckptctl.options import known_level
 from ckptctl.selection.tiers import roots_in
 from ckptctl.train.agreement import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
-from ckptctl.train.process_group import PATIENCE_S, make_group
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
     endpoint_url: str | None = None,
     timeout_s: float = 30.0,
     settle_s: float = SETTLE_S,
-    patience_s: float = PATIENCE_S,
+    patience_s: float = JOB_TIMEOUT_S,
 ) -> str | None:
     """The path of the step to resume from, the same on every rank; None for a fresh run.
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import (
     LoadFailed,
     NothingToResume,
@@ -46,7 +48,6 @@ from ckptctl.train.agreement import (
     wanted_step,
 )
 from ckptctl.train.attempt import Attempt
-from ckptctl.train.cluster import cluster_context
 from ckptctl.train.evidence import (
     Branch,
     Held,
@@ -62,7 +63,6 @@ from ckptctl.train.ledger import (
     utc_now,
 )
 from ckptctl.train.loading import load_into, saved_metadata
-from ckptctl.train.process_group import Group
 from ckptctl.train.reporting import Tell, lines_of
 from ckptctl.train.restoring import Inventory, Policies, Progress, progress_of, restore
 from ckptctl.train.state import Parts, Place, template
@@ -105,7 +105,7 @@ class Job:
 
     root: str
     store: Store
-    group: Group
+    group: ProcessGroup
     place: Place
     parts: Parts
     policies: Policies

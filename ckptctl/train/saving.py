@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
 from ckptctl.checks.store_checksums import as_kept, best_of
+from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -52,7 +53,6 @@ from ckptctl.storage.room import FULL, free_bytes
 from ckptctl.train.digesting import DigestedFiles, WrittenFile
 from ckptctl.train.evidence import move_aside
 from ckptctl.train.one_process import alone_arguments
-from ckptctl.train.process_group import Group, ranks_lost
 from ckptctl.train.uploading import Uploads
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Saver:
     """What a save needs to know: the root, whose it is, and how steps are named there."""
 
     store: Store
-    group: Group
+    group: ProcessGroup
     token: Token
     step_format: str
     key: bytes | None = None

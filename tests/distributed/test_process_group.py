@@ -17,7 +17,7 @@ import pytest
 from command_line import COMMAND, clean_environment, validated
 from huge_step import bytes_read, make_huge
 
-from ckptctl.distributed.process_group import Place, place_in
+from ckptctl.distributed.launcher import LaunchedRank, launched_rank
 
 SIZE = 4
 
@@ -80,8 +80,8 @@ def processes(step: Path, *args: object) -> Iterator[Sequence[subprocess.Popen[s
 
 def test_torchrun_says_the_place():
     told = {"RANK": "2", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    assert place_in(told) == Place(2, 8)
-    assert place_in({**told, "WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert launched_rank(told) == LaunchedRank(2, 8)
+    assert launched_rank({**told, "WORLD_SIZE": "1", "RANK": "0"}) is None
 
 
 def test_srun_says_the_place_and_its_first_node_is_where_to_meet():
@@ -91,21 +91,21 @@ def test_srun_says_the_place_and_its_first_node_is_where_to_meet():
         "SLURM_JOB_ID": "1234567",
         "SLURM_STEP_NODELIST": "gpu-[007-009,012]",
     }
-    assert place_in(told) == Place(3, 16, ("gpu-007", 20_000 + 1234567 % 20_000))
-    assert place_in({**told, "SLURM_STEP_NODELIST": "alpha,beta"}).meet_at[0] == "alpha"
+    assert launched_rank(told) == LaunchedRank(3, 16, ("gpu-007", 20_000 + 1234567 % 20_000))
+    assert launched_rank({**told, "SLURM_STEP_NODELIST": "alpha,beta"}).address[0] == "alpha"
 
 
 def test_a_batch_script_of_a_large_job_is_one_process():
-    assert place_in({"SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_JOB_ID": "7"}) is None
-    assert place_in({}) is None
+    assert launched_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_JOB_ID": "7"}) is None
+    assert launched_rank({}) is None
 
 
 def test_what_a_training_process_starts_stays_out_of_its_job():
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     code = (
         "import os, subprocess, sys\n"
-        "said = 'import os; from ckptctl.distributed.process_group import place_in; '\n"
-        "said += 'print(place_in(os.environ))'\n"
+        "said = 'import os; from ckptctl.distributed.launcher import launched_rank; '\n"
+        "said += 'print(launched_rank(os.environ))'\n"
         "subprocess.run([sys.executable, '-c', said], check=True)\n"
     )
     done = subprocess.run(
@@ -169,7 +169,7 @@ def test_a_process_that_is_killed_is_an_error_in_all_others_and_never_a_pass(
     if victim is not started[0]:
         document = validated(report_file.read_text())
         assert (document["exit_code"], document["ok"]) == (75, False)
-        assert "a process is gone" in said + report_file.read_text()
+        assert "a rank of this job is gone" in said + report_file.read_text()
     else:
         assert not report_file.exists()
 
@@ -182,3 +182,41 @@ def reading(started: Sequence[subprocess.Popen[str]]) -> subprocess.Popen[str]:
                 return process
         time.sleep(0.05)
     raise AssertionError("a process has ended before the bytes were read")
+
+
+SHARING = """
+import os, sys, time
+from ckptctl.distributed.launcher import launched_rank
+from ckptctl.distributed.process_group import joined
+from ckptctl.errors import CkptctlError, StorageUnavailable
+
+def work():
+    if group.rank == 2:
+        raise StorageUnavailable("the mount is stale")
+    # Ends by the failure of rank 2 alone.
+    while True:
+        on_progress(1, 2)
+        time.sleep(0.01)
+
+with joined(launched_rank(os.environ)) as group:
+    on_progress = group.watch(None)
+    try:
+        group.share(work)
+    except CkptctlError as error:
+        print(f"{type(error).__name__} {error.exit_code} {error.message}")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_path: Path):
+    (tmp_path / "sharing.py").write_text(SHARING)
+    done = subprocess.run(
+        [*TORCHRUN[:-2], tmp_path / "sharing.py"],
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    line = f"StorageUnavailable 75 rank 2 on {socket.gethostname()}: the mount is stale"
+    assert done.stdout.count(line) == SIZE

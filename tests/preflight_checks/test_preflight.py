@@ -18,6 +18,7 @@ from command_line import COMMAND, clean_environment, validated
 from command_line import run_and_follow as run_ckptctl
 
 import ckptctl
+from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import NothingToResume, UsageError
 from ckptctl.goodput.measuring import Measured
 from ckptctl.preflight_checks.nodes import check_nodes
@@ -26,7 +27,6 @@ from ckptctl.preflight_checks.results import NodeFacts, Outcome
 from ckptctl.preflight_checks.sizing import check_cadence, check_capacity, ranks_in
 from ckptctl.resharding import advising
 from ckptctl.storage.local import LocalStore
-from ckptctl.train.cluster import cluster_context
 
 
 @pytest.fixture(autouse=True)

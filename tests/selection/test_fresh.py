@@ -16,8 +16,8 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Answer, StorageUnavailable, UsageError
+from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.selection import empty_roots, tiers
-from ckptctl.selection.empty_roots import RESTART_COUNTERS
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
 from ckptctl.storage.contract import Kind

@@ -12,9 +12,9 @@ from storage.faulty import VERBS, FaultyStore
 
 import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailable, Verdict
+from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.errors import PathNotFound
 from ckptctl.selection import tiers, verifying
-from ckptctl.selection.empty_roots import RESTART_COUNTERS
 from ckptctl.selection.history import put_sentinel
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import open_store

@@ -12,7 +12,7 @@ from command_line import clean_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.train.cluster import Cluster, cluster_context
+from ckptctl.distributed.launcher import Cluster, cluster_context
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

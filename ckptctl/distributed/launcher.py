@@ -1,0 +1,281 @@
+"""Read the job and the rank of this process from its environment.
+
+SLURM, Kubernetes, torchrun, srun and mpirun set the variables. No command is run, no
+server is asked, and torch is not imported. A value that no variable gives is None, never
+a guess. Ranks that a script assigns itself (`mp.spawn`) are known to `torch.distributed`
+only; `Cluster.placed` takes them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+NO_SCHEDULER = "none"
+NO_LAUNCHER = "none"
+
+RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
+"""The variable in which `ckptctl run` gives the number of restarts to its command."""
+
+RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
+"""Variables that count how often a job was started again."""
+
+_NUMBER = re.compile("[0-9]{1,18}")
+_FIRST_NODE = re.compile(r"([^,\[]+)(?:\[([0-9]+))?")
+_FIRST_PORT = 20_000
+_N_PORTS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The job, the nodes and the rank of this process.
+
+    `scheduler` is `slurm`, `kubernetes` or `none`; `launcher` is `torchrun` (and all
+    that use its agent), `srun`, `mpirun`, `environment` (something else set `RANK` and
+    `WORLD_SIZE`) or `none`. `job` is the scheduler's id of the job, `run_id` the id
+    that torchrun was given. `requeues` counts how often the scheduler started the job
+    again, `restarts` how often the launcher (at most `max_restarts` times) or `ckptctl run`
+    started the processes again, whichever is more. `rank`, `world_size`, `local_rank` and
+    `local_world_size` count processes, `nodes` and `node_rank` count machines. `node` is
+    this machine, `node_list` all of them in the scheduler's own short form
+    (`gpu-[007-009]`), `pod` the pod in Kubernetes. `gpus_per_node` is what the scheduler
+    granted on this node. `ends_s` is when the scheduler will end the job, in seconds since
+    1970.
+    """
+
+    scheduler: str
+    launcher: str
+    node: str
+    job: str | None = None
+    job_name: str | None = None
+    run_id: str | None = None
+    requeues: int | None = None
+    restarts: int | None = None
+    max_restarts: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    nodes: int | None = None
+    node_rank: int | None = None
+    node_list: str | None = None
+    pod: str | None = None
+    gpus_per_node: int | None = None
+    ends_s: int | None = None
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the scheduler or the launcher has started this job before."""
+        return bool(self.requeues or self.restarts)
+
+    @property
+    def sentence(self) -> str:
+        """All of it in one line, for the log of a job that starts."""
+        job = {"slurm": "SLURM job", "kubernetes": "Kubernetes job"}.get(self.scheduler)
+        named = f"{job} {self.job or 'without a name'}" if job else "no scheduler"
+        again = [
+            f"{word} {count} {'time' if count == 1 else 'times'}"
+            for word, count in (("requeued", self.requeues), ("restarted", self.restarts))
+            if count
+        ]
+        place = f"{self.nodes} nodes" if self.nodes and self.nodes > 1 else "1 node"
+        if self.rank is not None:
+            place += f", rank {self.rank} of {self.world_size or 'an unknown number'}"
+        by = f" by {self.launcher}" if self.launcher != NO_LAUNCHER else ""
+        attempts = f" ({', '.join(again)})" if again else ""
+        return f"{named}{attempts}: {place}{by}, on {self.node}"
+
+    def placed(self, rank: int, world_size: int) -> Cluster:
+        """The same with the rank and the world size of an existing process group."""
+        return replace(self, rank=rank, world_size=world_size)
+
+    def document(self) -> dict[str, str | int | None]:
+        """The fields for ledgers, seals and reports; None where no variable gives a value.
+
+        `ends_s` becomes `ends_at`, RFC 3339 in UTC.
+        """
+        fields: dict[str, str | int | None] = asdict(self)
+        del fields["ends_s"]
+        return {**fields, "ends_at": _rfc3339(self.ends_s)}
+
+
+def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
+    """The job, this process and its machine, as the environment describes them.
+
+    A variable that should hold a number and does not counts as unset: a stray variable
+    must not end a training job. Reads no file; every process reads its own environment.
+
+    Source: `sbatch` and `srun` of SLURM 24.05; `torch/distributed/run.py` of torch 2.13;
+    Kubernetes 1.31, which sets no variable for restarts.
+    """
+    read = _Variables(os.environ if environment is None else environment)
+    scheduler = _scheduler(read)
+    launcher = _launcher(read)
+    return Cluster(
+        scheduler=scheduler,
+        launcher=launcher,
+        node=read.text("SLURMD_NODENAME", "NODE_NAME") or os.uname().nodename,
+        job=_job(read, scheduler),
+        job_name=read.text("SLURM_JOB_NAME", "JOBSET_NAME") if scheduler != NO_SCHEDULER else None,
+        run_id=read.text("TORCHELASTIC_RUN_ID"),
+        requeues=read.number("SLURM_RESTART_COUNT"),
+        restarts=read.largest("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT),
+        max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS"),
+        rank=read.number(*_RANKS[launcher]),
+        world_size=read.number(*_WORLD_SIZES[launcher]),
+        local_rank=read.number(*_LOCAL_RANKS[launcher]),
+        local_world_size=read.number(*_LOCAL_WORLD_SIZES[launcher]),
+        nodes=read.number(
+            "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE", "PET_NNODES"
+        ),
+        node_rank=read.number("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"),
+        node_list=read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        pod=_pod(read, scheduler),
+        gpus_per_node=read.number("SLURM_GPUS_ON_NODE"),
+        ends_s=read.number("SLURM_JOB_END_TIME"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRank:
+    """The rank of this process among those that a launcher started for one command.
+
+    `address` is the host and port where they meet; None where torch reads it from the
+    environment itself.
+    """
+
+    rank: int
+    size: int
+    address: tuple[str, int] | None = None
+
+
+def launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
+    """The rank that torchrun or srun gave this process; None where it is the only one.
+
+    Under srun only the variables of the job step count: a batch script has those of the
+    whole job, and is one process.
+    """
+    read = _Variables(environment)
+    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    if rank is not None and size is not None and "MASTER_ADDR" in environment:
+        # What a rank of a training job starts inherits the variables of torchrun, and must
+        # not join the job's process group.
+        alone = size < 2 or _is_set_in_parent("RANK")
+        return None if alone else LaunchedRank(rank, size)
+    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS")
+    if rank is None or size is None or size < 2:
+        return None
+    # srun names no port; all tasks of one job derive the same one.
+    port = _FIRST_PORT + (read.number("SLURM_JOB_ID") or 0) % _N_PORTS
+    first = _FIRST_NODE.match(read.text("SLURM_STEP_NODELIST", "SLURM_NODELIST") or "")
+    host = first[1] + (first[2] or "") if first else "127.0.0.1"
+    return LaunchedRank(rank, size, (host, port))
+
+
+def _is_set_in_parent(name: str) -> bool:
+    """Whether the process that started this one was itself started with a variable."""
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return False
+    return any(each.startswith(f"{name}=".encode()) for each in variables)
+
+
+# Which variables count depends on the launcher: a batch script has SLURM's variables of the
+# whole job, and the processes of torchrun have those of the srun task that started the agent.
+_RANKS = {
+    "torchrun": ("RANK",),
+    "srun": ("SLURM_PROCID",),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "environment": ("RANK",),
+    NO_LAUNCHER: (),
+}
+_WORLD_SIZES = {
+    "torchrun": ("WORLD_SIZE",),
+    "srun": ("SLURM_STEP_NUM_TASKS",),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "environment": ("WORLD_SIZE",),
+    NO_LAUNCHER: (),
+}
+_LOCAL_RANKS = {
+    "torchrun": ("LOCAL_RANK",),
+    "srun": ("SLURM_LOCALID",),
+    "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "environment": ("LOCAL_RANK",),
+    NO_LAUNCHER: (),
+}
+_LOCAL_WORLD_SIZES = {
+    "torchrun": ("LOCAL_WORLD_SIZE",),
+    "srun": ("SLURM_NTASKS_PER_NODE",),
+    "mpirun": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "environment": ("LOCAL_WORLD_SIZE",),
+    NO_LAUNCHER: (),
+}
+
+
+class _Variables:
+    """The variables of an environment, without empty ones and malformed numbers."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, *names: str) -> str | None:
+        """The first of these variables that is set and not empty."""
+        return next((value for name in names if (value := self._environment.get(name))), None)
+
+    def number(self, *names: str) -> int | None:
+        """The first of these variables that is a whole number, 0 or more."""
+        return next(self._numbers(names), None)
+
+    def largest(self, *names: str) -> int | None:
+        """The largest of these variables that are whole numbers, 0 or more."""
+        return max(self._numbers(names), default=None)
+
+    def _numbers(self, names: Sequence[str]) -> Iterator[int]:
+        values = (self._environment.get(name, "") for name in names)
+        return (int(value) for value in values if _NUMBER.fullmatch(value))
+
+
+def _scheduler(read: _Variables) -> str:
+    # SLURM inside pods (Slinky, SUNK) counts as SLURM: it starts and ends the job.
+    if read.text("SLURM_JOB_ID"):
+        return "slurm"
+    return "kubernetes" if read.text("KUBERNETES_SERVICE_HOST") else NO_SCHEDULER
+
+
+def _launcher(read: _Variables) -> str:
+    if read.text("TORCHELASTIC_RUN_ID"):
+        return "torchrun"
+    if (read.number("SLURM_STEP_NUM_TASKS") or 0) > 1:
+        return "srun"
+    if read.text("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        return "mpirun"
+    if read.number("RANK") is not None and read.number("WORLD_SIZE") is not None:
+        return "environment"
+    # One task of srun is a job of one process, or an agent that starts others.
+    return "srun" if read.number("SLURM_STEP_NUM_TASKS") == 1 else NO_LAUNCHER
+
+
+def _job(read: _Variables, scheduler: str) -> str | None:
+    if scheduler == "slurm":
+        array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
+        return f"{array}_{task}" if array and task else read.text("SLURM_JOB_ID")
+    return read.text("JOB_NAME", "JOBSET_NAME") if scheduler == "kubernetes" else None
+
+
+def _pod(read: _Variables, scheduler: str) -> str | None:
+    return read.text("POD_NAME", "HOSTNAME") if scheduler == "kubernetes" else None
+
+
+def _rfc3339(seconds: int | None) -> str | None:
+    if seconds is None:
+        return None
+    try:
+        at = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
