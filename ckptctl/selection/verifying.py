@@ -141,7 +141,8 @@ def _content(
             )
     if level is not Level.CONTENT:
         return None
-    # Nobody who asks for less waits for these.
+    # Imported here: the other levels do not need them, and start sooner.
+    from ckptctl.distributed.process_group import ProcessGroup
     from ckptctl.inspection.content import Asked
     from ckptctl.inspection.subsets import parse_subset
     from ckptctl.records.byte_pass import Limits, Stop
