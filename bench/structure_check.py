@@ -26,10 +26,11 @@ from pathlib import Path
 
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.structure import Structure, check_structure
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.structure import Structure, read_structure
 from ckptctl.model import Chunks, TensorEntry
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Span
 from ckptctl.storage.local import LocalStore
 
@@ -95,7 +96,7 @@ def structure_of_root(root: str, n_steps: int) -> list[Structure]:
         files = LocalStore(f"{root}/{folder}").list_tree()
         ranges = Ranges([decode_metadata(store.read(f"{folder}/.metadata", limit=2**30))])
         assert list(check_presence(ranges, files)) == []
-        looks.append(check_structure(store, folder, ranges, files))
+        looks.append(read_structure(RecordSource(store, folder, ranges), files))
         assert looks[-1].findings == ()
     return looks
 
@@ -131,7 +132,7 @@ def spans_of_step(folder: str) -> list[Span]:
     store = Noting(LocalStore(folder))
     files = store.inner.list_tree()
     ranges = Ranges([decode_metadata(store.inner.read(".metadata", limit=2**30))])
-    check_structure(store, "", ranges, files)  # type: ignore[arg-type]
+    read_structure(RecordSource(store, "", ranges), files)  # type: ignore[arg-type]
     return store.spans
 
 

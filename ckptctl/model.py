@@ -277,6 +277,35 @@ class FileInfo:
     link: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum that a storage keeps of an object: `crc64nvme` and the like, in hex.
+
+    `whole`: of all bytes of the object. Otherwise of the checksums of the parts that it was
+    written in, which says nothing of its bytes to who does not know the parts.
+    """
+
+    algorithm: str
+    value: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a storage keeps of a file beside its bytes.
+
+    `etag` differs where other bytes were written, and may differ where the same were;
+    `version` names one write where the bucket keeps versions. Either is empty where there
+    is none. `why_none` says why there are no checksums, and is empty where there are.
+    """
+
+    path: str
+    checksums: tuple[Checksum, ...] = ()
+    etag: str = ""
+    version: str = ""
+    why_none: str = ""
+
+
 class PartFormat(str, Enum):
     """How the tensors of one folder are stored."""
 

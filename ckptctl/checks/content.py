@@ -1,15 +1,13 @@
 """Check that every byte of every record is what was saved.
 
 Each member of a record carries a CRC-32, which torch writes and never compares.
-`records.content_runs` divides the bytes of a part, `records.byte_pass` reads them once,
-and `records.verification` compares them; this module turns the results into findings.
-`structure` compares a record with its metadata; `sealed` detects correct bytes that
-belong to another step.
+`records.content_runs` reads and verifies the records; this module chooses them and turns
+the results into findings. `structure` compares a record with its metadata; `sealed_bytes`
+detects correct bytes that belong to another step.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +15,11 @@ from dataclasses import dataclass
 from ckptctl.checks.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.findings import Finding, Proven
-from ckptctl.formats.archive.directory import RecordDirectory, read_directory
-from ckptctl.model import FileInfo, TensorEntry
-from ckptctl.records.content_runs import runs_of
-from ckptctl.records.not_finite import FORMS, Form, Values
+from ckptctl.model import FileInfo
+from ckptctl.records.not_finite import Values
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.verification import Checked, Part, check_parts
+from ckptctl.records.verification import NO_ZSTD, Checked
 from ckptctl.records.zstd import ZSTD
-from ckptctl.storage.contract import Span, Store
-
-_NO_CRCS = "saved without checksums"
-_PLAIN = "saved as plain pickles, without frame and checksums"
-_NO_ZSTD = "compressed, which takes the extra `zstd` to read"
 
 Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""
@@ -51,32 +42,23 @@ class Outcome:
 
 
 class ContentCheck:
-    """The bytes of the records of one part: what to read of them, and what they said.
+    """Collects the results of the records of one part, and turns them into findings.
 
-    `folder` is where the part is in the store, `part_path` where it is in the step.
-    Records that `files`, the part's listing, has no room for are the finding of
-    `presence`, and passed over. `choose` leaves records out. With `nan_scan` the values
-    of floating-point tensors are looked at too.
+    `part_path` is where the part is in the step. `by_file` are the records to read, of
+    each file in order: those that `files`, the part's listing, has room for (`presence`
+    reports the others), and of these what `choose` takes.
     """
 
     def __init__(
         self,
-        store: Store,
-        folder: str,
         ranges: Ranges,
         files: Sequence[FileInfo],
         part_path: str = "",
         *,
         choose: Choose | None = None,
-        nan_scan: bool = False,
     ) -> None:
-        self._store = store
-        self._nan_scan = nan_scan
-        self._folder = folder
         self.ranges = ranges
         self._part_path = part_path
-        self._lock = threading.Lock()
-        self._joints: dict[int, list[Part]] = defaultdict(list)
         self._sound: list[int] = []
         self._wrong: dict[tuple[int, str], dict[int, Checked]] = defaultdict(dict)
         self._unverifiable: dict[str, list[int]] = defaultdict(list)
@@ -87,10 +69,8 @@ class ContentCheck:
             for numbers in readable_ranges(ranges, files)
         ]
         self.n_asked = sum(ranges.lengths[number] for numbers in by_file for number in numbers)
-        if choose is not None:
-            by_file = _chosen(ranges, by_file, choose)
-        self._n_chosen = sum(map(len, by_file))
-        self.runs = tuple(run for numbers in by_file for run in runs_of(self, numbers))
+        self.by_file = by_file if choose is None else _chosen(ranges, by_file, choose)
+        self._n_chosen = sum(map(len, self.by_file))
 
     @property
     def whole(self) -> bool:
@@ -155,65 +135,20 @@ class ContentCheck:
         # Of those that went through something else, `structure` says so.
         return self.ranges.owner(number).transforms in ((), (ZSTD,))
 
-    def path_of(self, number: int) -> str:
-        """Where in the store the file of a record is."""
-        return inside(self._folder, self.ranges.file_names[self.ranges.files[number]])
-
-    def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
-        """The directory of a record from its tail, of which more is read where it takes that."""
-        length = self.ranges.lengths[number]
-        end = self.ranges.starts[number] + length
-
-        def read_tail(n: int) -> bytes:
-            ((_, data),) = self._store.read_spans([Span(self.path_of(number), end - n, n)])
-            return data
-
-        return read_directory(read_tail, length, tail)
-
-    def form_of(self, number: int) -> Form | None:
-        """The form of a record's values where they are to be scanned."""
-        entry = self.ranges.owner(number).entry
-        if not self._nan_scan or not isinstance(entry, TensorEntry):
-            return None
-        return FORMS.get(entry.dtype)
-
-    # What the runs report, from several threads
-
     def report(self, number: int, checked: Checked) -> None:
-        """Take what a record's bytes said."""
-        with self._lock:
-            if checked.values is not None:
-                self._add_values(self.ranges.owner(number).entry.fqn, checked.values)
-            if checked.wrong is not None:
-                self._note(number, "record.crc", checked)
-            elif checked.unreadable is not None:
-                self._note(number, checked.unfit or "record.framing", checked)
-            elif not checked.has_crcs:
-                self._unverifiable[_NO_CRCS].append(number)
-            else:
-                self._sound.append(number)
-                if checked.folds is not None:
-                    self._folds[number] = checked.folds
-
-    def report_plain(self, number: int) -> None:
-        """Take that a record is a pickle without a frame."""
-        with self._lock:
-            self._unverifiable[_PLAIN].append(number)
-
-    def report_no_zstd(self, number: int) -> None:
-        """Take that a record is compressed, and that nothing here reads it."""
-        with self._lock:
-            self._unverifiable[_NO_ZSTD].append(number)
-
-    def join(self, number: int, directory: RecordDirectory, part: Part, tail: bytes) -> None:
-        """Take a part of a record; with the last of them it is looked at."""
-        with self._lock:
-            parts = self._joints[number]
-            parts.append(part)
-            if sum(one.end - one.start for one in parts) < directory.length:
-                return
-            del self._joints[number]
-        self.report(number, check_parts(directory, parts, tail, self.form_of(number)))
+        """Take the result of a record; see `records.content_runs.Report`."""
+        if checked.values is not None:
+            self._add_values(self.ranges.owner(number).entry.fqn, checked.values)
+        if checked.wrong is not None:
+            self._note(number, "record.crc", checked)
+        elif checked.unreadable is not None:
+            self._note(number, checked.unfit or "record.framing", checked)
+        elif checked.unproven is not None:
+            self._unverifiable[checked.unproven].append(number)
+        else:
+            self._sound.append(number)
+            if checked.folds is not None:
+                self._folds[number] = checked.folds
 
     def _note(self, number: int, code: str, checked: Checked) -> None:
         self._wrong[self.ranges.files[number], code][number] = checked
@@ -234,7 +169,7 @@ class ContentCheck:
         for number in differing:
             self._sound.remove(number)
             reason = "its checksums are not those that its serialization_id was made from"
-            self._note(number, "record.crc", Checked(has_crcs=True, unreadable=reason))
+            self._note(number, "record.crc", Checked(unreadable=reason))
 
     # Words
 
@@ -300,7 +235,7 @@ class ContentCheck:
 
     @property
     def _hint(self) -> str | None:
-        return "pip install 'ckptctl[zstd]'" if _NO_ZSTD in self._unverifiable else None
+        return "pip install 'ckptctl[zstd]'" if NO_ZSTD in self._unverifiable else None
 
     def _path_in_step(self, number: int) -> str:
         return inside(self._part_path, self.ranges.file_names[self.ranges.files[number]])

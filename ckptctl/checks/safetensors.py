@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.checks.coverage import check_coverage
@@ -28,80 +28,56 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
-from ckptctl.storage.contract import Span, Store
 
-_FIRST_READ = 64 << 10
 _ONE_OF_SEVERAL = re.compile(r"(?P<before>.*model)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+")
 
 Headers = Mapping[str, Sequence[StoredTensor]]
 """The tensors of each file whose header is sound."""
 
 
-def check_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
-    """Yield what the headers of a part's files, and its index, say against it.
+def check_safetensors(
+    part: Part,
+    headers: Iterable[tuple[FileInfo, bytes]],
+    indexes: Iterable[tuple[FileInfo, bytes]],
+) -> Iterator[Finding]:
+    """Yield what the headers of a part's files, and its indexes, say against it.
 
-    `folder` is where the part is in the store. Yields `path.escape`,
-    `record.framing`, `record.mismatch`, `shard.missing`, `shard.truncated`,
+    `headers` are those of its regular safetensors files, `indexes` the content of its
+    index files of at most `MAX_HEADER` bytes; see `records.reads.read_safetensors`. Yields
+    `path.escape`, `record.framing`, `record.mismatch`, `shard.missing`, `shard.truncated`,
     `coverage.gap`, `coverage.overlap`, and always `format.no-checksums`.
-
-    Storage errors pass through. Cost: one read for each file and for the index; a
-    second one for headers of more than 64 KiB.
     """
     files = [file for file in part.files if file.path.endswith(SUFFIX)]
-    indexes = [file for file in part.files if file.path.endswith(INDEX_SUFFIX)]
+    listed = [file for file in part.files if file.path.endswith(INDEX_SUFFIX)]
     findings: list[Finding] = []
-    headers: dict[str, Sequence[StoredTensor]] = {}
-    for file in files + indexes:
+    sound: dict[str, Sequence[StoredTensor]] = {}
+    for file in files + listed:
         if file.kind != "file":
             message = "it is a link or no regular file, which is not followed"
             findings.append(Finding("path.escape", file.path, message))
-    for file, header in read_headers(store, folder, [f for f in files if f.kind == "file"]):
+    for file, header in headers:
         parsed = _parsed(file, header)
         if isinstance(parsed, Finding):
             findings.append(parsed)
         else:
-            headers[file.path] = parsed
+            sound[file.path] = parsed
             findings += _check_length(file, len(header), parsed)
-    if len(headers) == len(files):
-        findings += _check_tensors(headers)
-    for index in indexes:
-        if index.kind == "file":
-            findings += _check_index(store, folder, index, headers, {f.path for f in files})
-    if not indexes:
+    if len(sound) == len(files):
+        findings += _check_tensors(sound)
+    for index in listed:
+        if index.size > MAX_HEADER:
+            message = f"an index of {index.size:,} bytes is not read"
+            findings.append(Finding(RecordUnreadable.code, index.path, message))
+    for index, content in indexes:
+        findings += _check_index(index, content, sound, {file.path for file in files})
+    if not listed:
         findings += _check_numbers(files)
-    n_tensors = len({tensor.name for tensors in headers.values() for tensor in tensors})
+    n_tensors = len({tensor.name for tensors in sound.values() for tensor in tensors})
     said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
     findings.append(Finding("format.no-checksums", "", f"{said}: no byte of them can be checked"))
     for finding in at_most_few(findings):
         where = inside(part.path, finding.where) if finding.where else part.path
         yield replace(finding, where=where)
-
-
-def read_headers(
-    store: Store, folder: str, files: Sequence[FileInfo]
-) -> Iterator[tuple[FileInfo, bytes]]:
-    """Each file with its header, the length in front of it included.
-
-    A header that the file does not hold whole is given as far as it was read.
-    """
-    empty = [file for file in files if file.size == 0]
-    others = [file for file in files if file.size > 0]
-    yield from ((file, b"") for file in empty)
-    first = [Span(_path(folder, file), 0, min(file.size, _FIRST_READ)) for file in others]
-    longer = []
-    for file, (_, data) in zip(others, store.read_spans(first), strict=True):
-        end = PREFIX + int.from_bytes(data[:PREFIX], "little")
-        if len(data) < end <= min(file.size, PREFIX + MAX_HEADER):
-            longer.append((file, end))
-        else:
-            yield file, data[:end]
-    rest = [Span(_path(folder, file), 0, end) for file, end in longer]
-    for (file, _), (_, data) in zip(longer, store.read_spans(rest), strict=True):
-        yield file, data
-
-
-def _path(folder: str, file: FileInfo) -> str:
-    return f"{folder}/{file.path}" if folder else file.path
 
 
 def _parsed(file: FileInfo, header: bytes) -> Sequence[StoredTensor] | Finding:
@@ -156,13 +132,11 @@ def _check_tensors(headers: Headers) -> Iterator[Finding]:
 
 
 def _check_index(
-    store: Store, folder: str, index: FileInfo, headers: Headers, files: set[str]
+    index: FileInfo, content: bytes, headers: Headers, files: set[str]
 ) -> Iterator[Finding]:
     """Every file and every tensor that the index names is there."""
     try:
-        if index.size > MAX_HEADER:
-            raise RecordUnreadable(f"an index of {index.size:,} bytes is not read")
-        named = parse_index(store.read(_path(folder, index), limit=MAX_HEADER))
+        named = parse_index(content)
     except RecordUnreadable as error:
         yield Finding(error.code, index.path, error.message)
         return

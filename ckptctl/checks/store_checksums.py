@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ckptctl.checks.formatting import at_most_few, counted, some_of, verb
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.own.seals import SEAL, SealedFile, Stored
-from ckptctl.storage.contract import Checksum, Kept
+from ckptctl.model import Checksum, Kept
 
 
 def best_of(kept: Kept, can_compute: Callable[[str], bool]) -> Checksum | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ckptctl.storage.contract import Store, TooLarge
+if TYPE_CHECKING:
+    from ckptctl.storage.contract import Store
 
 MAX_DEPTH = 64
 """Lists and objects inside each other; documents of frameworks have fewer than 20."""
@@ -41,6 +42,8 @@ def read_json(store: Store, path: str, *, max_bytes: int, numbers: Numbers = "an
 
     Other errors of the storage pass through. Cost: one read.
     """
+    from ckptctl.storage.contract import TooLarge  # whoever only decodes needs no storage
+
     try:
         data = store.read(path, limit=max_bytes)
     except TooLarge as error:

@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.formatting import counted, inside
-from ckptctl.checks.sealed_bytes import Comparison
+from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
+from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.parts import PartInspection, folder_of
 from ckptctl.inspection.subsets import share
-from ckptctl.model import Part, PartFormat, Step
-from ckptctl.records.byte_pass import Limits, read_runs
+from ckptctl.model import FileInfo, Part, PartFormat, Step
+from ckptctl.records.byte_pass import Limits, Run, read_runs
+from ckptctl.records.content_runs import record_runs
+from ckptctl.records.digest_runs import BlockDigests, RecordRun
+from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Store
 
 _SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
@@ -58,6 +62,44 @@ class ContentInspection:
     whole: bool
 
 
+class Comparison:
+    """Every byte of the sealed files of a step, block by block, against its seal.
+
+    `folder` is the step in the store, `files` its listing; files of `passed_over` have a
+    finding already.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        seal: Seal,
+        files: Sequence[FileInfo],
+        passed_over: Collection[str] = (),
+    ) -> None:
+        self._seal = seal
+        self._files = comparable(seal, files, passed_over)
+        sizes = {file.path: file.size for file in self._files}
+        self._digests = BlockDigests(folder, sizes, seal.algorithm)
+
+    def runs(self, others: Sequence[RecordRun] = ()) -> list[Run]:
+        """What to read: `others`, digested where they are blocks, and the blocks that are not."""
+        return self._digests.runs(others)
+
+    @property
+    def whole(self) -> bool:
+        """All of it was read."""
+        return self._digests.whole
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """The files that are what was sealed, to the last byte."""
+        return proven(self._files, self._digests.found)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a `seal.digest` for each file with a block that is not what was sealed."""
+        return check_sealed_bytes(self._seal, self._files, self._digests.found)
+
+
 def inspect_content(
     store: Store,
     step: Step,
@@ -73,20 +115,21 @@ def inspect_content(
     there is a seal.
     """
     asked = asked or Asked()
+    with_metadata = [look for look in parts if look.metadata]
     checks = [
-        ContentCheck(
-            store,
-            folder_of(step, look.part),
-            look.ranges,
-            look.part.files,
-            look.part.path,
-            choose=_own_share(asked),
+        ContentCheck(look.ranges, look.part.files, look.part.path, choose=_own_share(asked))
+        for look in with_metadata
+    ]
+    of_records = [
+        run
+        for look, check in zip(with_metadata, checks, strict=True)
+        for run in record_runs(
+            RecordSource(store, folder_of(step, look.part), look.ranges),
+            check.by_file,
+            check.report,
             nan_scan=asked.nan_scan,
         )
-        for look in parts
-        if look.metadata
     ]
-    of_records = [run for check in checks for run in check.runs]
     group = asked.group
     limits = replace(asked.limits, on_progress=group.watch(asked.limits.on_progress))
     runs = sealed.runs(of_records) if sealed else of_records

@@ -31,9 +31,8 @@ from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
-    from ckptctl.checks.sealed_bytes import Comparison
     from ckptctl.formats.own.seals import Seal
-    from ckptctl.inspection.content import Asked
+    from ckptctl.inspection.content import Asked, Comparison
     from ckptctl.inspection.predecessor import Older
     from ckptctl.inspection.seal_and_marks import Notes
 
@@ -257,7 +256,7 @@ def _comparison(
     """What holds every byte against the seal; None where not all is to be read."""
     if content is not None and content.choose is not None:
         return None
-    from ckptctl.checks.sealed_bytes import Comparison
+    from ckptctl.inspection.content import Comparison
 
     told = {finding.where for finding in findings if finding.code == "seal.digest"}
     return Comparison(step.name, seal, step.files, told)

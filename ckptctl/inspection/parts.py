@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.coverage import check_part_coverage
@@ -18,14 +18,16 @@ from ckptctl.checks.identity import check_identity, claims_further, own_number
 from ckptctl.checks.presence import check_presence
 from ckptctl.checks.sizes import check_sizes
 from ckptctl.checks.state import check_optimizer_steps
-from ckptctl.checks.structure import RecordValue, check_structure, n_structure_reads
+from ckptctl.checks.structure import RecordValue
 from ckptctl.checks.times import check_times
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.frameworks.state_keys import entry_kinds, is_optimizer_step, optimizer_of
 from ckptctl.inspection.metadata_files import PartFolder, read_metadata
 from ckptctl.inspection.sidecars import read_numbers, scalar
+from ckptctl.inspection.structure import n_structure_reads, read_structure
 from ckptctl.model import SHARDED, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource, read_headers, read_indexes
 from ckptctl.storage.contract import Kind, Store
 
 
@@ -69,9 +71,7 @@ def inspect_part(store: Store, step: Step, part: Part) -> PartInspection:
     """
     at = PartFolder(store, folder_of(step, part), part, step.url)
     if part.format is PartFormat.SAFETENSORS:
-        from ckptctl.checks.safetensors import check_safetensors
-
-        return PartInspection(part, findings=tuple(check_safetensors(store, at.folder, part)))
+        return PartInspection(part, findings=tuple(inspect_safetensors(store, at.folder, part)))
     if part.format not in SHARDED:
         return PartInspection(part)
     metadata: list[Metadata] = []
@@ -101,6 +101,18 @@ def inspect_part(store: Store, step: Step, part: Part) -> PartInspection:
     return _with_numbers(store, at.folder, looked)
 
 
+def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
+    """Yield what the headers and indexes of a part of safetensors say against it.
+
+    `folder` is where the part is in the store. Storage errors pass through. Cost: one
+    read for each file and each index; a second one for headers of more than 64 KiB.
+    """
+    from ckptctl.checks.safetensors import check_safetensors
+
+    headers = read_headers(store, folder, part.files)
+    return check_safetensors(part, headers, read_indexes(store, folder, part.files))
+
+
 def _with_numbers(store: Store, folder: str, look: PartInspection) -> PartInspection:
     if not look.metadata or any(f.severity is Severity.FAULT for f in look.findings):
         return look
@@ -128,14 +140,8 @@ def inspect_structure(store: Store, step: Step, look: PartInspection) -> PartIns
         return look
     folder = folder_of(step, look.part)
     paths = _optimizer_steps(look)
-    found = check_structure(
-        store,
-        folder,
-        look.ranges,
-        look.part.files,
-        look.part.path,
-        wanted=paths.__contains__,
-    )
+    source = RecordSource(store, folder, look.ranges)
+    found = read_structure(source, look.part.files, look.part.path, wanted=paths.__contains__)
     steps = _steps_by_optimizer(paths, found.values, look.part)
     findings = (*look.findings, *found.findings, *check_optimizer_steps(steps, step.url))
     n_bytes = look.bytes_read + found.n_bytes

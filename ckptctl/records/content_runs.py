@@ -3,85 +3,121 @@
 Records that lie side by side are one run, which one thread reads: short ones whole,
 several at once; a long one in pieces, its end first, where its directory is. Runs end
 where the blocks of a file end, so that a seal's digests use the same reads; a record
-that spans two runs is verified in parts. Results go to a `RecordSink`.
+that spans two runs is verified in parts, and the last part completes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckptctl.errors import MissingExtra, RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, RecordDirectory, read_directory
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
-from ckptctl.records.not_finite import Form
-from ckptctl.records.opening import is_before_archives
-from ckptctl.records.ranges import Owner, Ranges
-from ckptctl.records.verification import Checked, Part, Passing, check_parts, check_whole
-from ckptctl.records.zstd import (
-    FRAME_BYTES,
-    MAX_ENTRY_BYTES,
-    Unpacker,
-    require_zstd,
-    tensor_limit,
+from ckptctl.records.not_finite import FORMS, Form
+from ckptctl.records.opening import is_before_archives, is_plain_pickle
+from ckptctl.records.ranges import Owner
+from ckptctl.records.reads import RecordSource
+from ckptctl.records.verification import (
+    NO_ZSTD,
+    PLAIN,
+    Checked,
+    Part,
+    Passing,
+    check_parts,
+    check_whole,
 )
+from ckptctl.records.zstd import FRAME_BYTES, Unpacker, require_zstd, unpacked_limit
+from ckptctl.storage.contract import Span
 
 _MAGIC_BYTES = 32
 
+Report = Callable[[int, Checked], None]
+"""Takes the result of a record, by its number: once for each, by one thread at a time."""
 
-class RecordSink(Protocol):
-    """Takes the results of records, from several threads at once."""
 
-    @property
-    def ranges(self) -> Ranges:
-        """The byte ranges of the part; records are numbers in them."""
-        ...
+def record_runs(
+    source: RecordSource,
+    by_file: Iterable[Sequence[int]],
+    report: Report,
+    *,
+    nan_scan: bool = False,
+) -> tuple[RecordRun, ...]:
+    """The runs that read the records in `by_file` whole; each result goes to `report`.
+
+    The numbers of each file are in the order in which the records lie in it. With
+    `nan_scan` the values of floating-point tensors are scanned for NaN and infinity.
+    """
+    results = _Results(source, report, nan_scan=nan_scan)
+    return tuple(run for numbers in by_file for run in _runs_of(results, numbers))
+
+
+class _Results:
+    """What the runs of one part share: its records, and the parts of those that span runs."""
+
+    def __init__(self, source: RecordSource, report: Report, *, nan_scan: bool) -> None:
+        self._store, self._folder, self.ranges = source
+        self._report = report
+        self._nan_scan = nan_scan
+        self._lock = threading.Lock()
+        self._parts: dict[int, list[Part]] = defaultdict(list)
 
     def path_of(self, number: int) -> str:
         """The path of a record's file in the store."""
-        ...
+        name = self.ranges.file_names[self.ranges.files[number]]
+        return f"{self._folder}/{name}" if self._folder else name
 
     def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
         """The directory of a record from its tail, of which more is read where it takes that."""
-        ...
+        length = self.ranges.lengths[number]
+        end = self.ranges.starts[number] + length
+
+        def read_tail(n: int) -> bytes:
+            ((_, data),) = self._store.read_spans([Span(self.path_of(number), end - n, n)])
+            return data
+
+        return read_directory(read_tail, length, tail)
 
     def form_of(self, number: int) -> Form | None:
         """The form of a record's values if they are to be scanned."""
-        ...
+        entry = self.ranges.owner(number).entry
+        if not self._nan_scan or not isinstance(entry, TensorEntry):
+            return None
+        return FORMS.get(entry.dtype)
 
     def report(self, number: int, checked: Checked) -> None:
         """Take the result of a record."""
-        ...
-
-    def report_plain(self, number: int) -> None:
-        """Take a record that is a pickle without a frame."""
-        ...
-
-    def report_no_zstd(self, number: int) -> None:
-        """Take a compressed record that cannot be read for lack of zstandard."""
-        ...
+        with self._lock:
+            self._report(number, checked)
 
     def join(self, number: int, directory: RecordDirectory, part: Part, tail: bytes) -> None:
         """Take a part of a record; the last part completes its verification."""
-        ...
+        with self._lock:
+            parts = self._parts[number]
+            parts.append(part)
+            if sum(one.end - one.start for one in parts) < directory.length:
+                return
+            del self._parts[number]
+        self.report(number, check_parts(directory, parts, tail, self.form_of(number)))
 
 
-def runs_of(sink: RecordSink, numbers: Sequence[int]) -> Iterator[RecordRun]:
+def _runs_of(results: _Results, numbers: Sequence[int]) -> Iterator[RecordRun]:
     """Runs of records side by side, split where the blocks of the file end, as a seal has it.
 
     `numbers` are records of one file, in the order in which they lie in it.
     """
-    ranges = sink.ranges
+    ranges = results.ranges
     run: list[int] = []
     start = end = 0
     for number in numbers:
         begin = ranges.starts[number]
         stop = begin + ranges.lengths[number]
         if run and begin != end:
-            yield RecordRun(sink, run, start, end)
+            yield RecordRun(results, run, start, end)
             run = []
         if not run:
             start = begin
@@ -89,14 +125,14 @@ def runs_of(sink: RecordSink, numbers: Sequence[int]) -> Iterator[RecordRun]:
         end = stop
         cut = (start // BLOCK_BYTES + 1) * BLOCK_BYTES
         if end >= cut and ranges.owner(number).transforms:
-            yield RecordRun(sink, run, start, end)  # they cannot be read from their middle on
+            yield RecordRun(results, run, start, end)  # they cannot be read from their middle on
             run = []
         while run and end >= cut:
-            yield RecordRun(sink, run, start, cut)
+            yield RecordRun(results, run, start, cut)
             run = [number] if end > cut else []
             start, cut = cut, cut + BLOCK_BYTES
     if run:
-        yield RecordRun(sink, run, start, end)
+        yield RecordRun(results, run, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +146,8 @@ class _Piece(Piece):
 class RecordRun:
     """Records side by side in one file; of the first and the last it may hold a part."""
 
-    def __init__(self, sink: RecordSink, numbers: Sequence[int], start: int, end: int) -> None:
-        self._sink = sink
+    def __init__(self, results: _Results, numbers: Sequence[int], start: int, end: int) -> None:
+        self._results = results
         self._numbers = tuple(numbers)
         self.start = start
         self._end = end
@@ -120,7 +156,7 @@ class RecordRun:
     @property
     def path(self) -> str:
         """See `byte_pass.Run`."""
-        return self._sink.path_of(self._numbers[0])
+        return self._results.path_of(self._numbers[0])
 
     @property
     def n_bytes(self) -> int:
@@ -129,7 +165,7 @@ class RecordRun:
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """As many whole records at once as the limit allows; a long one by itself."""
-        ranges = self._sink.ranges
+        ranges = self._results.ranges
         ends = [ranges.starts[number] + ranges.lengths[number] for number in self._numbers]
         at, place = self.start, 0
         while place < len(ends):
@@ -147,7 +183,7 @@ class RecordRun:
 
     def _pieces_of(self, place: int, start: int, stop: int, limit: int) -> Iterator[Piece]:
         number = self._numbers[place]
-        ranges = self._sink.ranges
+        ranges = self._results.ranges
         if ranges.owner(number).transforms:
             # Its directory is known only when all of it was decompressed once.
             yield from _in_turn(start, stop, limit, place, ahead=True)
@@ -160,7 +196,7 @@ class RecordRun:
     def take(self, piece: Piece, data: memoryview) -> None:
         """See `byte_pass.Run`."""
         assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
-        ranges = self._sink.ranges
+        ranges = self._results.ranges
         if piece.last:
             for number in self._numbers[piece.first : piece.last]:
                 begin = ranges.starts[number] - piece.start
@@ -172,9 +208,9 @@ class RecordRun:
         if self._passing is None or self._passing.number != number:
             owner = ranges.owner(number)
             self._passing = (
-                _Unpacking(self._sink, number, owner)
+                _Unpacking(self._results, number, owner)
                 if owner.transforms
-                else _Passing(self._sink, number, max(0, self.start - begin))
+                else _Passing(self._results, number, max(0, self.start - begin))
             )
         if piece.ahead:
             self._passing.read_ahead(data, last=piece.start + piece.length == end)
@@ -185,16 +221,16 @@ class RecordRun:
                 self._passing = None
 
     def _take_whole(self, number: int, data: memoryview) -> None:
-        owner = self._sink.ranges.owner(number)
+        owner = self._results.ranges.owner(number)
         if owner.transforms:
-            unpacking = _Unpacking(self._sink, number, owner)
+            unpacking = _Unpacking(self._results, number, owner)
             unpacking.read_ahead(data, last=True)
             unpacking.take(data)
             unpacking.finish()
         elif _is_unframed(owner, bytes(data[:_MAGIC_BYTES]), bytes(data[-1:])):
-            self._sink.report_plain(number)
+            self._results.report(number, Checked(PLAIN))
         else:
-            self._sink.report(number, check_whole(data, self._sink.form_of(number)))
+            self._results.report(number, check_whole(data, self._results.form_of(number)))
 
 
 def _in_turn(
@@ -206,15 +242,15 @@ def _in_turn(
 
 def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
     """Whether a record is bytes of a planner's own, or in the form of torch before archives."""
-    plain = head[:1] == b"\x80" and head[1:2] <= b"\x05" and last == b"."
-    return (plain and isinstance(owner.entry, BytesEntry)) or is_before_archives(head)
+    plain = is_plain_pickle(head, last) and isinstance(owner.entry, BytesEntry)
+    return plain or is_before_archives(head)
 
 
 class _Passing:
     """A long record, or a part of one, whose bytes pass in one thread."""
 
-    def __init__(self, sink: RecordSink, number: int, start: int) -> None:
-        self._sink = sink
+    def __init__(self, results: _Results, number: int, start: int) -> None:
+        self._results = results
         self.number = number
         self._start = start
         self._passing: Passing | None = None
@@ -226,8 +262,8 @@ class _Passing:
         """Read the directory from the end of the record."""
         self._tail = bytes(data)
         try:
-            directory, self._tail = self._sink.directory_of(self.number, self._tail)
-            self._passing = Passing(directory, self._start, self._sink.form_of(self.number))
+            directory, self._tail = self._results.directory_of(self.number, self._tail)
+            self._passing = Passing(directory, self._start, self._results.form_of(self.number))
         except RecordUnreadable as error:
             self._error = error.message
 
@@ -241,23 +277,23 @@ class _Passing:
         """All bytes of the record that lie in the run have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
-            self._sink.join(self.number, directory, part, self._tail)
+            self._results.join(self.number, directory, part, self._tail)
         elif self._start == 0:  # reported once, by the run that holds its beginning
-            owner = self._sink.ranges.owner(self.number)
+            owner = self._results.ranges.owner(self.number)
             if _is_unframed(owner, self._head, self._tail[-1:]):
-                self._sink.report_plain(self.number)
+                self._results.report(self.number, Checked(PLAIN))
             else:
-                self._sink.report(self.number, Checked(has_crcs=True, unreadable=self._error))
+                self._results.report(self.number, Checked(unreadable=self._error))
 
 
 class _Unpacking:
     """A compressed record: decompressed twice, first to find its directory."""
 
-    def __init__(self, sink: RecordSink, number: int, owner: Owner) -> None:
-        self._sink = sink
+    def __init__(self, results: _Results, number: int, owner: Owner) -> None:
+        self._results = results
         self.number = number
         self._owner = owner
-        self._limit = _unpacked_limit(owner)
+        self._limit = unpacked_limit(owner)
         self._length = 0
         self._tail = b""
         self._error = ""
@@ -286,7 +322,7 @@ class _Unpacking:
         directory, self._tail = read_directory(
             lambda n: held[max(0, len(held) - n) :], unpacker.n_bytes
         )
-        self._passing = Passing(directory, 0, self._sink.form_of(self.number))
+        self._passing = Passing(directory, 0, self._results.form_of(self.number))
         self._unpacker = Unpacker(self._limit)
 
     def take(self, data: memoryview) -> None:
@@ -303,19 +339,11 @@ class _Unpacking:
         """All bytes have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
-            form = self._sink.form_of(self.number)
+            form = self._results.form_of(self.number)
             checked = check_parts(directory, [part], self._tail, form, self._owner)
         elif self._unpacker is None:
-            self._sink.report_no_zstd(self.number)
+            self._results.report(self.number, Checked(NO_ZSTD))
             return
         else:
-            checked = Checked(has_crcs=True, unreadable=self._error)
-        self._sink.report(self.number, checked)
-
-
-def _unpacked_limit(owner: Owner) -> int:
-    """How many bytes a compressed record may expand to: its chunk and its frame."""
-    entry = owner.entry
-    if not isinstance(entry, TensorEntry):
-        return MAX_ENTRY_BYTES
-    return tensor_limit(entry.dtype, entry.chunks.sizes_of(owner.chunk))
+            checked = Checked(unreadable=self._error)
+        self._results.report(self.number, checked)

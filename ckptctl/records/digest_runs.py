@@ -1,15 +1,16 @@
 """Digest bytes in the pass that reads them.
 
 A `DigestRun` reads bytes that nothing else reads, or wraps a run that reads them for
-another reason, so that they are read once. `checks.sealed` compares the digests.
+another reason, so that they are read once. `checks.sealed_bytes` compares the digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from ckptctl.formats.digests import Algorithm, Checksumming, Digester, Digests
+from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
 from ckptctl.records.byte_pass import Piece, Run
 
 
@@ -75,3 +76,55 @@ class DigestRun:
             if self.beside is not None:
                 self.beside.update(data)
             self._n_taken += len(data)
+
+
+class RecordRun(Run, Protocol):
+    """A run that reads records, from `start` of its file on."""
+
+    @property
+    def start(self) -> int:
+        """Offset of its first byte."""
+        ...
+
+
+class BlockDigests:
+    """Digests whole files block by block, in the pass that reads their records.
+
+    `sizes` are the files and their bytes; `folder` is where they lie in the store.
+    """
+
+    def __init__(self, folder: str, sizes: Mapping[str, int], algorithm: Algorithm) -> None:
+        self._prefix = f"{folder}/" if folder else ""
+        self._sizes = sizes
+        self._algorithm = algorithm
+        self._runs: dict[str, list[DigestRun]] = {}
+
+    def runs(self, others: Sequence[RecordRun] = ()) -> list[Run]:
+        """What to read: `others`, digested where they are blocks, and the blocks that are not."""
+        by_stretch = {Stretch(run.path, run.start, run.n_bytes): run for run in others}
+        for path, size in self._sizes.items():
+            self._runs[path] = [
+                DigestRun(block, self._algorithm, by_stretch.pop(block, None))
+                for block in _blocks(self._prefix + path, size)
+            ]
+        own: list[Run] = [run for runs in self._runs.values() for run in runs]
+        return [*own, *by_stretch.values()]
+
+    @property
+    def whole(self) -> bool:
+        """All of it was read."""
+        return all(digest is not None for found in self.found.values() for digest in found)
+
+    @property
+    def found(self) -> Mapping[str, Sequence[str | None]]:
+        """The digest of each block by file; None for a block that was not read whole."""
+        read = {path: [run.digests for run in runs] for path, runs in self._runs.items()}
+        return {
+            path: [None if digests is None else digests.whole for digests in blocks]
+            for path, blocks in read.items()
+        }
+
+
+def _blocks(path: str, size: int) -> Iterator[Stretch]:
+    for start in range(0, max(1, size), BLOCK_BYTES):
+        yield Stretch(path, start, min(BLOCK_BYTES, size - start))

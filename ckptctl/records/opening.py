@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.formats.archive.directory import (
+    TAIL,
     Member,
     Readable,
     RecordDirectory,
@@ -29,13 +30,15 @@ from ckptctl.formats.archive.directory import (
 )
 from ckptctl.formats.pickles.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
-from ckptctl.records.reads import Need
 
 MAX_PICKLE_BYTES = 64 << 10
 """The longest pickle that is read of a tensor or a wanted bytes entry.
 
 That of a tensor of 64 dimensions has less than 2 KiB.
 """
+
+HEAD = 1024
+"""Bytes that hold everything before the elements of a tensor's record."""
 
 _MAX_HEAD = 1 << 20
 
@@ -72,6 +75,14 @@ class WrongChecksum(Unfit):
         more = len(names) - 3
         self.names = f"{shown} and {more:,} more" if more > 0 else shown
         super().__init__("record.crc", f"{self.names} in it")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How much of a record to read: so many bytes at its beginning and at its end."""
+
+    head: int = HEAD
+    tail: int = TAIL
 
 
 class Expected(NamedTuple):
@@ -143,6 +154,14 @@ def open_record(
     return OpenRecord(directory, stub, None if byte_order is None else byte_order.decode())
 
 
+def open_whole(data: bytes, expected: Expected | None) -> tuple[View, OpenRecord]:
+    """What a record holds whose bytes are all there; raises as `open_record`."""
+    view = View(len(data), data, data)
+    found = open_record(view, expected)
+    assert not isinstance(found, Need)  # noqa: S101 - all of it is there
+    return view, found
+
+
 def _more(
     directory: RecordDirectory, view: View, *, is_tensor: bool, with_pickle: bool
 ) -> Need | None:
@@ -168,9 +187,9 @@ def is_before_archives(head: bytes) -> bool:
     return head.startswith(_BEFORE_ARCHIVES, 2)
 
 
-def is_plain_pickle(view: View) -> bool:
+def is_plain_pickle(head: bytes, tail: bytes) -> bool:
     """Whether a record is bytes of a planner's own, which torch does not frame."""
-    return view.head[:1] == b"\x80" and view.head[1:2] <= b"\x05" and view.tail.endswith(b".")
+    return head[:1] == b"\x80" and head[1:2] <= b"\x05" and tail.endswith(b".")
 
 
 def elements_crc(tail: bytes, length: int) -> int | None:

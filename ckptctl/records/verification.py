@@ -32,6 +32,12 @@ _KEPT = 4096
 """Members up to so many bytes are kept: among them are those that torch reads as texts."""
 
 
+NO_CRCS = "saved without checksums"
+PLAIN = "saved as plain pickles, without frame and checksums"
+NO_ZSTD = "compressed, which takes the extra `zstd` to read"
+"""Why nothing in a record proves its bytes: the values of `Checked.unproven`."""
+
+
 @dataclass(frozen=True, slots=True)
 class WrongBytes:
     """Members of a record that do not match their checksums; the first with both of them."""
@@ -45,15 +51,16 @@ class WrongBytes:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of verifying every byte of a record.
+    """The result of verifying every byte of a record; without fields, that they are proven.
 
-    `unreadable` is why its frame is not as torch writes it, or with the code `unfit` why it
-    does not hold what the metadata says. `folds` are what
-    `serialization_id` says that the checksums come to, and what they do come to; None
-    where it says nothing. `values` are there of a sound record that was scanned.
+    `unproven` is why nothing in it proves them; `unreadable` is why its frame is not as
+    torch writes it, or with the code `unfit` why it does not hold what the metadata says.
+    `folds` are what `serialization_id` says that the checksums come to, and what they do
+    come to; None where it says nothing. `values` are there of a sound record that was
+    scanned.
     """
 
-    has_crcs: bool
+    unproven: str | None = None
     unreadable: str | None = None
     unfit: str | None = None
     wrong: WrongBytes | None = None
@@ -69,7 +76,7 @@ def check_whole(data: memoryview, form: Form | None = None) -> Checked:
     try:
         directory, _ = read_directory(lambda n: bytes(data[len(data) - n :]), len(data))
     except RecordUnreadable as error:
-        return Checked(has_crcs=True, unreadable=error.message)
+        return Checked(unreadable=error.message)
     from zlib_ng.zlib_ng import crc32
 
     crcs = [crc32(data[member.start : member.end]) for member in directory.members]
@@ -120,19 +127,19 @@ class _InMemory:
 
 def _checked(directory: RecordDirectory, read: Readable, crcs: Sequence[int]) -> Checked:
     """Check in the order of `opening`, so that both report the same damage alike."""
-    has_crcs = directory.has_crcs
+    unproven = None if directory.has_crcs else NO_CRCS
     try:
         check_headers(directory, read)
-        if has_crcs:
+        if unproven is None:
             wrong = [n for n, m in enumerate(directory.members) if crcs[n] != m.crc]
             if wrong:
-                return Checked(has_crcs, wrong=_wrong(directory.members, wrong, crcs))
+                return Checked(wrong=_wrong(directory.members, wrong, crcs))
         check_texts(directory, read)
         check_frame(directory, read)
     except RecordUnreadable as error:
-        return Checked(has_crcs, unreadable=error.message)
+        return Checked(unproven, unreadable=error.message)
     saved = saved_fold(directory, read)
-    return Checked(has_crcs, folds=None if saved is None else (saved, fold_of(directory)))
+    return Checked(unproven, folds=None if saved is None else (saved, fold_of(directory)))
 
 
 def _wrong(members: Sequence[Member], wrong: Sequence[int], crcs: Sequence[int]) -> WrongBytes:
@@ -223,7 +230,7 @@ def check_parts(
     in_order = sorted(parts, key=lambda part: part.start)
     kept = _Kept([piece for part in in_order for piece in part.kept])
     if kept.get(directory.length - len(tail), directory.length) not in (tail, None):
-        return Checked(directory.has_crcs, unreadable="its end changed while it was read")
+        return Checked(unreadable="its end changed while it was read")
     checked = _checked(directory, kept, _joined(directory, in_order, kept))
     if owner is not None and checked.unreadable is None and checked.wrong is None:
         checked = _fitting(checked, directory, kept, owner)

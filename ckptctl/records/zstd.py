@@ -8,10 +8,13 @@ stream that exceeds its limit is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import MissingExtra, OutOfMemory, RecordUnreadable
-from ckptctl.model import DTYPE_SIZES
+from ckptctl.model import DTYPE_SIZES, TensorEntry
+from ckptctl.records.opening import Unfit
+from ckptctl.records.ranges import Owner
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionObj
@@ -47,19 +50,34 @@ def require_zstd() -> None:
         ) from error
 
 
+def unpacked_limit(owner: Owner) -> int:
+    """How many bytes a compressed record may expand to: its elements and their frame."""
+    if not isinstance(owner.entry, TensorEntry):
+        return MAX_ENTRY_BYTES
+    return tensor_limit(owner.entry.dtype, owner.entry.chunks.sizes_of(owner.chunk))
+
+
 def tensor_limit(dtype: str, sizes: Sequence[int]) -> int:
-    """How many bytes the record of a tensor may expand to: its elements and their frame."""
-    n_bytes = DTYPE_SIZES.get(dtype, _WIDEST_ITEM)
-    for size in sizes:
-        n_bytes *= size
-    return n_bytes + FRAME_BYTES
+    """How many bytes the record of a chunk of `sizes` elements may expand to."""
+    return DTYPE_SIZES.get(dtype, _WIDEST_ITEM) * prod(sizes) + FRAME_BYTES
 
 
-def unpack(packed: bytes, limit: int) -> bytes:
-    """A compressed record as a whole, of at most `limit` bytes.
+def check_transforms(transforms: Sequence[str]) -> None:
+    """Raise `Unfit` unless a record was written as it is, or compressed by zstd alone."""
+    if transforms and tuple(transforms) != (ZSTD,):
+        through = ", ".join(transforms)
+        raise Unfit("format.unsupported", f"it went through {through} when it was saved")
 
-    Raises `RecordUnreadable` for a damaged one, `MissingExtra`.
+
+def unpack(packed: bytes, transforms: Sequence[str], limit: int) -> bytes:
+    """A record that was read whole, as it was before `transforms`, of at most `limit` bytes.
+
+    Raises `RecordUnreadable` for a damaged one, `Unfit` where it went through something
+    other than zstd, `MissingExtra`.
     """
+    check_transforms(transforms)
+    if not transforms:
+        return packed
     require_zstd()
     unpacker = Unpacker(limit)
     data = b"".join(unpacker.feed(memoryview(packed)))

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckptctl.checks.formatting import counted, some_of
-from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.state import NO_STATE
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.parts import folder_of
+from ckptctl.inspection.parts import folder_of, inspect_safetensors
 from ckptctl.model import FileInfo, Level, Part, PartFormat
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
@@ -107,7 +106,7 @@ def import_file(source: OneFile, into: Into) -> Converted:
         finding = Finding(error.code, source.file.path, error.message)
         return not_converted(source.url, into.place.url, with_finding(report, finding))
     part = Part("", PartFormat.SAFETENSORS, tuple(files))
-    for finding in check_safetensors(source.store, "", part):
+    for finding in inspect_safetensors(source.store, "", part):
         report = with_finding(report, finding)
     why = "is a safetensors file, which carries no checksums: its bytes cannot be verified"
     report = with_finding(report, _unproven(source.file.path, why, into))

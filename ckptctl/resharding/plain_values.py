@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
-from ckptctl.formats.archive.directory import View, read_member
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
+from ckptctl.formats.archive.directory import read_member
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
 from ckptctl.formats.pickles.values import decode_state
-from ckptctl.records.opening import Unfit, open_record
-from ckptctl.records.reads import Need
-from ckptctl.records.zstd import ZSTD, unpack
+from ckptctl.records.opening import Unfit, open_whole
+from ckptctl.records.zstd import unpack
 from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.sources import SourceBytes
 from ckptctl.storage.contract import Span
@@ -59,22 +58,12 @@ def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | Not
 
 
 def _pickle(entry: SourceBytes, data: bytes) -> bytes:
-    if entry.record.transforms:
-        data = _unpacked(entry, data)
+    data = unpack(data, entry.record.transforms, MAX_VALUE_BYTES)
     if not data.startswith(b"PK"):
         # A plain pickle has neither frame nor checksums; inspection reports that.
         return data
-    view = View(len(data), data, data)
-    found = open_record(view, None)
-    assert not isinstance(found, Need)  # noqa: S101 - all of it is there
+    view, found = open_whole(data, None)
     pickle = read_member(found.directory, "data.pkl", view)
     if pickle is None:
         raise RecordUnreadable("it holds no pickle")
     return pickle
-
-
-def _unpacked(entry: SourceBytes, data: bytes) -> bytes:
-    if entry.record.transforms != (ZSTD,):
-        named = ", ".join(entry.record.transforms)
-        raise UsageError(f"{entry.fqn} went through {named}, which cannot be undone here")
-    return unpack(data, MAX_VALUE_BYTES)

@@ -13,14 +13,20 @@ from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import View
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.model import DTYPE_SIZES, ByteRange
-from ckptctl.records.opening import Expected, OpenRecord, Unfit, WrongChecksum, open_record
-from ckptctl.records.reads import Need, open_one_record
+from ckptctl.records.opening import (
+    Expected,
+    OpenRecord,
+    Unfit,
+    WrongChecksum,
+    open_record,
+    open_whole,
+)
+from ckptctl.records.reads import open_one_record
 from ckptctl.records.slices import Dims, TensorSlice, is_contiguous, position, row_major
 from ckptctl.records.strided_copy import Strided, aligned, copy_strided
-from ckptctl.records.zstd import ZSTD, require_zstd, tensor_limit, unpack
+from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
@@ -163,18 +169,13 @@ class SourceFiles:
 
     def _unpacked(self, tensor: SourceTensor, chunk: SourceChunk, held_limit: int) -> Opened:
         """A compressed record, which is held as a whole."""
-        if chunk.record.transforms != (ZSTD,):
-            raise UsageError(
-                f"{tensor.entry.fqn} went through {', '.join(chunk.record.transforms)}, "
-                f"which cannot be undone here; {ZSTD} can"
-            )
-        require_zstd()
+        check_transforms(chunk.record.transforms)
         sizes = chunk.elements.sizes
         length = tensor_limit(tensor.entry.dtype, sizes)
         check_held(tensor, length, held_limit)
-        data = unpack(self._read(chunk.record, 0, chunk.record.length), length)
-        found = open_record(View(len(data), data, data), Expected(tensor.entry.dtype, sizes))
-        assert not isinstance(found, Need)  # noqa: S101 - all of it is there
+        packed = self._read(chunk.record, 0, chunk.record.length)
+        data = unpack(packed, chunk.record.transforms, length)
+        _, found = open_whole(data, Expected(tensor.entry.dtype, sizes))
         opened = _described(found, sizes)
         elements = data[opened.start : opened.start + opened.n_bytes]
         self.check_held_crc(chunk.record, opened, elements)

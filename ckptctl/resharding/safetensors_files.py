@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ckptctl.checks.safetensors import read_headers
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import (
@@ -29,6 +28,7 @@ from ckptctl.formats.archive.safetensors import (
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
+from ckptctl.records.reads import read_headers
 from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles
 from ckptctl.resharding.sources import SourceChunk, SourcePart, SourceTensor
@@ -52,7 +52,7 @@ def read_safetensors(
 
     `folder` is where the part is in the store. Tensors are put below the key `under`,
     if it is not empty. Raises `UsageError` for dtypes that torch has no tensor of, and
-    where several indexes compete. Cost: as for `check_safetensors`.
+    where several indexes compete. Cost: as for `inspect_safetensors`.
     """
     files = [file for file in part.files if file.path.endswith(SUFFIX)]
     named = _named(store, folder, url, part)

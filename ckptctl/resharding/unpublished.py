@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store, Upload
+from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
 
 
 class WithFiles:

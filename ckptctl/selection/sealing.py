@@ -3,7 +3,7 @@
 Looked at first, as deep as it goes: what is not whole is not sealed. Then every
 byte is read and digested, the folder is listed again to see that nothing changed
 meanwhile, and the seal is written whole. Nothing else in the step is touched. What
-a seal proves later is the question of `checks.sealed`.
+a seal proves later is the question of `checks.seals`.
 """
 
 from __future__ import annotations

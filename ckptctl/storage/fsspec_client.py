@@ -23,8 +23,8 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
-from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Checksum, Kept, NotSupported, ShortRead, Upload
+from ckptctl.model import Checksum, FileInfo, Kept
+from ckptctl.storage.contract import NotSupported, ShortRead, Upload
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Retries, Throttled, Transient
 from ckptctl.storage.s3_answers import hex_of

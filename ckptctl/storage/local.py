@@ -26,8 +26,8 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, ShortRead, Span, TooLarge, Upload
+from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge, Upload
 from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
 from ckptctl.storage.paths import parts_of

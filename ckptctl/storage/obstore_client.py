@@ -24,9 +24,9 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
-from ckptctl.model import FileInfo
+from ckptctl.model import FileInfo, Kept
 from ckptctl.storage import retrying
-from ckptctl.storage.contract import Kept, NotSupported, Upload
+from ckptctl.storage.contract import NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Retries, Transient
 from ckptctl.storage.s3_answers import (

@@ -24,7 +24,8 @@ from ckptctl.errors import (
     StorageMisconfigured,
     StorageUnavailable,
 )
-from ckptctl.storage.contract import Checksum, ShortRead
+from ckptctl.model import Checksum
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Throttled, Transient
 

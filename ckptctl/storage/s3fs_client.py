@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable, UsageError
-from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Upload
+from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Retries, Transient, retried

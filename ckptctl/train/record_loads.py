@@ -26,15 +26,16 @@ from ckptctl.records.checksums import ElementChecksum
 from ckptctl.records.element_reads import ElementRun, element_runs
 from ckptctl.records.opening import (
     Expected,
+    Need,
     OpenRecord,
     Unfit,
     is_plain_pickle,
     open_record,
 )
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import Need, Reading, RecordSource, open_records
+from ckptctl.records.reads import Reading, RecordSource, open_records
 from ckptctl.records.slices import TensorSlice, dense_order
-from ckptctl.records.zstd import MAX_ENTRY_BYTES, ZSTD, tensor_limit, unpack
+from ckptctl.records.zstd import unpack, unpacked_limit
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.train.damage import Damage
 from ckptctl.train.safe_values import safe_copy
@@ -180,8 +181,9 @@ class RecordLoads:
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
         try:
             if owner.transforms:
-                view = self._unpacked(number, view)
-            if tensor is None and is_plain_pickle(view):
+                data = unpack(view.head, owner.transforms, unpacked_limit(owner))
+                view = View(len(data), data, data)
+            if tensor is None and is_plain_pickle(view.head, view.tail):
                 raise Unfit(
                     "format.unsupported",
                     "it is a pickle of a planner's own, which cannot be read without running it",
@@ -199,17 +201,6 @@ class RecordLoads:
             return view, found
         except (RecordUnreadable, Unfit) as error:
             raise self._damage.record(number, error.code, error.message) from error
-
-    def _unpacked(self, number: int, view: View) -> View:
-        owner = self._ranges.owner(number)
-        if owner.transforms != (ZSTD,):
-            through = ", ".join(owner.transforms)
-            raise Unfit("format.unsupported", f"it went through {through} when it was saved")
-        limit = MAX_ENTRY_BYTES
-        if isinstance(owner.entry, TensorEntry):
-            limit = tensor_limit(owner.entry.dtype, owner.entry.chunks.sizes_of(owner.chunk))
-        data = unpack(view.head, limit)
-        return View(len(data), data, data)
 
     # One record
 

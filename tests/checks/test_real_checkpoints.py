@@ -9,13 +9,14 @@ import pytest
 
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.presence import check_presence
-from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.checks.sizes import check_sizes
-from ckptctl.checks.structure import check_structure, n_structure_reads
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.parts import inspect_safetensors
+from ckptctl.inspection.structure import n_structure_reads, read_structure
 from ckptctl.model import Metadata, Part, PartFormat
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
 from ckptctl.storage.local import LocalStore
 
 
@@ -36,7 +37,7 @@ def everything_found(folder: Path, metadatas: list[Metadata]) -> Iterator[Findin
     yield from check_presence(ranges, files)
     yield from check_sizes(ranges)
     yield from check_part_coverage(metadatas)
-    structure = check_structure(store, "", ranges, files)
+    structure = read_structure(RecordSource(store, "", ranges), files)
     assert structure.n_reads == n_structure_reads(ranges)
     yield from structure.findings
 
@@ -84,6 +85,6 @@ def test_whatever_the_hugging_face_writer_writes_is_sound(checkpoints: Path):
     for folder in folders:
         store = LocalStore(str(folder))
         part = Part("", PartFormat.SAFETENSORS, tuple(store.list_dir()))
-        findings = list(check_safetensors(store, "", part))
+        findings = list(inspect_safetensors(store, "", part))
         assert [f.code for f in findings] == ["format.no-checksums"]
         assert findings[0].severity is Severity.REMARK

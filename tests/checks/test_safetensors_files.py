@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptctl.checks.safetensors import check_safetensors
 from ckptctl.findings import Finding
+from ckptctl.inspection.parts import inspect_safetensors
 from ckptctl.model import Part, PartFormat
 from ckptctl.storage.local import LocalStore
 
@@ -23,7 +23,7 @@ def check(folder: Path, part_path: str = "") -> list[Finding]:
     """All but the remark that is always there."""
     store = LocalStore(str(folder))
     part = Part(part_path, PartFormat.SAFETENSORS, tuple(store.list_dir()))
-    *findings, remark = check_safetensors(store, "", part)
+    *findings, remark = inspect_safetensors(store, "", part)
     assert remark.code == "format.no-checksums"
     return findings
 
@@ -236,4 +236,4 @@ def test_a_listing_that_is_older_than_the_file_is_a_storage_error(sharded: Path)
     store = LocalStore(str(sharded))
     files = tuple(replace(file, size=file.size + 1) for file in store.list_dir())
     with pytest.raises(ShortRead):
-        list(check_safetensors(store, "", Part("", PartFormat.SAFETENSORS, files)))
+        list(inspect_safetensors(store, "", Part("", PartFormat.SAFETENSORS, files)))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckptctl.checks import seals as checks
-from ckptctl.checks.sealed_bytes import Comparison
 from ckptctl.checks.seals import Seen, check_seal, speaks_of_step, written_ms
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
+from ckptctl.inspection.content import Comparison
 from ckptctl.model import Step
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
 from ckptctl.records.digest_runs import DigestRun, Stretch

@@ -8,7 +8,7 @@ from ckptctl.checks.store_checksums import check_stored
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import Digests
 from ckptctl.formats.own.seals import SealedFile, Stored
-from ckptctl.storage.contract import Checksum, Kept
+from ckptctl.model import Checksum, Kept
 
 URL = "s3://runs/a/step_5"
 CRC = Checksum("crc32", "b1fc4bbc", whole=True)

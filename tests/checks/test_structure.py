@@ -12,12 +12,13 @@ import pytest
 from made_parts import metadata, tensor
 from made_records import Made, archive, members_of
 
-from ckptctl.checks.structure import Structure, check_structure, n_structure_reads
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.structure import Structure, n_structure_reads, read_structure
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import ShortRead, Span
 from ckptctl.storage.local import LocalStore
 
@@ -45,7 +46,7 @@ def look(
 ) -> Structure:
     store = LocalStore(str(folder))
     files = store.list_tree() if files is None else files
-    return check_structure(store, "", Ranges(metadatas), files, wanted=wanted)
+    return read_structure(RecordSource(store, "", Ranges(metadatas)), files, wanted=wanted)
 
 
 def found(folder: Path, *metadatas: Metadata) -> list[Finding]:
@@ -218,10 +219,8 @@ def test_the_place_of_a_finding_is_relative_to_the_step(step: Step):
     fqn = some_tensor(step)
     step.flip(fqn, 0)
     store = LocalStore(str(step.folder.parent))
-    structure = check_structure(
-        store,
-        step.folder.name,
-        Ranges([step.metadata]),
+    structure = read_structure(
+        RecordSource(store, step.folder.name, Ranges([step.metadata])),
         LocalStore(str(step.folder)).list_tree(),
         "model",
     )
@@ -482,7 +481,7 @@ def test_the_tail_of_a_record_and_the_head_of_the_next_are_one_read(tmp_path: Pa
     part = part_of(tmp_path, (50_000,), *[record] * 10)
     store = Counting(LocalStore(str(tmp_path)), [])
     ranges = Ranges([part])
-    structure = check_structure(store, "", ranges, store.inner.list_tree())
+    structure = read_structure(RecordSource(store, "", ranges), store.inner.list_tree())
     assert structure.findings == ()
     assert structure.n_reads == len(store.spans) == n_structure_reads(ranges) == 11
     assert structure.n_bytes == sum(span.length for span in store.spans) == 10 * 2_048

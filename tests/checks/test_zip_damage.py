@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 from made_parts import metadata, tensor
 
-from ckptctl.checks.structure import check_structure
 from ckptctl.findings import Severity
 from ckptctl.formats.archive.directory import parse_directory
+from ckptctl.inspection.structure import read_structure
 from ckptctl.model import ByteRange, FileInfo
 from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Span
 from ckptctl.storage.local import LocalStore
 
@@ -102,7 +103,7 @@ def test_no_flipped_bit_around_the_elements_is_missed(tmp_path: Path, with_crcs:
                 continue
             n_rejected += outcome is Loaded.NOT
             store.at, store.bit = position, bit
-            structure = check_structure(store, "", ranges, files)
+            structure = read_structure(RecordSource(store, "", ranges), files)
             if all(f.severity is not Severity.FAULT for f in structure.findings):
                 missed.append((position, outcome))
     assert n_rejected > 3_000

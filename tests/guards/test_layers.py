@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +115,32 @@ def test_nothing_heavy_is_imported_at_the_start(path):
 def test_only_public_names_of_typer_are_used(path):
     names = [name for _, name in imports(ast.parse(path.read_text()))]
     assert not [name for name in names if name.startswith("typer.")]
+
+
+CHECKS = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] == "checks"]
+
+
+@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.name)
+def test_a_check_reads_nothing(path):
+    """Checks turn what was read into findings: they import no storage and open no file."""
+    tree = ast.parse(path.read_text())
+    opens = [
+        f"line {node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == "open"
+    ]
+    roots = {name.split(".")[0] for _, name in imports(tree)}
+    assert opens == []
+    assert roots <= {"__future__", "ckptctl", *PURE}
+    code = f"import ckptctl.checks.{path.stem}, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [name for name in done.stdout.split() if name.startswith("ckptctl.storage")]
+
+
+PURE = """
+array bisect collections dataclasses functools itertools math operator re shlex typing
+zlib_ng
+""".split()  # noqa: SIM905
 
 
 MAY_PRINT = ("cli/output.py", "cli/main.py", "cli/progress.py", "train/reporting.py")

@@ -15,7 +15,7 @@ from made_parts import metadata, tensor
 from made_records import Made, archive, members_of
 from storage.faulty import FaultyStore
 
-from ckptctl.checks.content import ZSTD, ContentCheck
+from ckptctl.checks.content import ContentCheck
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.archive.frame import fold_of
@@ -25,8 +25,11 @@ from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs
+from ckptctl.records.content_runs import RecordRun, record_runs
 from ckptctl.records.ranges import Ranges
-from ckptctl.storage.contract import Kind, ShortRead
+from ckptctl.records.reads import RecordSource
+from ckptctl.records.zstd import ZSTD
+from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.local import LocalStore
 
 FILE = "__0_0.distcp"
@@ -62,14 +65,18 @@ def part_of(records: Sequence[bytes], transforms: tuple[str, ...] = ()) -> tuple
     return b"".join(records), metadata(*entries)
 
 
+def runs_of(store: Store, check: ContentCheck) -> tuple[RecordRun, ...]:
+    return record_runs(RecordSource(store, "", check.ranges), check.by_file, check.report)
+
+
 def compare(
     folder: Path, data: bytes, saved: Metadata, *, kind: Kind | None = None, **limits: object
 ) -> tuple[ContentCheck, list[Finding]]:
     (folder / FILE).write_bytes(data)
     inner = LocalStore(str(folder))
     store = FaultyStore(inner, kind=kind) if kind else inner
-    check = ContentCheck(store, "", Ranges([saved]), inner.list_tree())
-    read_runs(store, check.runs, Limits(**limits))
+    check = ContentCheck(Ranges([saved]), inner.list_tree())
+    read_runs(store, runs_of(store, check), Limits(**limits))
     return check, list(check.findings())
 
 
@@ -310,8 +317,8 @@ def test_runs_are_cut_where_a_seal_digests(tmp_path: Path):
     with (tmp_path / FILE).open("wb") as file:
         file.truncate(2 * BLOCK_BYTES + 150)
     store = LocalStore(str(tmp_path))
-    check = ContentCheck(store, "", Ranges([metadata(*entries)]), store.list_tree())
-    assert [run.n_bytes for run in check.runs] == [BLOCK_BYTES, BLOCK_BYTES, 150]
+    check = ContentCheck(Ranges([metadata(*entries)]), store.list_tree())
+    assert [run.n_bytes for run in runs_of(store, check)] == [BLOCK_BYTES, BLOCK_BYTES, 150]
 
 
 class Noting:
@@ -402,8 +409,8 @@ def test_a_flip_in_a_real_shard_is_found_but_in_versions_that_torch_never_reads(
         broken[at] ^= 1 << at % 8
         (tmp_path / FILE).write_bytes(broken)
         store = LocalStore(str(tmp_path))
-        check = ContentCheck(store, "", Ranges([saved]), store.list_tree())
-        read_runs(store, check.runs, Limits(jobs=1))
+        check = ContentCheck(Ranges([saved]), store.list_tree())
+        read_runs(store, runs_of(store, check), Limits(jobs=1))
         if not list(check.findings()):
             missed.append(at)
     ends = [at + 12 for at in _ends64(whole)]

@@ -15,10 +15,11 @@ import ckptctl
 from ckptctl import Level, Report, Severity
 from ckptctl.formats.own.seals import SEAL, Seal, parse_seal, seal_bytes
 from ckptctl.inspection.step_listing import list_step
+from ckptctl.model import Checksum, Kept
 from ckptctl.options import Requirements
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Checksum, Kept, Store
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]

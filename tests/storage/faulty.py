@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Kept, Kind, OpenFile, Span, Store, Upload
+from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
 
 VERBS = (
     *("list_dir", "list_tree", "read", "read_spans", "open_file", "kept"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
-from ckptctl.storage.contract import Checksum, Kind, NotSupported, ShortRead, Span, Store, TooLarge
+from ckptctl.model import Checksum
+from ckptctl.storage.contract import Kind, NotSupported, ShortRead, Span, Store, TooLarge
 from ckptctl.storage.opening import join_url, open_store
 
 LOCAL = ("local",)

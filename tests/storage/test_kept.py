@@ -6,7 +6,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from ckptctl.storage.contract import Checksum, Kept
+from ckptctl.model import Checksum, Kept
 from ckptctl.storage.opening import open_store
 from ckptctl.storage.s3_answers import checksums_in
 

@@ -24,7 +24,7 @@ from ckptctl.findings import Verdict  # noqa: E402
 from ckptctl.formats import digests  # noqa: E402
 from ckptctl.formats.digests import Algorithm  # noqa: E402
 from ckptctl.formats.own.seals import SEAL, parse_seal  # noqa: E402
-from ckptctl.storage.contract import Checksum, Kept  # noqa: E402
+from ckptctl.model import Checksum, Kept  # noqa: E402
 from ckptctl.storage.fsspec_client import FsspecClient  # noqa: E402
 from ckptctl.train import checkpointer, saving  # noqa: E402
 from ckptctl.train.digesting import DigestedFiles  # noqa: E402
