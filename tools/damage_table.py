@@ -1,4 +1,4 @@
-"""What do the tools of today say of a damaged step, and what does ckptctl say?
+"""Compare how existing tools and ckptctl report a damaged step.
 
     python tools/damage_table.py            # measure, and write the table of docs/complete.md
 
@@ -91,7 +91,7 @@ def _loaded(step: Path, saved: dict[str, Any]) -> str:
     wrong = sum(not torch.equal(found[name], tensor) for name, tensor in saved.items())
     if not wrong:
         return "loads"
-    return f"**loads {wrong} of {len(saved)} tensors wrong, and says nothing**"
+    return f"**loads {wrong} of {len(saved)} tensors wrong without an error**"
 
 
 def _load(step: Path, like: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _no_metadata(step: Path) -> None:
     (step / ".metadata").unlink()
 
 
-@_damage("the metadata was cut in half")
+@_damage("the metadata was truncated to half")
 def _half_metadata(step: Path) -> None:
     path = step / ".metadata"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@_damage("the metadata says nothing of one chunk")
+@_damage("the metadata lacks one chunk")
 def _dropped_chunk(step: Path) -> None:
     import pickle
 
@@ -181,7 +181,7 @@ def _no_shard(step: Path) -> None:
     _shard(step).unlink()
 
 
-@_damage("a shard file was cut by one byte")
+@_damage("a shard file lost its last byte")
 def _cut_shard(step: Path) -> None:
     _shard(step).write_bytes(_shard(step).read_bytes()[:-1])
 
@@ -193,7 +193,7 @@ def _flipped_bit(step: Path) -> None:
     _shard(step).write_bytes(data)
 
 
-@_damage("a block of a tensor became zeros")
+@_damage("a block of a tensor was zeroed")
 def _zeroed(step: Path) -> None:
     data = bytearray(_shard(step).read_bytes())
     start = _payload(bytes(data))
