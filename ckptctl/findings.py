@@ -162,6 +162,7 @@ CODES: Mapping[str, Code] = {
     ),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
     "step.superseded": _fault(Verdict.SUPERSEDED, "the step belongs to an abandoned branch"),
+    "step.finished-late": _remark("the metadata arrived after the step was superseded"),
     "step.accepted": _remark("the step was rejected and later accepted"),
     "step.pinned": _remark("the step is pinned, and is not removed"),
     "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal"),
@@ -367,6 +368,11 @@ class Report:
         """
         faults = {f.code for f in self.with_severity(Severity.FAULT)} - {"step.superseded"}
         return bool(faults) and faults <= NEVER_FINISHED
+
+    @property
+    def left_unfinished(self) -> bool:
+        """The save was interrupted, or superseded before its metadata arrived."""
+        return self.interrupted or any(f.code == "step.finished-late" for f in self.findings)
 
     @property
     def damaged(self) -> bool:

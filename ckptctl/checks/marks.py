@@ -18,10 +18,13 @@ _CODES = {
     MarkKind.SUPERSEDED: "step.superseded",
     MarkKind.PINNED: "step.pinned",
 }
+_FINISHED_LATE = "the metadata arrived after the step was superseded as an interrupted save"
 
 
 def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iterator[Finding]:
     """Yield `step.rejected`, `step.superseded`, `step.pinned`, `step.accepted`, `mark.outdated`.
+
+    `step.finished-late` too, where the step was superseded before it had any metadata.
 
     `marks` are all that were found on the step, whichever save of it they speak of;
     `metadata` is the `metadata_digest` of the save that lies here.
@@ -31,6 +34,9 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
     for mark in stand:
         if mark.word in _CODES:
             yield _said(_CODES[mark.word], mark, f"{mark.word.value} {_who(mark)}")
+    superseded = [mark for mark in stand if mark.word is MarkKind.SUPERSEDED]
+    if superseded and metadata and all(mark.metadata is None for mark in superseded):
+        yield _said("step.finished-late", superseded[-1], _FINISHED_LATE)
     accepted = [mark for mark in stand if mark.word is MarkKind.ACCEPTED]
     if accepted:
         newest = accepted[-1]

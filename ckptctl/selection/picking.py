@@ -254,8 +254,7 @@ def beginning_of(
     """
     over = [one.report for one in choice.passed_over]
     n_steps = sum(len(tier.listing.steps) for tier in tiers)
-    # Metadata of an unfinished save may arrive after the run began anew: its mark stands.
-    unfinished = all(r.interrupted or r.verdict is Verdict.SUPERSEDED for r in over)
+    unfinished = all(report.left_unfinished for report in over)
     if len(choice.no_steps) + len(over) < n_steps or not unfinished:
         return None
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]

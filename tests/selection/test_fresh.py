@@ -17,6 +17,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl import Answer, StorageUnavailable, UsageError
 from ckptctl.distributed.launcher import RESTART_COUNTERS
+from ckptctl.findings import Verdict
 from ckptctl.selection import empty_roots, tiers
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
@@ -454,3 +455,35 @@ def test_a_first_save_that_may_still_run_is_waited_for_unless_its_job_has_ended(
     assert "still being written" in found.message
     monkeypatch.setenv("CKPTCTL_RESTART_COUNT", "1")
     assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 0
+
+
+# Whole steps that are ruled out
+
+
+def test_whole_steps_that_a_person_superseded_are_no_fresh_run(root: Path, step: Path) -> None:
+    used(root)
+    for number in (10, 20):
+        shutil.copytree(step, root / f"step-{number}")
+        ckptctl.mark(f"{root}@{number}", "superseded", reason="another branch was better")
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.answer, found.exit_code) == (Answer.NONE_USABLE, 11)
+    assert ckptctl.scan(str(root)).exit_code == 11
+
+
+def test_a_whole_step_that_was_superseded_unfinished_is_no_trace_of_a_usable_step(
+    root: Path, step: Path
+) -> None:
+    """Its metadata was on the way to the object store when the run began again."""
+    used(root)
+    name = root / "step_20.attempt-1"
+    shutil.copytree(step, name)
+    (name / ".metadata").rename(root.parent / "late")
+    ckptctl.mark(str(name), "superseded", reason="the run begins again")
+    assert ckptctl.pick(str(root), allow_fresh=True, grace_s=0.0).exit_code == 0
+    (root.parent / "late").rename(name / ".metadata")
+    found = ckptctl.pick(str(root), allow_fresh=True)
+    assert (found.answer, found.exit_code) == (Answer.FRESH, 0)
+    assert found.passed_over[0].report.verdict is Verdict.SUPERSEDED
+    ckptctl.mark(str(name), "accepted")
+    ckptctl.mark(str(name), "superseded", reason="a person has seen it whole")
+    assert ckptctl.pick(str(root), allow_fresh=True).exit_code == 11
