@@ -19,13 +19,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound
+from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.own.files import read_back, text_in, time_now, with_digest
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
 from ckptctl.storage.contract import Kind, Store, TooLarge
-from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.opening import absolute_url, join_url
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
+_MAX_NUMBER = 9_999_999_999  # the digits of a token, and of `step_N.attempt-M`
 _MAX_BYTES = 64 << 10
 
 
@@ -55,6 +56,8 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
     have written the same number: the token is read back, and the one that was written last
     holds it.
 
+    Raises `UsageError` where a stray token has the highest number that there is.
+
     Cost: a listing, a read and a write, and a read more on an object store; again for each
     attempt that came first.
     """
@@ -63,6 +66,13 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
     while True:
         attempt = name_attempt(_attempt_of(store, number) if number else None)
         number += 1
+        if number > _MAX_NUMBER:
+            raise UsageError(
+                f"{join_url(store.url, FENCE_FOLDER)}/{_MAX_NUMBER}.json has the highest number "
+                "that a token can have, so that no attempt can take the root over; remove it "
+                "once no job writes to the root",
+                next_command=f"ckptctl scan {shlex.quote(store.url)}",
+            )
         fields: dict[str, object] = {
             "schema": "ckptctl.fence/1",
             "number": number,

@@ -1,0 +1,60 @@
+"""The fence of a root: one attempt holds it, whatever else lies in the folder of the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import Fenced, UsageError
+from ckptctl.selection.fencing import Token, check_token, holder, take_token
+from ckptctl.storage.opening import open_store
+
+
+def put(root: Path, name: str) -> None:
+    fence = root / ".ckptctl" / "fence"
+    fence.mkdir(parents=True, exist_ok=True)
+    (fence / name).write_text("{}")
+
+
+def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path: Path) -> None:
+    with open_store(str(tmp_path)) as store:
+        first, second = (take_token(store, lambda _, name=name: name) for name in ("one", "two"))
+        assert (first, second) == (Token(1, "one"), Token(2, "two"))
+        assert holder(store) == second
+        check_token(store, second)
+        with pytest.raises(Fenced, match="attempt two has taken the root over from one"):
+            check_token(store, first)
+
+
+@pytest.mark.parametrize("number", [41, 999_999_998])
+def test_a_stray_token_is_followed_by_higher_ones(tmp_path: Path, number: int) -> None:
+    put(tmp_path, f"{number:010}.json")
+    with open_store(str(tmp_path)) as store:
+        first, second = (take_token(store, lambda _, name=name: name) for name in ("one", "two"))
+        assert (first.number, second.number) == (number + 1, number + 2)
+        with pytest.raises(Fenced):
+            check_token(store, first)
+
+
+def test_where_no_higher_number_is_left_no_attempt_takes_the_root(tmp_path: Path) -> None:
+    put(tmp_path, "9999999999.json")
+    with open_store(str(tmp_path)) as store:
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"fence/9999999999\.json has the highest number"):
+                take_token(store, lambda _: "one")
+        (tmp_path / ".ckptctl" / "fence" / "9999999999.json").unlink()
+        assert take_token(store, lambda _: "one").number == 1
+
+
+@pytest.mark.parametrize("name", ["99999999999.json", "12.json", "9999999999.json.tmp", "x.json"])
+def test_a_name_that_no_attempt_writes_is_no_token(tmp_path: Path, name: str) -> None:
+    put(tmp_path, name)
+    with open_store(str(tmp_path)) as store:
+        assert holder(store) is None
+        first, second = (take_token(store, lambda _, name=name: name) for name in ("one", "two"))
+        with pytest.raises(Fenced):
+            check_token(store, first)
+        check_token(store, second)
+    assert ckptctl.pick(str(tmp_path)).exit_code == 10
