@@ -10,13 +10,13 @@ record that cannot be read in full proves nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import (
     Fields,
@@ -42,6 +42,7 @@ _MAX_SENTINEL = 64 << 10
 _MAX_LEDGER = 16 << 20
 _MAX_LINE = 1 << 20
 _MAX_LEDGERS = 1_000
+_MAX_RESUMES = 20
 
 _NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
 
@@ -153,6 +154,51 @@ def read_history(store: Store) -> History:
     if doubt is None and not fields.get("began_empty"):
         doubt = f"by {ROOT_FILE} it was not empty when ckptctl first used it"
     return History(True, held, doubt)
+
+
+def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
+    """The steps that the attempt `holder`, and the newest attempt by name, resumed from.
+
+    The report of a resume says it, or the ledger where the report is damaged. An attempt that
+    has ended before it resumed leaves neither; the one before it counts then. Raises
+    `OwnFileUnreadable` where there is a record and none of it can be read. Cost: one listing,
+    one read for each of the two; more where a report is damaged.
+    """
+    try:
+        files = {base_name(entry.path) for entry in store.list_dir(ATTEMPTS_FOLDER)}
+    except PathNotFound:
+        return frozenset()
+    by_name = {name.partition(".resume.json")[0] for name in files if name.endswith(".resume.json")}
+    by_name |= {name.removesuffix(".jsonl") for name in files if name.endswith(".jsonl")}
+    newest = sorted(by_name, reverse=True)[:_MAX_RESUMES]
+    steps = set()
+    for attempts in ([holder] if holder in by_name else [], newest):
+        for attempt in attempts:
+            resume = _resume_of(store, attempt, files)
+            if resume is not None:
+                steps.add(resume.get("step"))
+                break
+    return frozenset(step for step in steps if isinstance(step, int))
+
+
+def _resume_of(store: Store, attempt: str, files: Collection[str]) -> Fields | None:
+    """What an attempt noted down of its resume, None where it has not resumed."""
+    report, ledger = f"{attempt}.resume.json", f"{attempt}.jsonl"
+    if report in files:
+        with suppress(NotJson, PathNotFound):
+            path = f"{ATTEMPTS_FOLDER}/{report}"
+            fields = read_json(store, path, max_bytes=_MAX_LINE)
+            if isinstance(fields, dict) and isinstance(fields.get("step"), int | None):
+                return fields
+    data = _read(store, f"{ATTEMPTS_FOLDER}/{ledger}") if ledger in files else b""
+    for line in (data or b"").splitlines():
+        with suppress(NotJson):
+            row = decode_json(line, max_bytes=_MAX_LINE)
+            if isinstance(row, dict) and row.get("event") == "resumed":
+                return row
+    if report in files:
+        raise OwnFileUnreadable(f"{ATTEMPTS_FOLDER}/{report} cannot be read")
+    return None
 
 
 def _check_absent(store: Store, path: str, kind: str) -> None:

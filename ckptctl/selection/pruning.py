@@ -8,13 +8,12 @@ read where steps without a seal may count, and the result is put into words.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.formats.bounded_json import NotJson, read_json
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
+from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
 from ckptctl.model import Level
@@ -22,6 +21,7 @@ from ckptctl.options import Requirements, known_level
 from ckptctl.selection.choosing import Candidate, Policy, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
+from ckptctl.selection.history import resumed_from
 from ckptctl.selection.leftovers import abandoned_uploads
 from ckptctl.selection.picking import CachingInspector
 from ckptctl.selection.proofs import write_proof
@@ -29,7 +29,7 @@ from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import OnLooked, PruneDecision, Retained, Rules, retain
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.tiers import Tier
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Store, Upload
 from ckptctl.storage.opening import open_store
 
 OnBytes = Callable[[int, int], None]
@@ -101,7 +101,9 @@ def prune(
     ) as store:
         listing, trees = list_all(store, compiled)
         check_has_steps(store, listing, compiled)
-        rules = Rules(keep, asked, level=level, unsealed=unsealed, protected=_resumed_from(store))
+        protected = _resumed_from(store, listing.steps)
+        uploads = abandoned_uploads(store, compiled)
+        rules = Rules(keep, asked, level=level, unsealed=unsealed, protected=protected)
         retained = retain(
             Tier(store, listing, trees=trees),
             rules,
@@ -109,11 +111,9 @@ def prune(
             remove=partial(_remove, store, marks_before) if apply else None,
             on_looked=on_looked,
         )
-        uploads = abandoned_uploads(store, compiled)
-        for upload in uploads if apply else ():
-            store.abort_upload(upload)
-    if retained.failures and not any(one.goes for one in retained.fates):
-        raise retained.failures[0]
+        if retained.failures and not any(one.goes for one in retained.fates):
+            raise retained.failures[0]
+        not_aborted = _aborted(store, uploads) if apply else None
     options = [
         *(["--unsealed"] if unsealed else []),
         *(["--level", level.value] if level is not None else []),
@@ -124,14 +124,28 @@ def prune(
     if not uploads:
         return pruned
     n = len(uploads)
-    what = f"{n} unfinished upload{'' if n == 1 else 's'} of killed saves"
+    done = "aborted" if apply else "to be aborted"
+    if not_aborted is not None:
+        done = f"not all aborted: {not_aborted.message}"
+        pruned = replace(pruned, exit_code=max(pruned.exit_code, not_aborted.exit_code))
     again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
     return replace(
         pruned,
         n_uploads=n,
-        message=f"{pruned.message}; {what} {'aborted' if apply else 'to be aborted'}",
+        message=f"{pruned.message}; {n} unfinished upload{'' if n == 1 else 's'} of killed saves "
+        f"{done}",
         next_command=pruned.next_command if apply else f"{again} --apply",
     )
+
+
+def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
+    """Abort uploads; the error that stopped this, None where there was none."""
+    try:
+        for upload in uploads:
+            store.abort_upload(upload)
+    except StorageError as error:
+        return error
+    return None
 
 
 _GRACE_S = 600.0
@@ -167,37 +181,20 @@ def _remove(store: Store, marks: MarksInFile | None, looked: Inspection) -> bool
     return remove_step(store, looked.step.name, seen=looked.step.files)
 
 
-_ATTEMPTS = f"{OWN_FOLDER}/attempts"
-_RESUMED = ".resume.json"
-_MAX_RECORD = 1 << 20
-
-
-def _resumed_from(store: Store) -> Mapping[int, str]:
+def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
     """The steps that the newest attempts on record resumed from: of the holder, and by name.
 
-    A record that cannot be read names no step. Cost: two listings and two short reads.
+    Where their record is damaged it may be any of `steps`. Cost: two listings and two short
+    reads.
     """
-    names = set()
     held = holder(store)
-    if held is not None:
-        names.add(f"{_ATTEMPTS}/{held.attempt}{_RESUMED}")
+    why = "the newest attempt resumed from it"
     try:
-        paths = [one.path for one in store.list_dir(_ATTEMPTS)]
-    except PathNotFound:
-        return {}
-    records = sorted(path for path in paths if path.endswith(_RESUMED))
-    names = (names & set(records)) | set(records[-1:])
-    steps = (_step_in(store, name) for name in names)
-    return {step: "the newest attempt resumed from it" for step in steps if step is not None}
-
-
-def _step_in(store: Store, record: str) -> int | None:
-    try:
-        fields = read_json(store, record, max_bytes=_MAX_RECORD)
-    except (PathNotFound, NotJson):
-        return None
-    step = fields.get("step") if isinstance(fields, dict) else None
-    return step if type(step) is int else None
+        found = resumed_from(store, held.attempt if held is not None else None)
+    except OwnFileUnreadable as error:
+        why = f"the newest attempt may have resumed from it: {error.message}"
+        return {named.number: why for named in steps}
+    return dict.fromkeys(found, why)
 
 
 def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, apply: bool) -> Pruned:

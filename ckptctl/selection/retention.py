@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from ckptctl.errors import PathNotFound, StorageError
+from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, StepName, is_own, step_name
 from ckptctl.inspection.inspecting import Inspection, inspect_step
@@ -43,7 +43,7 @@ from ckptctl.storage.opening import base_name, is_local, join_url
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""
 
-_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6}\.[0-9a-f]{4}")
+_ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
 OnLooked = Callable[[int, int], None]
@@ -92,7 +92,7 @@ class Retained:
 
     fates: list[PruneDecision] = field(default_factory=list)
     n_to_read: int = 0
-    failures: list[StorageError] = field(default_factory=list)
+    failures: list[CkptctlError] = field(default_factory=list)
 
 
 Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
@@ -118,7 +118,8 @@ def retain(
     has changed since it was looked at, nothing more goes. What cannot be removed is
     reported, and the others go.
 
-    Raises `StorageError` where the root cannot be listed. Cost: a look at level `listing`
+    Raises `StorageError` where the root, or what was moved aside, cannot be listed: nothing
+    has gone then. Cost: a look at level `listing`
     at each step, several at once; the look of `pick` at those that may count; what `prove`
     reads; before each removal a listing of each step that counts.
     """
@@ -147,6 +148,8 @@ class _Decision:
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
         self._fates: dict[str, PruneDecision] = {}
+        # Listed before anything goes: an error here must not hide what went.
+        self._moved_aside = moved_aside(tier.store)
         self._aside: list[PruneDecision] = []
         self._result = Retained()
         self.counted: list[_Counted] = []
@@ -292,7 +295,7 @@ class _Decision:
                 return None
         except PathNotFound:
             return None  # somebody else has removed it
-        except StorageError as error:
+        except CkptctlError as error:
             self._result.failures.append(error)
             return error.message
         return "changed meanwhile"
@@ -356,7 +359,7 @@ class _Decision:
 
     def _remove_aside(self, oldest: int, reason: str, remove: Remove | None) -> None:
         """Let go of what later saves took the place of; nobody but a person looks there."""
-        for named in moved_aside(self._store):
+        for named in self._moved_aside:
             if named.number >= oldest:
                 continue
             looked = inspect_step(self._store, named, self._rules.asked, level=Level.LISTING)

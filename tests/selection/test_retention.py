@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level
-from ckptctl.errors import AccessDenied, UsageError
+from ckptctl.errors import AccessDenied, PathEscape, UsageError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.selection import pruning
 from ckptctl.selection.proofs import write_proof
@@ -331,6 +332,51 @@ def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(
     assert ckptctl.prune(str(root), 1).exit_code == 0
 
 
+def resumed(root: Path, attempt: str, step: int, *, ledger: bool = True) -> Path:
+    """What an attempt leaves that resumed from a step: its report and its ledger."""
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    rows = [{"event": "started"}, {"event": "resumed", "step": step}]
+    lines = [json.dumps({**row, "attempt": attempt}) + "\n" for row in rows]
+    (attempts / f"{attempt}.jsonl").write_text("".join(lines) if ledger else "")
+    report = attempts / f"{attempt}.resume.json"
+    report.write_text(json.dumps({"step": step}))
+    return report
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"step": "100"}', "[" * 100_000, None])
+def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(
+    templates: Path, root: Path, content: str | None
+):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    resumed(root, "20260101T000000.000000Z-00000001", 200)
+    report = resumed(root, "20260102T000000.000000Z-00000002", 100)
+    report.unlink()
+    if content is not None:
+        report.write_text(content)
+    found = prune(root)
+    assert there(root) == {"step_100", "step_300"}
+    assert found.fates[-1].reason == "the newest attempt resumed from it"
+
+
+def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(
+    templates: Path, root: Path
+):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    resumed(root, "20260101T000000.000000Z-00000001", 200)
+    report = resumed(root, "20260102T000000.000000Z-00000002", 100, ledger=False)
+    report.write_text("{")
+    found = prune(root)
+    assert there(root) == {"step_100", "step_200", "step_300"}
+    assert "the newest attempt may have resumed from it" in found.fates[-1].reason
+    report.unlink()
+    (root / ".ckptctl" / "attempts" / "20260102T000000.000000Z-00000002.jsonl").unlink()
+    prune(root)
+    assert there(root) == {"step_200", "step_300"}
+
+
 # What is printed
 
 
@@ -427,3 +473,48 @@ def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
     assert steps[0].is_dir()
     assert taken(root, marks=marks) == 100
     assert "changed meanwhile" in found.fates[-1].reason
+
+
+# What cannot be removed
+
+
+def test_a_link_in_place_of_what_was_moved_aside_stops_before_anything_goes(
+    templates: Path, root: Path
+):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    (root.parent / "elsewhere").mkdir()
+    (root / ".ckptctl").mkdir()
+    (root / ".ckptctl" / "aside").symlink_to(root.parent / "elsewhere")
+    with pytest.raises(PathEscape, match="aside"):
+        prune(root)
+    assert there(root) == {"step_100", "step_200", "step_300"}
+    (root / ".ckptctl" / "aside").unlink()
+    (root / ".ckptctl" / "aside").write_text("a file")
+    assert prune(root).exit_code == 0
+    assert there(root) == {"step_300"}
+
+
+def test_an_error_between_two_removals_stops_there_and_what_went_is_told(
+    templates: Path, root: Path
+):
+    """The file of marks is damaged while steps are removed."""
+    for number in (100, 200, 300, 400):
+        put_step(templates, root, number)
+    marks = root.parent / "marks.jsonl"
+    ckptctl.mark(f"{root}@400", "pinned", marks=str(marks))
+    real = pruning.remove_step
+
+    def removed(store: Store, name: str, **options: object) -> bool:
+        done = real(store, name, **options)
+        marks.write_text("{")
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "remove_step", removed)
+        found = prune(root, marks=str(marks))
+    assert there(root) == {"step_200", "step_300", "step_400"}
+    assert [one.number for one in found.fates if one.goes] == [100]
+    assert found.exit_code == 2
+    assert found.message.endswith("; 2 steps could not be removed")
+    assert "cannot be read" in next(one.reason for one in found.fates if one.number == 200)
