@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
@@ -148,8 +149,11 @@ class _Decision:
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
         self._fates: dict[str, PruneDecision] = {}
-        # Listed before anything goes: an error here must not hide what went.
-        self._moved_aside = moved_aside(tier.store)
+        # Looked at before anything goes: an error here must not hide what went.
+        self._looks_aside = [
+            inspect_step(tier.store, named, rules.asked, level=Level.LISTING)
+            for named in moved_aside(tier.store)
+        ]
         self._aside: list[PruneDecision] = []
         self._result = Retained()
         self.counted: list[_Counted] = []
@@ -275,30 +279,33 @@ class _Decision:
             name = candidate.named.name
             if candidate.named.number >= oldest:
                 break
-            stays = self._stays(self._looks[name]) or self._is_needed(candidate, gone)
-            if stays is None:
-                stays = self._removed(self._looks[name], remove)
+            looked = self._looks[name]
+            stays = self._removed(looked, remove, partial(self._stays, candidate, gone))
             if stays is None:
                 gone.add(name)
             self._fates[name] = self._fate(name, stays or f"older than the {what}", goes=not stays)
         self._remove_aside(oldest, f"moved aside, and older than the {what}", remove)
 
-    def _removed(self, looked: Inspection, remove: Remove | None) -> str | None:
-        """Remove a step, or only plan to; why it stays all the same."""
-        if remove is None:
-            return None
-        changed = self._changed()
-        if changed is not None:
-            return f"step {changed}, which counts, changed meanwhile"
+    def _removed(
+        self, looked: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
+    ) -> str | None:
+        """Remove a step unless `keeps` has a reason, or only plan to; why it stays.
+
+        No error ends the removal: what has gone until then must be reported.
+        """
         try:
-            if remove(looked):
-                return None
+            stays = keeps()
+            if stays is not None or remove is None:
+                return stays
+            changed = self._changed()
+            if changed is not None:
+                return f"step {changed}, which counts, changed meanwhile"
+            return None if remove(looked) else "changed meanwhile"
         except PathNotFound:
             return None  # somebody else has removed it
         except CkptctlError as error:
             self._result.failures.append(error)
             return error.message
-        return "changed meanwhile"
 
     def _changed(self) -> int | None:
         """A step that counted and was marked, written to or removed since; None without one.
@@ -315,8 +322,9 @@ class _Decision:
                 return named.number
         return None
 
-    def _stays(self, looked: Inspection) -> str | None:
+    def _stays(self, candidate: Candidate, gone: Collection[str]) -> str | None:
         """What speaks for a step although it is old; None where it may go."""
+        looked = self._looks[candidate.named.name]
         report = looked.report
         marked = _marked(looked)
         if marked is not None:
@@ -327,7 +335,7 @@ class _Decision:
         if not looked.step.parts and not _is_left_over(looked):
             return "not recognised as a checkpoint"
         if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
-            return None
+            return self._is_needed(candidate, gone)
         if report.verdict is Verdict.IN_PROGRESS:
             return "in-progress: it may still be written"
         return f"{report.verdict.value}: left to a person"
@@ -359,15 +367,10 @@ class _Decision:
 
     def _remove_aside(self, oldest: int, reason: str, remove: Remove | None) -> None:
         """Let go of what later saves took the place of; nobody but a person looks there."""
-        for named in self._moved_aside:
-            if named.number >= oldest:
+        for looked in self._looks_aside:
+            if (looked.report.number or 0) >= oldest:
                 continue
-            looked = inspect_step(self._store, named, self._rules.asked, level=Level.LISTING)
-            stays: str | None = _marked(looked)
-            if looked.report.verdict is Verdict.UNKNOWN:
-                stays = f"{looked.report.verdict.value}: left to a person"
-            if stays is None:
-                stays = self._removed(looked, remove)
+            stays = self._removed(looked, remove, partial(_stays_aside, looked))
             fate = _fate(self._store, looked, stays or reason, goes=not stays)
             self._aside.append(fate)
 
@@ -404,6 +407,12 @@ def moved_aside(store: Store) -> tuple[StepName, ...]:
         if named is not None:
             found.append(replace(named, name=entry.path))
     return tuple(found)
+
+
+def _stays_aside(looked: Inspection) -> str | None:
+    """What speaks for a step that was moved aside."""
+    unknown = looked.report.verdict is Verdict.UNKNOWN
+    return _marked(looked) or ("unknown: left to a person" if unknown else None)
 
 
 def _marked(looked: Inspection) -> str | None:
