@@ -139,7 +139,6 @@ def _replayed(row: Replayed) -> Document:
     return {
         "step": row.step,
         "difference": plain(row.difference),
-        "averaged": row.averaged,
         **values,
     }
 

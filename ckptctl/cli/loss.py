@@ -48,7 +48,8 @@ def loss(
             "--resume-step",
             metavar="N",
             min=0,
-            help="The last step that the checkpoint holds; read from the log by default.",
+            help="The training step that the checkpoint holds: that of its train state, which "
+            "the number in a name need not be. The log must begin after it.",
         ),
     ] = None,
     resume_tokens: Annotated[
@@ -67,6 +68,24 @@ def loss(
             metavar="N",
             min=0,
             help="The sample count of the checkpoint at that step.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        option(
+            "--world-size",
+            metavar="N",
+            min=1,
+            help="The ranks of the resumed job; with --saved-world-size, the speed is scaled.",
+        ),
+    ] = None,
+    saved_world_size: Annotated[
+        int | None,
+        option(
+            "--saved-world-size",
+            metavar="N",
+            min=1,
+            help="The ranks of the job that saved the checkpoint.",
         ),
     ] = None,
     resume_report: Annotated[
@@ -166,8 +185,8 @@ def loss(
         option(
             "--print-throughput",
             help="Print only how the speed after the resume compares with the run before it "
-            "(in-band, slower, faster or unknown), and the verdict on standard error; --follow "
-            "waits for the speed.",
+            "(in-band, slower, faster, watching while there are too few rows, or unknown), and "
+            "the verdict on standard error; --follow waits for the speed.",
         ),
     ] = False,
     *,
@@ -191,7 +210,14 @@ def loss(
     if follow:
         reports = follow_loss(
             paths,
-            NamedCheckpoint(resume_step, resume_tokens, resume_samples, resume_report),
+            NamedCheckpoint(
+                resume_step,
+                resume_tokens,
+                resume_samples,
+                resume_report,
+                world_size,
+                saved_world_size,
+            ),
             follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
             log_format=LogFormat(format, pattern, keys),
             storage=StorageAccess(**storage),
@@ -204,6 +230,8 @@ def loss(
             resume_step=resume_step,
             resume_tokens=resume_tokens,
             resume_samples=resume_samples,
+            world_size=world_size,
+            saved_world_size=saved_world_size,
             report=resume_report,
             resume=_which(resume),
             strict=strict,

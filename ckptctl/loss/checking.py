@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from ckptctl.loss.resumes import (
 )
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
-from ckptctl.loss.sources import StorageAccess
+from ckptctl.loss.sources import STDIN, StorageAccess
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
+from ckptctl.storage.opening import is_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def check_loss(
     resume_step: int | None = None,
     resume_tokens: int | None = None,
     resume_samples: int | None = None,
+    world_size: int | None = None,
+    saved_world_size: int | None = None,
     report: str | None = None,
     resume: int | str = "last",
     strict: bool = False,
@@ -100,9 +104,11 @@ def check_loss(
     """Check from the logs of the run whether the loss continued across a resume.
 
     `logs` are files or URLs in the order of time. The checkpoint is `resume_step`, the
-    last step that it holds, with its counts `resume_tokens` and `resume_samples`; or the
-    one named in `report`, a resume report or the checkpoint root that holds it; or the one
-    named in the logs. `resume` is `last`, `all`, or the number of a resume, counted from 1.
+    training step that its train state holds, with its counts `resume_tokens` and
+    `resume_samples`, and the ranks that resumed and saved it (`world_size`,
+    `saved_world_size`), to which the speed is scaled; or the one named in `report`, a
+    resume report or the checkpoint root that holds it; or the one named in the logs.
+    `resume` is `last`, `all`, or the number of a resume, counted from 1.
     `strict` makes `no-jump` end with exit code 31.
 
     `canary` is the log of a separate short resume over steps that `logs` hold too: only
@@ -114,9 +120,13 @@ def check_loss(
     missing file, `StorageError` where a storage could not be read. Memory is bounded by
     the steps between two saves, not by the size of the logs.
     """
-    paths = [logs] if isinstance(logs, str) else list(logs)
+    paths = each_once([logs] if isinstance(logs, str) else logs)
+    if canary is not None and len(each_once([*paths, canary])) == len(paths):
+        raise UsageError(f"{canary}: the log of the canary is one of the logs of the run")
     storage = StorageAccess(storage_options or {}, endpoint_url, timeout_s)
-    checkpoint = NamedCheckpoint(resume_step, resume_tokens, resume_samples, report)
+    checkpoint = NamedCheckpoint(
+        resume_step, resume_tokens, resume_samples, report, world_size, saved_world_size
+    )
     log_format = LogFormat(format, pattern, keys)
     resume_point, found = checkpoint.resolve(storage)
     options = CheckOptions(resume_point, found, resume, strict)
@@ -132,6 +142,13 @@ def check_loss(
         return check_rows(read(paths), options, logs=paths, damage=damage)
     except LogWithoutLoss as error:
         return _without_loss(error, paths, damage)
+
+
+def each_once(logs: Sequence[str]) -> list[str]:
+    """The logs without those that are named again, which would repeat their rows."""
+    own = {log: log == STDIN or not is_local(log) for log in logs}
+    seen = {log if own[log] else os.path.realpath(log): log for log in reversed(logs)}
+    return list(reversed(seen.values()))
 
 
 def check_rows(
@@ -156,7 +173,12 @@ def check_split(
     damage: DamageLog | None = None,
 ) -> LossReport:
     """Check a log that was split already; `may_divide` as in `resume_at`."""
-    chosen = [] if parts.interleaved else _chosen(parts, options, may_divide=may_divide)
+    # Of several logs the last one is that of the resumed job, if it has rows.
+    waits_for = None if len(logs) < 2 or _has_rows(parts, logs[-1]) else logs[-1]
+    may_divide = may_divide and len(logs) < 2
+    chosen = []
+    if not parts.interleaved and (waits_for is None or isinstance(options.which, int)):
+        chosen = _chosen(parts, options, may_divide=may_divide)
     resume_point = options.resume_point
     if damage is not None and damage.at_end and resume_point is not None:
         # The rows before the damage belong to an earlier resume; those of the resume that
@@ -166,10 +188,16 @@ def check_split(
         n_resumes = max(0, parts.n_segments - 1)
         raise UsageError(f"--resume {options.which}: the logs hold {n_resumes} resumes")
     assessments = tuple(assess(each) for each in chosen)
-    findings = in_order([*_of_logs(parts, assessments, resume_point), *_damage(damage)])
+    of_logs = _of_logs(parts, assessments, resume_point, waits_for)
+    findings = in_order([*of_logs, *_damage(damage)])
     answer = _answer(parts, assessments, findings, logs, options)
     recomputed = recomputed_by(assessments[-1].resume) if assessments else None
     return replace(answer, recomputed=recomputed)
+
+
+def _has_rows(parts: Split, log: str) -> bool:
+    """Whether a log, or a file in it where it is a folder, has rows."""
+    return any(file == log or file.startswith(log.rstrip("/") + "/") for file in parts.files)
 
 
 def check_canary(
@@ -283,7 +311,10 @@ def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[Re
 
 
 def _of_logs(
-    parts: Split, assessments: Sequence[Assessment], resume_point: ResumePoint | None
+    parts: Split,
+    assessments: Sequence[Assessment],
+    resume_point: ResumePoint | None,
+    waits_for: str | None,
 ) -> Iterable[Finding]:
     """The findings about the logs as a whole."""
     if not parts.n_losses:
@@ -297,7 +328,15 @@ def _of_logs(
             found=f"{parts.n_segments:,} segments in {parts.n_rows:,} rows",
         )
     elif not assessments:
-        yield _no_resume(parts, resume_point)
+        yield _no_resume(parts, resume_point, waits_for)
+    if parts.n_copies:
+        yield Finding(
+            "loss.duplicates",
+            "",
+            f"{parts.n_copies:,} rows repeat earlier rows together with their time; they are "
+            "copies, and are left out",
+            found=f"{parts.n_copies:,} rows",
+        )
     if parts.n_segments > 2 and len(assessments) == 1 and resume_point is None:
         n_resumes, number = parts.n_segments - 1, assessments[0].resume.number
         yield Finding(
@@ -324,9 +363,14 @@ def _no_loss(parts: Split) -> Finding:
     )
 
 
-def _no_resume(parts: Split, resume_point: ResumePoint | None) -> Finding:
+def _no_resume(parts: Split, resume_point: ResumePoint | None, waits_for: str | None) -> Finding:
     first, last = parts.segments[0].first_step, parts.segments[-1].last_step
-    if resume_point is not None:
+    if waits_for is not None:
+        message = (
+            f"{waits_for} holds no row of a step: the resumed job has logged nothing that can be "
+            f"read; the other logs hold steps {first:,} to {last:,}"
+        )
+    elif resume_point is not None:
         message = (
             f"the logs hold no resume after step {resume_point.step:,}: they hold steps "
             f"{first:,} to {last:,}, and nothing marks the start of another process"

@@ -14,12 +14,14 @@ from statistics import median
 from ckptctl.findings import Finding
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row
+from ckptctl.loss.segments import log_interval
 
 _N_RECENT = 20
 _LR_SAME = 1e-3  # relative
 _LR_EXPECTED = 0.02  # relative, without a step logged twice to compare with
 _BATCH = 0.02  # relative
 _RISING = 4  # rows
+_LR_ROWS = 50
 
 
 def check_counters(resume: Resume) -> Iterator[Finding]:
@@ -28,14 +30,23 @@ def check_counters(resume: Resume) -> Iterator[Finding]:
     `loss.restarted`, `loss.not-finite`, `loss.step`, `loss.tokens`, `loss.batch`,
     `loss.lr`, `loss.lr-lower`, `loss.data`, `loss.other-samples`.
     """
+    yield from _step(resume)
     if resume.restarted:
         yield _restarted(resume)
         return
     yield from _not_finite(resume)
-    yield from _step(resume)
     yield from _tokens(resume)
     yield from _learning_rate(resume)
     yield from _samples_seen(resume)
+
+
+def check_later_counters(later: Resume) -> Iterator[Finding]:
+    """Yield findings for counts and a learning rate that stop continuing after equal steps.
+
+    `later` is the resume with its boundary behind the steps that agree.
+    """
+    yield from _tokens(later)
+    yield from _learning_rate_by_trend(later)
 
 
 def _where(row: Row) -> str:
@@ -80,29 +91,33 @@ def _not_finite(resume: Resume) -> Iterator[Finding]:
 
 
 def _step(resume: Resume) -> Iterator[Finding]:
-    """Compare the first step with the step of the checkpoint, where that is known."""
-    resume_point = resume.resume_point
+    """Compare the first step with the step of the checkpoint, where that is known.
+
+    The range is the spacing of the rows, and the step of the checkpoint itself: a trainer
+    that counts steps from zero logs it again.
+    """
+    resume_point, first = resume.resume_point, resume.first_step
     if resume_point is None:
         return
-    # A trainer that counts steps from zero logs the step of the checkpoint again.
-    last = resume_point.step + max(1, resume.interval)
-    first = resume.first_step
+    spacing = max(1, resume.interval, log_interval(resume.after[:_N_RECENT]))
+    last = resume_point.step + spacing
     if resume_point.step <= first <= last:
         return
-    # Where the caller named the step and the dead job logged the steps in between, token
-    # counts that continue do not explain the gap: a newer checkpoint was loaded.
-    is_newer = resume_point.source == "asked" and any(
-        resume_point.step < row.step < first for row in resume.before
-    )
-    if first > last and not is_newer and _tokens_explain_gap(resume):
+    if first < resume_point.step:
+        code, how = "loss.step", "starts before"
+    elif resume_point.source == "asked":
+        # The caller names the checkpoint, so the first step is that of another one.
+        code, how = "loss.step", "leaves a gap after"
+    elif _tokens_explain_gap(resume):
         return
-    how = "starts before" if first < resume_point.step else "leaves a gap after"
+    else:
+        code, how = "loss.gap", "leaves a gap after"
     yield Finding(
-        "loss.step" if first < resume_point.step or resume_point.source == "asked" else "loss.gap",
+        code,
         _where(resume.after[0]),
         f"the log {how} the checkpoint: the checkpoint holds step {resume_point.step:,}, and the "
         f"first step logged after the resume is {first:,}",
-        expected=f"step {resume_point.step + 1:,} to {last:,}",
+        expected=f"step {resume_point.step:,} to {last:,}",
         found=f"step {first:,}",
     )
 
@@ -120,7 +135,11 @@ def _tokens_explain_gap(resume: Resume) -> bool:
 def _tokens(resume: Resume) -> Iterator[Finding]:
     """Yield a finding for the count of tokens or samples, or for their number per step."""
     for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
-        finding = _count(resume, what, count) or _batch(resume, what, count)
+        finding = (
+            _count(resume, what, count)
+            or _batch(resume, what, count)
+            or _count_jump(resume, what, count)
+        )
         if finding is not None:
             yield finding
             return
@@ -151,6 +170,34 @@ def _count(resume: Resume, what: str, count: Count) -> Finding | None:
     if abs(found - expected) <= 1.5 * per_step:
         return None
     return _count_finding(resume.after[0], what, expected, found, "the steps before lead to")
+
+
+def _count_jump(resume: Resume, what: str, count: Count) -> Finding | None:
+    """A finding for a count that jumps between two rows after the resume."""
+    after = [row for row in resume.after if count(row) is not None]
+    rates = _per_step(after, count)
+    if len(rates) < 2 or median(rates) <= 0:
+        return None
+    per_step = median(rates)
+    # Batches that vary do so before the resume, too.
+    usual = max((abs(each) for _, _, each in _excesses(resume.before, count, per_step)), default=0)
+    for row, expected, excess in _excesses(after, count, per_step):
+        if abs(excess) > 1.5 * per_step + 2 * usual:
+            return _count_finding(row, what, expected, expected + excess, "the row before leads to")
+    return None
+
+
+def _excesses(
+    rows: Sequence[Row], count: Count, per_step: float
+) -> Iterator[tuple[Row, float, float]]:
+    """Yield each row with its expected count, and how far its count is off beyond rounding."""
+    for earlier, row in pairwise(rows):
+        a, b = count(earlier), count(row)
+        if a is None or b is None:
+            continue
+        expected = a.value + per_step * (row.step - earlier.step)
+        off = b.value - expected
+        yield row, expected, math.copysign(max(0.0, abs(off) - a.quantum - b.quantum), off)
 
 
 def _count_finding(row: Row, what: str, expected: float, found: float, why: str) -> Finding:
@@ -257,31 +304,70 @@ def _learning_rate(resume: Resume) -> Iterator[Finding]:
                 "loss.lr", row, a.value, b.value, f"before the resume it was {a.value:.4g}"
             )
             return
-    if not twice:
-        yield from _learning_rate_by_trend(resume)
+    yield from _learning_rate_by_trend(resume, at_once=not twice)
 
 
-def _learning_rate_by_trend(resume: Resume) -> Iterator[Finding]:
-    """Compare the learning rate with the trend of the last rows."""
-    rows = [row for row in resume.before if row.lr is not None][-_N_RECENT:]
-    after = [row for row in resume.after if row.lr is not None]
-    slopes = _per_step(rows, _lr_of)
-    if not slopes or not after or rows[-1].lr is None or after[0].lr is None:
+def _learning_rate_by_trend(resume: Resume, *, at_once: bool = True) -> Iterator[Finding]:
+    """Compare each of the first learning rates with the trend of the rows before it.
+
+    With `at_once`, a first one that is too low is a finding. Later only a rise and a new
+    warm-up are, since many schedules go down in stages.
+    """
+    before = [row for row in resume.before if row.lr is not None]
+    after = [row for row in resume.after if row.lr is not None][:_LR_ROWS]
+    rows = [*before[-_N_RECENT:], *after]
+    first = len(rows) - len(after)
+    for i in range(first, len(rows)):
+        is_first = at_once and i == first
+        earlier = rows[max(0, i - _N_RECENT) : i]
+        trend = _lr_trend(earlier, rows[i])
+        if trend is None or (not is_first and len(earlier) < _RISING):
+            continue
+        expected, off = trend
+        if off > 0 or (off < 0 and _warms_up(rows[i:]) and not _warms_up(earlier)):
+            code = "loss.lr"
+        elif off < 0 and is_first:
+            code = "loss.lr-lower"
+        else:
+            continue
+        if is_first or not _has_cycles(before):
+            found = _lr_value(rows[i])
+            yield _lr_finding(
+                code, rows[i], expected, found, f"the steps before lead to {expected:.4g}"
+            )
         return
-    gap = after[0].step - rows[-1].step
-    slope, last, found = median(slopes), rows[-1].lr.value, after[0].lr.value
+
+
+def _lr_value(row: Row) -> float:
+    return row.lr.value if row.lr is not None else math.nan
+
+
+def _lr_trend(earlier: Sequence[Row], row: Row) -> tuple[float, float] | None:
+    """The learning rate that earlier rows lead to, and how far `row` is outside what is allowed."""
+    slopes = _per_step(earlier, _lr_of)
+    if not slopes or row.lr is None:
+        return None
+    gap = row.step - earlier[-1].step
+    slope, last, found = median(slopes), _lr_value(earlier[-1]), row.lr.value
     expected = last + slope * gap
     spread = max(abs(each - slope) for each in slopes) * gap
-    allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * after[0].lr.quantum)
+    allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * row.lr.quantum)
     # A schedule may become constant at this very step.
     low, high = min(last, expected) - allowed, max(last, expected) + allowed
-    if low <= found <= high:
-        return
-    why = f"the steps before lead to {expected:.4g}"
-    rising = [row.lr.value for row in after[: _RISING + 1] if row.lr is not None]
-    warms_up = len(rising) > _RISING and all(b > a for a, b in pairwise(rising)) and slope <= 0
-    code = "loss.lr" if found > high or warms_up else "loss.lr-lower"
-    yield _lr_finding(code, after[0], expected, found, why)
+    return expected, max(0.0, found - high) + min(0.0, found - low)
+
+
+def _warms_up(rows: Sequence[Row]) -> bool:
+    rates = [_lr_value(row) for row in rows[: _RISING + 1]]
+    return len(rates) > _RISING and all(b > a for a, b in pairwise(rates))
+
+
+def _has_cycles(rows: Sequence[Row]) -> bool:
+    """Whether the learning rate rose against its trend without a resume, too."""
+    trends = (
+        _lr_trend(rows[max(0, i - _N_RECENT) : i], rows[i]) for i in range(_RISING, len(rows))
+    )
+    return any(trend is not None and trend[1] > 0 for trend in trends)
 
 
 def _lr_finding(code: str, row: Row, expected: float, found: float, why: str) -> Finding:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS
+from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Origin
+from ckptctl.loss.segments import Boundary
 from ckptctl.loss.verdict import SMALLEST_JUMP, Assessment, share
 
 _COUNTERS = {"loss.restarted", "loss.step", "loss.gap"}
@@ -42,8 +43,8 @@ def _faults(assessment: Assessment) -> Iterator[Fault]:
     codes = {finding.code for finding in assessment.findings}
     n = len(replay.rows)
     fine = replay.fine_enough
-    first = bool(n) and replay.first_is_equal and fine
-    proven = replay.agrees and fine and n >= GOOD_ROWS
+    first = replay.first_is_equal and fine and replay.varies and replay.origin is not Origin.COPIED
+    proven = replay.is_proof and n >= GOOD_ROWS
     again = f"{n} steps logged twice agree"
     jump = level.smallest_jump
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
@@ -67,6 +68,9 @@ def _faults(assessment: Assessment) -> Iterator[Fault]:
         yield Fault("optimizer state lost", False, need)
     if proven or (first and replay.agrees):
         yield Fault("random numbers lost, where they affect the loss", True, again)
+    elif replay.agreement is Agreement.DRIFT and replay.same_first_norm:
+        why = "the first loss and its gradient norm agree, before any update"
+        yield Fault("random numbers lost, where they affect the loss", True, why)
     elif "loss.differs" not in codes:
         yield Fault("random numbers lost", False, need)
     yield from _data(assessment, codes, proven=proven)
@@ -110,7 +114,7 @@ def _schedule(assessment: Assessment, codes: set[str], *, proven: bool) -> Itera
             "the first step follows the step of the checkpoint",
             "name the step of the checkpoint (--resume-step or --resume-report)",
         )
-        known = resume.resume_point is not None
+        known = resume.resume_point is not None and resume.boundary is not Boundary.ASKED
         yield _counted("a wrong step counter", why, logged=known, proven=False)
 
 

@@ -15,10 +15,10 @@ from itertools import chain
 from typing import Protocol
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.checking import CheckOptions, LossReport, check_split
-from ckptctl.loss.level import WINDOWS, Pace, can_measure_throughput
+from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
+from ckptctl.loss.level import WINDOWS, Pace
 from ckptctl.loss.reading import LogFormat, LogReader
-from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement
+from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import Marker, Row
@@ -69,12 +69,16 @@ def is_settled(assessment: Assessment) -> bool:
     n = len(replay.rows)
     found = decisive(assessment.findings, assessment.verdict)
     if found is not None and found.code in _EXACT:
-        return True
+        # A second row shows how far apart the rows of the new log are.
+        return found.code != "loss.step" or len(assessment.resume.after) > 1
     more_to_replay = _more_to_replay(assessment)
     if more_to_replay and n < GOOD_ROWS:
         return False
-    if replay.agrees and replay.fine_enough:
+    if replay.is_proof:
         return n >= (GOOD_ROWS if more_to_replay else MIN_ROWS)
+    if more_to_replay and replay.origin is Origin.COPIED:
+        # A row that was not logged before shows that another attempt is training.
+        return False
     if replay.agreement in (Agreement.DRIFT, Agreement.HIGHER):
         return True
     if assessment.verdict is LossVerdict.DISCONTINUOUS:
@@ -178,6 +182,7 @@ def follow_loss(
     checkpoint, follow = checkpoint or NamedCheckpoint(), follow or FollowOptions()
     resume_point, found = checkpoint.resolve(storage or StorageAccess())
     options = CheckOptions(resume_point, found, strict=strict)
+    logs = each_once(logs)
     tails = [_tail(path, log_format) for path in logs]
     splitter = Splitter(around=resume_point.step if resume_point is not None else None)
     deadline = None if follow.max_wait_s is None else time.monotonic() + follow.max_wait_s
@@ -214,13 +219,8 @@ def _is_enough(assessment: Assessment, follow: FollowOptions) -> bool:
     if not is_settled(assessment):
         return False
     is_wrong = assessment.verdict is LossVerdict.DISCONTINUOUS
-    return not follow.with_throughput or is_wrong or _throughput_is_settled(assessment)
-
-
-def _throughput_is_settled(assessment: Assessment) -> bool:
-    """Whether rows to come would not show more about the throughput."""
-    is_known = assessment.throughput.pace is not Pace.UNKNOWN
-    return is_known or not can_measure_throughput(assessment.resume)
+    watches = follow.with_throughput and assessment.throughput.pace is Pace.WATCHING
+    return is_wrong or not watches
 
 
 def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:

@@ -164,6 +164,18 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
     )
 
 
+def is_above(after: Sequence[Row], before: Sequence[Row], noise: float) -> bool:
+    """Whether the first rows `after` are above the last rows `before`, by more than noise."""
+    y = [number.value for _, number in finite(before)][-WINDOWS[0] :]
+    z = [number.value for _, number in finite(after)][: WINDOWS[0]]
+    if not y or not z:
+        return False
+    measure = measure_for([*y, *z])
+    rise = median(map(measure, z)) - median(map(measure, y))
+    error = noise * math.sqrt(_MEDIAN_LOSS / len(y) + _MEDIAN_LOSS / len(z))
+    return rise > max(4 * error, LEAST_RISE)
+
+
 def placebos(y: Sequence[float], n: int) -> list[float]:
     """The same comparison at rows before the resume, where nothing happened."""
     recent = y[-_N_RECENT:]
@@ -221,19 +233,35 @@ def _logs(rows: Sequence[Row]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """A measure of speed that is compared with its band before the resume."""
+    """A measure of speed that is compared with its band before the resume.
+
+    `scales` is how it changes with the number of ranks: a throughput of the whole job in
+    proportion, a step time inversely, a measure of one device not at all.
+    """
 
     name: str
     label: str
     unit: str
     of: Callable[[Row], Number | None]
     more_is_slower: bool = False
+    scales: int = 0
 
 
 _METRICS = (
-    _Metric("throughput", "the throughput", "/s", lambda row: row.throughput),
+    _Metric("throughput", "the throughput", "/s", lambda row: row.throughput, scales=1),
     _Metric(
-        "step_time_s", "the time for a step", " s", lambda row: row.step_time_s, more_is_slower=True
+        "device_throughput",
+        "the throughput of one device",
+        "",
+        lambda row: row.device_throughput,
+    ),
+    _Metric(
+        "step_time_s",
+        "the time for a step",
+        " s",
+        lambda row: row.step_time_s,
+        more_is_slower=True,
+        scales=-1,
     ),
     _Metric("mfu", "the MFU", "", lambda row: row.mfu),
 )
@@ -243,7 +271,8 @@ _METRICS = (
 class _Band:
     """A measure of speed before and after the resume; `row` is the first that was compared.
 
-    `low` and `high` bound nine in ten rows before; `then` and `now` are medians.
+    `low` and `high` bound nine in ten rows before; `then` and `now` are medians. Those of
+    before are scaled to the number of ranks after the resume.
     """
 
     metric: _Metric
@@ -269,11 +298,16 @@ class _Band:
 
 
 class Pace(str, Enum):
-    """The speed after the resume, compared with the band before it."""
+    """The speed after the resume, compared with the band before it.
+
+    `WATCHING`: the rows after the resume are too few for a comparison.
+    `UNKNOWN`: the rows before it hold no measure of speed, or too few.
+    """
 
     SLOWER = "slower"
     IN_BAND = "in-band"
     FASTER = "faster"
+    WATCHING = "watching"
     UNKNOWN = "unknown"
 
 
@@ -281,9 +315,10 @@ class Pace(str, Enum):
 class Throughput:
     """The speed after the resume, and the measure that decided.
 
-    `name` is `throughput`, `step_time_s` or `mfu`; `before` and `after` are medians,
-    `low` and `high` bound nine in ten rows before. All are None where `pace` is unknown,
-    because the log does not hold the measure or has too few rows of it.
+    `name` is `throughput`, `device_throughput`, `step_time_s` or `mfu`; `before` and
+    `after` are medians, `low` and `high` bound nine in ten rows before. Those of before are
+    scaled to the number of ranks after the resume, where both numbers are known. All are
+    None where `pace` is unknown or watching.
     """
 
     pace: Pace
@@ -293,25 +328,26 @@ class Throughput:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the speed was compared."""
+        return self.name is not None
+
 
 def measure_throughput(resume: Resume) -> Throughput:
-    """Compare throughput, step time and MFU with their bands before the resume.
+    """Compare the measures of speed with their bands before the resume.
 
     A slower measure decides, then a faster one.
     """
     bands = list(_bands(resume))
     if not bands:
-        return Throughput(Pace.UNKNOWN)
+        waits = any(_base(resume, metric) is not None for metric in _METRICS)
+        return Throughput(Pace.WATCHING if waits else Pace.UNKNOWN)
     slower = [each for each in bands if each.is_slower]
     faster = [each for each in bands if each.is_faster]
     pace = Pace.SLOWER if slower else Pace.FASTER if faster else Pace.IN_BAND
     band = (slower or faster or bands)[0]
     return Throughput(pace, band.metric.name, band.then, band.now, band.low, band.high)
-
-
-def can_measure_throughput(resume: Resume) -> bool:
-    """Whether enough rows before the resume hold a measure of speed for a comparison."""
-    return any(_base(resume, metric) is not None for metric in _METRICS)
 
 
 def check_throughput(resume: Resume) -> Iterator[Finding]:
@@ -320,11 +356,14 @@ def check_throughput(resume: Resume) -> Iterator[Finding]:
         if not (band.is_slower or band.is_faster):
             continue
         metric = band.metric
+        scaled = ""
+        if metric.scales and (point := resume.resume_point) is not None and point.growth != 1:
+            scaled = f", scaled from {point.saved_world_size} to {point.world_size} ranks"
         yield Finding(
             "loss.throughput",
             f"{band.row.position.file}:{band.row.position.line}",
             f"{metric.label} is {band.now:,.4g}{metric.unit} after the resume, "
-            f"{band.now / band.then:.2f} times the value before it",
+            f"{band.now / band.then:.2f} times the value before it{scaled}",
             expected=f"{band.low:,.4g} to {band.high:,.4g}{metric.unit}",
             found=f"{band.now:,.4g}{metric.unit}",
         )
@@ -338,13 +377,24 @@ def _bands(resume: Resume) -> Iterator[_Band]:
         if before is None or len(after) < _N_FIRST:
             continue
         low, *_, high = sorted(before)[len(before) // 10 : len(before) - len(before) // 10]
-        yield _Band(metric, resume.after[warm], low, high, median(before), median(after))
+        growth = 1.0 if resume.resume_point is None else resume.resume_point.growth
+        scale = growth**metric.scales
+        now = median(after)
+        yield _Band(
+            metric, resume.after[warm], low * scale, high * scale, median(before) * scale, now
+        )
 
 
 def _base(resume: Resume, metric: _Metric) -> list[float] | None:
-    """The newest values before the resume; None where they are too few, or are a clock."""
-    before = _values(resume.before, metric)[-5 * _N_BASE :]
-    return None if len(before) < _N_BASE or _is_clock(before) else before
+    """The fastest hundred values before the resume; None where they are too few, or a clock.
+
+    An attempt that was slow is no baseline for the next one.
+    """
+    values = _values(resume.before, metric)
+    parts = [values[max(0, end - 5 * _N_BASE) : end] for end in range(len(values), 0, -5 * _N_BASE)]
+    parts = [part for part in parts if len(part) >= _N_BASE and not _is_clock(part)]
+    fastest = min if metric.more_is_slower else max
+    return fastest(parts, key=median, default=None)
 
 
 def _values(rows: Sequence[Row], metric: _Metric) -> list[float]:

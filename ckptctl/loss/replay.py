@@ -6,18 +6,24 @@ up to the order in which a GPU adds. This is the strongest evidence in a log. Th
 difference shows what was lost: an equal first step followed by a drift means that the
 update differs; the same batches at a higher loss mean wrong weights; differences as large
 as those between batches mean other batches.
+
+Equal rows are evidence only where they could have differed: the loss has to vary from row
+to row, the log has to print enough digits, and another attempt has to have trained the
+steps. Loggers and log shippers write rows twice; a copy repeats the times as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
-from ckptctl.loss.level import Measure, finite, measure_for, noise_of, rounding_of
-from ckptctl.loss.rows import Row
+from ckptctl.loss.level import finite, measure_for, noise_of, rounding_of
+from ckptctl.loss.resumes import Resume
+from ckptctl.loss.rows import Number, Row
+from ckptctl.loss.segments import Boundary
 
 MIN_ROWS = 3
 """The fewest steps logged twice from which anything is concluded."""
@@ -28,6 +34,9 @@ MAX_ROWS = 50
 
 FINE = 1e-4
 """The largest relative rounding error with which an equality is evidence."""
+# With four significant digits the loss alone is not evidence. None of 380 faulty resumes
+# repeated five or more losses and gradient norms to four digits.
+_COARSE = 1e-3
 
 # Measured on resumes of Megatron-LM on three generations of GPUs: the median of the
 # relative difference was 3e-6, at most 2e-5 in nine of ten, never above 5.5e-4.
@@ -42,6 +51,12 @@ _SAME_SHAPE = 0.9
 _SURE = 3.0  # standard errors
 _MAD = 1.4826
 _MEDIAN_LOSS = 1.57
+
+# Values vary where they would repeat by chance less often than this.
+_BY_CHANCE_LOSS, _BY_CHANCE_TIME = 1e-2, 1e-3
+_N_AMONG = 100  # rows
+# Gradient norms before any update differ by less than this through the order of additions.
+_SAME_NORM = 5e-3
 
 
 class Agreement(str, Enum):
@@ -58,19 +73,29 @@ class Agreement(str, Enum):
     OTHER_DATA = "other-data"
 
 
+class Origin(str, Enum):
+    """Where the second rows of the steps that were logged twice are from.
+
+    `RETRAINED`: digits, times or the attempt differ, so the steps were trained again.
+    `COPIED`: the times repeat, or the log ends with rows that repeat the rows before them.
+    `ASSUMED`: equal rows without times, where something besides the rows shows another
+    attempt. `UNKNOWN`: equal rows without times, and nothing shows another attempt.
+    """
+
+    RETRAINED = "retrained"
+    ASSUMED = "assumed"
+    UNKNOWN = "unknown"
+    COPIED = "copied"
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One step that was logged twice; `difference` is relative to the loss before.
-
-    `averaged` means that the second log printed a mean with the step before, and that the
-    loss of the step alone was computed from it.
-    """
+    """One step that was logged twice; `difference` is relative to the loss before."""
 
     step: int
     before: Row
     after: Row
     difference: float
-    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +106,9 @@ class Replay:
     batch to the next. `median` and `most` are of the differences without sign. `middle` is
     the median with its sign, `z_score` the same in units of its standard error.
     `not_compared` are steps whose two rows are means over different numbers of steps.
+    `varies` says whether the loss could have differed, `fine_enough` whether the log prints
+    enough digits for an equality to be evidence. `same_first_norm` compares the gradient
+    norms of the first step, before any update; None where they were not logged.
     """
 
     agreement: Agreement
@@ -92,6 +120,16 @@ class Replay:
     middle: float = 0.0
     z_score: float = 0.0
     not_compared: tuple[int, ...] = ()
+    origin: Origin = Origin.UNKNOWN
+    varies: bool = False
+    fine_enough: bool = False
+    same_first_norm: bool | None = None
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether the steps logged twice prove that the resume was correct."""
+        trained = self.origin in (Origin.RETRAINED, Origin.ASSUMED)
+        return self.agrees and self.fine_enough and self.varies and trained
 
     @property
     def agrees(self) -> bool:
@@ -99,60 +137,152 @@ class Replay:
         return self.agreement in (Agreement.IDENTICAL, Agreement.WITHIN_NUMERICS)
 
     @property
-    def fine_enough(self) -> bool:
-        """Whether the log prints enough digits for an equality to be evidence."""
-        return self.rounding <= FINE
-
-    @property
     def first_is_equal(self) -> bool:
         """Whether the first step agrees: then weights, batch and random numbers are the same."""
         return bool(self.rows) and abs(self.rows[0].difference) <= _same_median(self.rounding)
 
 
-def compare_replay(
-    before: Sequence[Row],
-    overwritten: Sequence[Row],
-    after: Sequence[Row],
-    *,
-    interval: int = 1,
-) -> Replay:
-    """Compare the rows of the steps that were logged before and after.
-
-    `interval` is the number of steps between two rows: a log with one row in ten steps
-    usually prints the mean of ten.
-    """
-    pairs, not_compared = _pairs(overwritten, after)
+def compare_replay(resume: Resume) -> Replay:
+    """Compare the rows of the steps that were logged before and after a resume."""
+    pairs, not_compared = _pairs(resume.overwritten, resume.after)
     if not pairs:
         return Replay(Agreement.NONE, (), not_compared=not_compared)
     # The noise is that of the run, so only rows from before the resume count.
-    untouched = [number for _, number in finite((*before, *overwritten))]
+    earlier = (*resume.before, *resume.overwritten)
+    untouched = [number for _, number in finite(earlier)]
     numbers = [n for row in pairs for n in (row[0].loss, row[1].loss) if n is not None]
     measure = measure_for([number.value for number in (*untouched, *numbers)])
     rounding = rounding_of(numbers)
     noise = noise_of([measure(number.value) for number in untouched], rounding)
-    rows = _without_first_mean(
-        [_replayed(old, new, measure(_loss(new)) - measure(_loss(old))) for old, new in pairs],
-        measure,
-        rounding,
+    rows = tuple(
+        Replayed(old.step, old, new, measure(_loss(new)) - measure(_loss(old)))
+        for old, new in pairs
     )
     d = [row.difference for row in rows]
     shapes = (
         [measure(_loss(row.before)) for row in rows],
         [measure(_loss(row.after)) for row in rows],
     )
-    agreement = _agreement(d, shapes, rounding, noise, max(1, interval))
+    # A log with one row in ten steps usually prints the mean of ten.
+    agreement = _agreement(d, shapes, rounding, noise, max(1, resume.interval))
+    same_norm = _same_first_norm(rows[0])
+    if agreement is Agreement.DRIFT and same_norm is False:
+        # The norm of the first step is computed before any update.
+        agreement = Agreement.DIFFERENT
     other = agreement is Agreement.OTHER_DATA
+    recent = [measure(number.value) for number in untouched[-_N_AMONG - len(pairs) :]]
+    most = max(abs(each) for each in d)
     return Replay(
         agreement=agreement,
         rows=rows,
         rounding=rounding,
         noise=noise,
         median=median(abs(each) for each in d),
-        most=max(abs(each) for each in d),
+        most=most,
         middle=median(d),
         z_score=median(d) / _error(d, noise if other else rounding),
         not_compared=not_compared,
+        origin=_origin(resume, rows, earlier[-_N_AMONG - len(rows) :]),
+        varies=_vary(shapes[0], recent, _BY_CHANCE_LOSS, max(_EXACT, 2 * rounding, most)),
+        fine_enough=rounding <= FINE or _norms_repeat(rows, rounding),
+        same_first_norm=same_norm,
     )
+
+
+def _origin(resume: Resume, rows: Sequence[Replayed], earlier: Sequence[Row]) -> Origin:
+    """Determine whether another attempt trained the steps, or rows were written twice."""
+    attempts = {row.before.attempt for row in rows}, {row.after.attempt for row in rows}
+    if None not in attempts[0] | attempts[1] and not attempts[0] & attempts[1]:
+        return Origin.RETRAINED
+    if any(row.difference or _norms_differ(row) for row in rows):
+        return Origin.RETRAINED
+    differs = False
+    for time in _TIMES:
+        pairs = [
+            (a, b) for row in rows if None not in (a := time(row.before), b := time(row.after))
+        ]
+        if any(a != b for a, b in pairs):
+            differs = True
+        elif len(pairs) == len(rows) and _time_repeats(time, pairs, earlier):
+            return Origin.COPIED
+    if differs:
+        return Origin.RETRAINED
+    is_tail = resume.after[-1].step <= resume.overwritten[-1].step
+    if is_tail and resume.boundary is not Boundary.CANARY:
+        return Origin.COPIED
+    return Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN
+
+
+Time = Callable[[Row], "float | None"]
+
+
+def _clock(row: Row) -> float | None:
+    return row.at
+
+
+def _measured(name: str) -> Time:
+    def of(row: Row) -> float | None:
+        number: Number | None = getattr(row, name)
+        return None if number is None else number.value
+
+    return of
+
+
+# What another attempt has other values of.
+_TIMES = (_clock, *map(_measured, ("step_time_s", "throughput", "device_throughput", "mfu")))
+
+
+def _time_repeats(
+    time: Time, pairs: Sequence[tuple[float | None, float | None]], earlier: Sequence[Row]
+) -> bool:
+    """Whether equal times show a copy: a clock always, a duration where it would have varied."""
+    if time is _clock:
+        return True
+    values = [a for a, _ in pairs if a is not None]
+    among = [value for row in earlier if (value := time(row)) is not None]
+    return _vary(values, among, _BY_CHANCE_TIME)
+
+
+def _vary(
+    values: Sequence[float], among: Sequence[float], by_chance: float, within: float = 0.0
+) -> bool:
+    """Whether values would hardly repeat by chance, as often as each occurs in `among`.
+
+    Values that differ by no more than `within` are taken as equal.
+    """
+
+    def share(value: float, of: Sequence[float]) -> float:
+        # The value itself is among them; half a further one stands for those not seen.
+        same = sum(abs(each - value) <= within for each in of)
+        return (max(0, same - 1) + 0.5) / max(1, len(of))
+
+    if max(share(value, values) for value in values) > 0.5:
+        return False
+    return math.prod(share(value, among) for value in values) < by_chance
+
+
+def _same_first_norm(first: Replayed) -> bool | None:
+    a, b = first.before.grad_norm, first.after.grad_norm
+    if a is None or b is None:
+        return None
+    return abs(a.value - b.value) <= max(a.quantum, b.quantum, _SAME_NORM * abs(a.value))
+
+
+def _norms_differ(row: Replayed) -> bool:
+    a, b = row.before.grad_norm, row.after.grad_norm
+    return a is not None and b is not None and a.value != b.value
+
+
+def _norms_repeat(rows: Sequence[Replayed], rounding: float) -> bool:
+    """Whether losses of few digits and gradient norms are all equal, which is evidence as well."""
+    norms = [row.before.grad_norm for row in rows if row.before.grad_norm and row.after.grad_norm]
+    if len(norms) < len(rows) or len(rows) < GOOD_ROWS:
+        return False
+    if any(row.difference or _norms_differ(row) for row in rows):
+        return False
+    values = [norm.value for norm in norms]
+    fine = max(rounding, rounding_of(norms)) <= _COARSE
+    return fine and _vary(values, values, _BY_CHANCE_LOSS)
 
 
 def _pairs(
@@ -178,32 +308,6 @@ def _differently_averaged(a: Row, b: Row) -> bool:
 
 def _loss(row: Row) -> float:
     return row.loss.value if row.loss is not None else math.nan
-
-
-def _replayed(old: Row, new: Row, difference: float, *, averaged: bool = False) -> Replayed:
-    return Replayed(old.step, old, new, difference, averaged)
-
-
-def _without_first_mean(
-    rows: Sequence[Replayed], measure: Measure, rounding: float
-) -> tuple[Replayed, ...]:
-    """Undo the mean that Megatron prints in the second row of a process.
-
-    That row is the mean of the first two steps. The mean is undone only where the row then
-    agrees, so a row that differs for another reason still differs.
-    Source: NVIDIA/Megatron-LM 6237.
-    """
-    if len(rows) < 2 or abs(rows[0].difference) > _same_median(rounding):
-        return tuple(rows)
-    first, second = rows[0], rows[1]
-    own = 2 * _loss(second.after) - _loss(first.after)
-    if abs(second.difference) <= _same_median(rounding) or own <= 0:
-        return tuple(rows)
-    difference = measure(own) - measure(_loss(second.before))
-    if abs(difference) > 2 * _same_median(rounding):
-        return tuple(rows)
-    undone = _replayed(second.before, second.after, difference, averaged=True)
-    return (first, undone, *rows[2:])
 
 
 def _agreement(

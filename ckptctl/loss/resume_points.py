@@ -40,13 +40,16 @@ class NamedCheckpoint:
     """The checkpoint as the caller names it: by its step, by a resume report, or not at all.
 
     `tokens` and `samples` are the counts at `step`. `report` is a report, or the
-    checkpoint root that holds it. Raises `UsageError` for counts without a step.
+    checkpoint root that holds it. `world_size` and `saved_world_size` are the ranks that
+    resumed, and that saved it. Raises `UsageError` for counts without a step.
     """
 
     step: int | None = None
     tokens: int | None = None
     samples: int | None = None
     report: str | None = None
+    world_size: int | None = None
+    saved_world_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.step is None and (self.tokens is not None or self.samples is not None):
@@ -70,9 +73,9 @@ class NamedCheckpoint:
                 )
             return reported, report
         if reported is None or reported.step != self.step:
-            return ResumePoint(self.step, "asked", self.tokens, self.samples), report
-        counts = {"tokens": self.tokens, "samples": self.samples}
-        given = {name: count for name, count in counts.items() if count is not None}
+            reported = ResumePoint(self.step, "asked")
+        names = ("tokens", "samples", "world_size", "saved_world_size")
+        given = {name: each for name in names if (each := getattr(self, name)) is not None}
         return replace(reported, source="asked", **given), report
 
 
@@ -112,11 +115,9 @@ def _parsed(url: str, report: object) -> ResumeReport:
     root, path = report.get("root"), report.get("path")
     resume_point = None
     if isinstance(step, int):
-        tokens, samples = (
-            count if isinstance(count, int) else None
-            for count in (report.get("tokens"), report.get("samples"))
-        )
-        resume_point = ResumePoint(step, "report", tokens, samples, _seconds(report.get("at")))
+        names = ("tokens", "samples", "world_size", "saved_world_size")
+        counts = {name: each for name in names if isinstance(each := report.get(name), int)}
+        resume_point = ResumePoint(step, "report", at_s=_seconds(report.get("at")), **counts)
     return ResumeReport(
         url=url,
         root=root if isinstance(root, str) else None,

@@ -8,7 +8,7 @@ Also counts the work that a resume makes the job do again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
@@ -18,6 +18,8 @@ N_BEFORE = 1_000
 N_AFTER = 1_000
 """Rows after a resume that are compared."""
 
+_LOST_ROWS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
@@ -25,7 +27,8 @@ class ResumePoint:
 
     `step` is the last step that the checkpoint holds; `tokens` and `samples` are the counts
     at that step, where they are known. `source` is where this is from: `report`, `log` or
-    `asked`. `at_s` is when the job resumed, in seconds since 1970.
+    `asked`. `at_s` is when the job resumed, in seconds since 1970. `world_size` is how many
+    ranks resumed, `saved_world_size` how many saved the checkpoint.
     """
 
     step: int
@@ -33,6 +36,15 @@ class ResumePoint:
     tokens: int | None = None
     samples: int | None = None
     at_s: float | None = None
+    world_size: int | None = None
+    saved_world_size: int | None = None
+
+    @property
+    def growth(self) -> float:
+        """By what factor the number of ranks has grown; 1 where it is not known."""
+        if not self.world_size or not self.saved_world_size:
+            return 1.0
+        return self.world_size / self.saved_world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,32 @@ class Resume:
         """Steps from one row to the next before the resume; after it, where none are before."""
         return log_interval(self.before[-100:] if len(self.before) > 1 else self.after)
 
+    @property
+    def is_of_another_attempt(self) -> bool:
+        """Whether something besides the rows shows that another attempt wrote them.
+
+        That is a file of its own, a line that announces a start, or the caller, who names
+        the checkpoint. A step that goes back does not show it: a logger or a log shipper
+        can write rows again.
+        """
+        named = self.resume_point is not None and self.resume_point.source != "log"
+        return named or self.boundary in (Boundary.FILE, Boundary.MARKER, Boundary.CANARY)
+
+    def beyond(self, step: int) -> Resume:
+        """The same resume with its boundary moved to `step`: the rows up to it are those before.
+
+        Where the rows up to `step` agree, a fault can still begin after them.
+        """
+        trained = tuple(row for row in self.overwritten if row.step <= step)
+        return replace(
+            self,
+            before=(*self.before, *trained)[-N_BEFORE:],
+            overwritten=tuple(row for row in self.overwritten if row.step > step),
+            after=tuple(row for row in self.after if row.step > step),
+            resume_point=None,
+            marker=None,
+        )
+
 
 def resumes(split: Split) -> tuple[Resume, ...]:
     """Every resume in the segments that were kept, oldest first."""
@@ -101,30 +139,39 @@ def _follows(segment: Segment, resume_point: ResumePoint) -> bool:
 
 
 def resume_at(split: Split, resume_point: ResumePoint, *, may_divide: bool = True) -> Resume | None:
-    """The last resume that matches a resume point; None where nothing was logged after it.
+    """The newest resume, with the resume point that is claimed for it; None where there is none.
 
-    A segment that begins directly after the step is preferred. Otherwise, if `may_divide`,
-    a segment without a boundary is divided at the step: one process after another may have
-    appended to a log without a trace. The rows that the dead job logged after its
-    checkpoint look the same, so a resume point from a report divides a segment only where
-    the times of the rows place the resume between them.
-    Where an earlier segment reached the step, the checkpoint may be that segment's: then
-    the last segment is the resumed one, and its step counter is wrong. The same holds
-    where nothing else matches.
+    The claim is about the last segment, and it is tested against that segment's first step,
+    whichever way they differ. Another segment that fits the claim better is another resume.
+
+    If `may_divide`, a log of one file is divided at the step where no earlier segment came
+    near it: one process after another may have appended to a log without a trace. The rows
+    that the dead job logged after its checkpoint look the same, so a resume point from a
+    report divides a log only where the times of the rows place the resume between them.
     """
     segments, n_dropped = split.segments, split.n_dropped
-    for i in reversed(range(1, len(segments))):
-        if _follows(segments[i], resume_point):
-            return _resume(segments, i, n_dropped + i, resume_point)
-    divided = _divided(segments, resume_point, n_dropped) if may_divide else None
-    last = None
-    if len(segments) > 1:
-        i = len(segments) - 1
-        last = _resume(segments, i, n_dropped + i, resume_point)
-    reached = any(one.last_step >= resume_point.step for one in segments[:-1])
-    if resume_point.source == "report" or reached:
-        return last or divided
-    return divided or last
+    last = len(segments) - 1
+    if may_divide and not (last > 0 and _is_tested(segments, resume_point)):
+        divided = _divided(segments, resume_point, n_dropped)
+        if divided is not None:
+            return divided
+    return _resume(segments, last, n_dropped + last, resume_point) if last > 0 else None
+
+
+def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
+    """Whether the last of several segments is the resumed job, whatever its first step is.
+
+    It is where it follows the checkpoint, where it has a file of its own, and where an
+    earlier segment may have saved the checkpoint.
+    """
+    *earlier, last = segments
+    if resume_point.source == "report" or _follows(last, resume_point):
+        return True
+    if last.rows[0].position.file != earlier[0].rows[0].position.file:
+        return True
+    # The last rows of a job that died are often lost in a buffer.
+    lost = _LOST_ROWS * log_interval(last.rows[:100])
+    return any(each.last_step + lost >= resume_point.step for each in earlier)
 
 
 def canary_of(run: Split, canary: Split) -> Resume | None:
@@ -147,7 +194,7 @@ def canary_of(run: Split, canary: Split) -> Resume | None:
         before=_history(run.segments, i, first),
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
         after=segment.rows[:N_AFTER],
-        boundary=segment.boundary,
+        boundary=Boundary.CANARY,
         resume_point=None,
         marker=segment.marker,
     )
@@ -194,22 +241,22 @@ def _history(segments: Sequence[Segment], i: int, below: int) -> tuple[Row, ...]
 def _divided(
     segments: Sequence[Segment], resume_point: ResumePoint, n_dropped: int
 ) -> Resume | None:
-    """The last segment that holds the step, divided there."""
-    for i in reversed(range(len(segments))):
-        segment = segments[i]
-        if segment.first_step <= resume_point.step < segment.last_step:
-            if resume_point.source == "report" and not _is_between(segment, resume_point):
-                return None
-            after = tuple(row for row in segment.rows if row.step > resume_point.step)
-            return Resume(
-                number=n_dropped + i + 1,
-                before=_history(segments, i, resume_point.step + 1),
-                overwritten=(),
-                after=after[:N_AFTER],
-                boundary=Boundary.ASKED,
-                resume_point=resume_point,
-            )
-    return None
+    """The last segment, divided at the step; None where it does not hold the step."""
+    i = len(segments) - 1
+    if i < 0 or not segments[i].first_step <= resume_point.step < segments[i].last_step:
+        return None
+    segment = segments[i]
+    if resume_point.source == "report" and not _is_between(segment, resume_point):
+        return None
+    after = tuple(row for row in segment.rows if row.step > resume_point.step)
+    return Resume(
+        number=n_dropped + i + 1,
+        before=_history(segments, i, resume_point.step + 1),
+        overwritten=(),
+        after=after[:N_AFTER],
+        boundary=Boundary.ASKED,
+        resume_point=resume_point,
+    )
 
 
 def _is_between(segment: Segment, resume_point: ResumePoint) -> bool:

@@ -37,10 +37,12 @@ class Row:
 
     `step` is the training step as logged. `loss` may be NaN or infinite. `lr` is the
     learning rate. `tokens` and `samples` count from the start of the run. `throughput`
-    is in tokens (or else samples) per second, `step_time_s` in seconds, `mfu` is a
-    fraction of 1. `at` is in seconds since the epoch, or in the unit of the log's own
-    clock. `interval` is how many steps the loss is the mean of, where that is known.
-    `samples_digest` identifies the samples that the step consumed.
+    is in tokens (or else samples) per second of the whole job, `device_throughput` of one
+    device, `step_time_s` in seconds, `mfu` is a fraction of 1. `at` is in seconds since the
+    epoch, or in the unit of the log's own clock. `interval` is how many steps the loss is
+    the mean of, where that is known.
+    `samples_digest` identifies the samples that the step consumed, `attempt` the process
+    that wrote the row.
     """
 
     step: int
@@ -51,11 +53,13 @@ class Row:
     tokens: Number | None = None
     samples: Number | None = None
     throughput: Number | None = None
+    device_throughput: Number | None = None
     step_time_s: Number | None = None
     mfu: Number | None = None
     at: float | None = None
     interval: int | None = None
     samples_digest: str | None = None
+    attempt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

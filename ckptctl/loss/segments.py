@@ -1,20 +1,23 @@
 """Split a log into segments: the rows that one attempt of the job wrote.
 
 A segment begins at a line that announces a start, where the step goes back, or with a
-new file. The rows that are kept of each segment are bounded, so a log of any size can be
-split. `resumes` chooses the segments that are compared.
+new file. Rows that repeat earlier ones together with their time are copies: a log shipper
+or a logger wrote them twice, and they are left out. The rows that are kept of each segment
+are bounded, so a log of any size can be split. `resumes` chooses the segments that are
+compared.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from statistics import median
 
-from ckptctl.loss.rows import LogPosition, Marker, Row
+from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 KEEP_FIRST = 1_000
 """Rows that are kept from the beginning of a segment."""
@@ -34,7 +37,8 @@ class Boundary(str, Enum):
     """What separates a segment from the one before it.
 
     `START` is the first segment, `MARKER` a line that announces a start, `STEP` a step that
-    goes back, `FILE` a new file, `ASKED` the step that the caller named.
+    goes back, `FILE` a new file, `ASKED` the step that the caller named, `CANARY` the log
+    that the caller named as that of a canary.
     """
 
     START = "start"
@@ -42,6 +46,7 @@ class Boundary(str, Enum):
     STEP = "step"
     FILE = "file"
     ASKED = "asked"
+    CANARY = "canary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,9 @@ class Split:
     """The segments that were kept, the newest last; `n_segments` counts all of them.
 
     `interleaved` means that the steps go forward and back every few rows, because several
-    runs write to one log. `n_rows` counts rows, `n_losses` rows with a loss, `n_trained` the
-    steps of all segments, `n_repeated` those that an earlier segment had trained already.
+    runs write to one log. `n_rows` counts rows, `n_losses` rows with a loss, `n_copies` rows
+    that were left out as copies, `n_trained` the steps of all segments, `n_repeated` those
+    that an earlier segment had trained already. `files` are the logs that have rows.
     """
 
     segments: tuple[Segment, ...]
@@ -95,6 +101,8 @@ class Split:
     n_losses: int
     n_trained: int = 0
     n_repeated: int = 0
+    n_copies: int = 0
+    files: tuple[str, ...] = ()
 
     @property
     def n_dropped(self) -> int:
@@ -132,14 +140,19 @@ class Splitter:
         self._n_losses = 0
         self._n_trained = 0
         self._n_repeated = 0
+        self._n_copies = 0
+        self._files: dict[str, None] = {}
 
     def feed(self, item: Row | Marker) -> None:
         """Take the next row or marker."""
         if isinstance(item, Marker):
             self._markers.append(item)
             return
+        if self._open is not None and self._is_copy(item, self._open):
+            return
         self._n_rows += 1
         self._n_losses += item.loss is not None
+        self._files[item.position.file] = None
         boundary = self._boundary(item)
         segment = self._open
         if boundary is not None or segment is None:
@@ -159,7 +172,22 @@ class Splitter:
             n_losses=self._n_losses,
             n_trained=self._n_trained + steps,
             n_repeated=self._n_repeated,
+            n_copies=self._n_copies,
+            files=tuple(self._files),
         )
+
+    def _is_copy(self, row: Row, segment: _OpenSegment) -> bool:
+        """Whether a row has the step, the time and the values of a row that was read before."""
+        # The last step again is a matter of ranks that write to one log.
+        if row.at is None or row.step >= segment.last.step:
+            return False
+        kept = (segment.row_of(row.step), *(_row_of(done.rows, row.step) for done in self._done))
+        if not any(each is not None and _is_same(each, row) for each in kept):
+            return False
+        self._n_copies += 1
+        # The line that announced these rows was copied with them.
+        self._markers = []
+        return True
 
     def _boundary(self, row: Row) -> Boundary | None:
         if self._open is None:
@@ -169,7 +197,7 @@ class Splitter:
         last = self._open.last
         if row.position.file != last.position.file:
             return Boundary.FILE
-        if row.step < last.step or (row.step == last.step and not self._open.is_copy(row)):
+        if row.step < last.step or (row.step == last.step and not self._open.repeats(row)):
             return Boundary.STEP
         return None
 
@@ -215,13 +243,19 @@ class _OpenSegment:
     def n_steps(self) -> int:
         return self.last.step - self.first_step + 1
 
-    def is_copy(self, row: Row) -> bool:
+    def row_of(self, step: int) -> Row | None:
+        kept = (self._last, self._pinned, self._first)
+        return next((row for rows in kept if (row := _row_of(rows, step)) is not None), None)
+
+    def repeats(self, row: Row) -> bool:
         """Whether a row with the step of the last one is another record of the same training step.
 
         Where several ranks write to one log, the first step already occurs several times in
-        a row. A later step that occurs twice was trained twice.
+        a row. A later step that occurs twice at another time was trained twice.
         """
         if row.loss is None or self.last.loss is None:
+            return True
+        if row.at is not None and _is_same(self.last, row):
             return True
         if len(self._first) == 1:
             self._has_copies = True
@@ -259,6 +293,24 @@ class _OpenSegment:
             if kept:
                 kept[-1] = row
                 return
+
+
+def _row_of(rows: Sequence[Row], step: int) -> Row | None:
+    """The row of a step; the steps rise."""
+    i = bisect_left(rows, step, key=lambda row: row.step)
+    return rows[i] if i < len(rows) and rows[i].step == step else None
+
+
+def _is_same(a: Row, b: Row) -> bool:
+    """Whether two rows hold the same values, wherever they are in the logs."""
+    return all(_value(getattr(a, name)) == _value(getattr(b, name)) for name in _COMPARED)
+
+
+def _value(field: object) -> object:
+    return field.value if isinstance(field, Number) else field
+
+
+_COMPARED = tuple(name for name in Row.__dataclass_fields__ if name not in ("position", "interval"))
 
 
 def _start_marker(markers: list[Marker]) -> Marker | None:

@@ -129,11 +129,13 @@ def _with_interval(row: Row, interval: int) -> Row:
         tokens=row.tokens,
         samples=row.samples,
         throughput=row.throughput,
+        device_throughput=row.device_throughput,
         step_time_s=row.step_time_s,
         mfu=row.mfu,
         at=row.at,
         interval=interval,
         samples_digest=row.samples_digest,
+        attempt=row.attempt,
     )
 
 

@@ -1,8 +1,8 @@
 """Turn the measurements of one resume into findings and a verdict.
 
-The verdict `continuous` requires steps that were logged twice. A wrong counter outweighs
-all other evidence; steps that agree outweigh the level after them; what the log does not
-hold never counts as good.
+The verdict `continuous` requires steps that were logged twice, by two attempts. A wrong
+counter outweighs all other evidence. Behind steps that agree the counters and the level
+are checked again. What the log does not hold never counts as good.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.findings import Finding, in_order
-from ckptctl.loss.counters import check_counters
+from ckptctl.loss.counters import check_counters, check_later_counters
 from ckptctl.loss.level import (
     LEAST_RISE,
     MIN_BEFORE,
@@ -21,10 +21,19 @@ from ckptctl.loss.level import (
     Throughput,
     check_grad_norm,
     check_throughput,
+    is_above,
     measure_level,
     measure_throughput,
 )
-from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Replay, compare_replay
+from ckptctl.loss.replay import (
+    FINE,
+    GOOD_ROWS,
+    MIN_ROWS,
+    Agreement,
+    Origin,
+    Replay,
+    compare_replay,
+)
 from ckptctl.loss.resumes import Resume
 
 
@@ -80,6 +89,9 @@ FORCES: Mapping[str, LossVerdict] = {
     "loss.lower": _DOUBTFUL,
     "loss.level-shift": _DOUBTFUL,
     "loss.grad-norm": _DOUBTFUL,
+    "loss.later": _DOUBTFUL,
+    "loss.copied": _OPEN,
+    "loss.constant": _OPEN,
     "loss.other-data": _OPEN,
     "loss.too-little": _OPEN,
     "loss.noisy": _OPEN,
@@ -110,11 +122,9 @@ def assess(resume: Resume) -> Assessment:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
         findings = in_order(check_counters(resume))
     else:
-        replay = compare_replay(
-            resume.before, resume.overwritten, resume.after, interval=resume.interval
-        )
+        replay = compare_replay(resume)
         level = measure_level(resume.before, resume.after)
-        findings = in_order(_findings(resume, replay, level))
+        findings = in_order([*_findings(resume, replay, level), *check_throughput(resume)])
     verdict = _verdict(findings, replay)
     return Assessment(
         verdict,
@@ -143,24 +153,23 @@ def _verdict(findings: Iterable[Finding], replay: Replay) -> LossVerdict:
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     if forced:
         return worst_of(forced)
-    proven = replay.agrees and replay.fine_enough
-    return LossVerdict.CONTINUOUS if proven else LossVerdict.NO_JUMP
+    return LossVerdict.CONTINUOUS if replay.is_proof else LossVerdict.NO_JUMP
 
 
 def _findings(resume: Resume, replay: Replay, level: Level) -> Iterator[Finding]:
-    yield from check_counters(resume)
+    counters = list(check_counters(resume))
+    yield from counters
     yield from of_replay(resume, replay)
     yield from of_other_data(resume, replay)
-    rises = list(of_level(resume, level))
     if replay.agrees:
-        # The steps that agree prove the resume, so a later rise has another cause.
-        yield from (later(finding) for finding in rises)
+        known = {finding.code for finding in counters}
+        later = of_later(resume.beyond(replay.rows[-1].step), replay)
+        yield from (finding for finding in later if finding.code not in known)
     else:
-        yield from rises
+        yield from of_level(resume, level)
         yield from check_grad_norm(resume)
         if replay.agreement in (Agreement.NONE, Agreement.FEW):
             yield from too_little(resume, level)
-    yield from check_throughput(resume)
 
 
 def _message(
@@ -176,6 +185,11 @@ def _message(
         how = "to the last printed digit" if exact else f"within {share(replay.most)}"
         few = "" if n >= GOOD_ROWS else f"; detecting a lost optimizer takes {GOOD_ROWS} or more"
         return f"{n} steps were logged twice and agree {how}{few}"
+    if replay.agrees and replay.fine_enough:
+        return (
+            f"{n} steps were logged twice and are equal, and nothing shows that another attempt "
+            "trained them"
+        )
     if replay.agrees:
         return (
             f"{n} steps were logged twice and agree, but only within {share(5 * replay.rounding)}"
@@ -202,13 +216,38 @@ _Z_SHIFT, _Z_JUMP = 4.0, 6.0
 
 
 def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
-    """Yield a finding for the steps that were logged twice, unless they agree."""
-    for step in (row.step for row in replay.rows if row.averaged):
+    """Yield a finding for the steps that were logged twice, unless they prove the resume."""
+    n, d = len(replay.rows), [row.difference for row in replay.rows]
+    if replay.agrees and replay.origin is Origin.COPIED:
+        is_timed = resume.after[-1].step > resume.overwritten[-1].step
+        why = (
+            "their times repeat, which those of another attempt would not"
+            if is_timed
+            else "no step follows that was not logged before"
+        )
         yield Finding(
-            "loss.averaged",
+            "loss.copied",
             _where(resume),
-            f"the row of step {step:,} is the mean of the first two steps of the process; the loss "
-            "of the step alone was computed from it",
+            f"{n} rows repeat rows of the log, and {why}: a logger or a log shipper may have "
+            "written them twice",
+            expected="rows of another attempt",
+            found=f"{n} equal rows",
+        )
+    elif replay.agrees and not replay.varies:
+        yield Finding(
+            "loss.constant",
+            _where(resume),
+            f"the loss hardly varies over the {n} steps logged twice, so equal rows prove nothing",
+            expected="a loss that differs from step to step",
+            found=f"{replay.rows[0].before.loss.value:.7g}" if replay.rows[0].before.loss else "",
+        )
+    elif replay.agrees and replay.origin is Origin.UNKNOWN:
+        yield Finding(
+            "loss.unmarked",
+            _where(resume),
+            f"{n} rows repeat earlier rows, without a time in them and without a line or a file "
+            "that shows the start of another process",
+            expected="rows with a time, or the step of the checkpoint (--resume-step)",
         )
     if replay.agrees and not replay.fine_enough:
         yield Finding(
@@ -222,9 +261,10 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
     if replay.agreement not in _MEANINGS:
         return
     code, meaning = _MEANINGS[replay.agreement]
+    if replay.same_first_norm is not None:
+        meaning = _BY_NORM.get((code, replay.same_first_norm), meaning)
     if code == "loss.higher" and resume.interval > 1:
         meaning = "the same batches at a higher loss, so the weights or their updates are wrong"
-    n, d = len(replay.rows), [row.difference for row in replay.rows]
     middle = sorted(d)[len(d) // 2]
     if replay.agreement in (Agreement.HIGHER, Agreement.LOWER):
         how = f"differ by {signed(middle)}"
@@ -263,6 +303,34 @@ _MEANINGS = {
         "as much as different batches, so the order or position of the data has changed",
     ),
 }
+
+
+# The first gradient norm is computed before any update, so it differs only where the
+# weights, the data or the random numbers do.
+_BY_NORM = {
+    ("loss.drift", True): "the first gradient norm agrees as well, so weights, data and random "
+    "numbers are the same, and the update is not (optimizer, learning rate)",
+    ("loss.differs", False): "the first gradient norm differs before any update, so the random "
+    "numbers or the data are not the same",
+}
+
+
+def of_later(later: Resume, replay: Replay) -> Iterator[Finding]:
+    """Yield findings for what stops continuing behind the steps that agree."""
+    if not later.after:
+        return
+    yield from check_later_counters(later)
+    level = measure_level(later.before, later.after)
+    # A rise that the steps logged twice hold as well belongs to the run.
+    is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
+    for finding in (*(of_level(later, level) if is_new else ()), *check_grad_norm(later)):
+        yield Finding(
+            "loss.later",
+            finding.where,
+            f"{finding.message}; the steps before that agree, so look for what began there",
+            finding.expected,
+            finding.found,
+        )
 
 
 def of_other_data(resume: Resume, replay: Replay) -> Iterator[Finding]:
@@ -304,17 +372,6 @@ def of_level(resume: Resume, level: Level) -> Iterator[Finding]:
         f"before; without a resume it rises by at most {share(worst.threshold)}",
         expected=f"at most {signed(worst.threshold)}",
         found=signed(worst.found),
-    )
-
-
-def later(finding: Finding) -> Finding:
-    """The finding of a rise as `loss.later`: steps that agree came before it."""
-    return Finding(
-        "loss.later",
-        finding.where,
-        f"{finding.message}; the steps logged twice agree, so the resume is not the cause",
-        finding.expected,
-        finding.found,
     )
 
 

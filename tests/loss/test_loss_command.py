@@ -25,7 +25,8 @@ def written(path: Path, items) -> Path:
     for each in items:
         if isinstance(each, Row):
             fields = {"step": each.step, "loss": each.loss.value, "lr": each.lr.value}
-            lines.append(json.dumps({**fields, "tokens": int(each.tokens.value)}))
+            fields |= {"tokens": int(each.tokens.value), "timestamp": each.at}
+            lines.append(json.dumps(fields))
     path.write_text("".join(f"{each}\n" for each in lines))
     return path
 
@@ -102,6 +103,8 @@ def test_the_resume_report_gives_the_resume_point_and_the_next_commands(tmp_path
         "tokens": None,
         "samples": None,
         "at_s": 1795219200.0,
+        "world_size": None,
+        "saved_world_size": None,
     }
     reject, pick = document["next_commands"]
     assert reject.startswith(f"ckptctl reject {step} --reason ")
@@ -168,7 +171,8 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(tmp_pat
 
 def test_of_several_resumes_each_has_its_line_and_the_worst_its_table(tmp_path):
     again = [each for each in resumed(times(1.012)) if isinstance(each, Row)]
-    path = written(tmp_path / "train.jsonl", [*again, *resumed()[DIED:]])
+    third = rows(SAVED + 1, 260, attempt=3)
+    path = written(tmp_path / "train.jsonl", [*again, *third])
     done = run_ckptctl("loss", path, "--resume", "all")
     assert done.returncode == 30
     assert "resume 1: discontinuous: " in done.stdout
@@ -254,10 +258,16 @@ def test_the_counts_of_the_checkpoint_are_compared_with_the_new_log(tmp_path, wh
 
 
 def paced(path: Path, before: float, after: float, key: str = "tokens_per_second") -> Path:
-    """A log with the speed in every row."""
+    """A log with the speed in every row, and the process that wrote it."""
+    attempts = ((1, range(1, 213), before), (2, range(201, 260), after))
     lines = [
-        {"step": n, "loss": round(loss_at(n), 4), key: speed * (1 + 0.01 * math.sin(n))}
-        for steps, speed in ((range(1, 213), before), (range(201, 260), after))
+        {
+            "step": n,
+            "loss": round(loss_at(n), 4),
+            key: speed * (1 + 0.01 * math.sin(attempt * n)),
+            "attempt": attempt,
+        }
+        for attempt, steps, speed in attempts
         for n in steps
     ]
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
@@ -289,7 +299,7 @@ def test_the_speed_after_the_resume_is_a_word_to_branch_on(tmp_path, key, after,
 
 def test_the_work_that_is_done_again_is_counted(tmp_path, log):
     done = run_ckptctl("loss", log(), "--resume-step", SAVED)
-    assert "recomputed: 12 steps, 49,152 tokens (from step 200 to step 212)" in done.stdout
+    assert "recomputed: 12 steps, 49,152 tokens, 12 s (from step 200 to step 212)" in done.stdout
     document = validated(run_ckptctl("loss", log(), "--resume-step", SAVED, "--json").stdout)
     assert document["recomputed"] == {
         "from_step": SAVED,
@@ -297,7 +307,7 @@ def test_the_work_that_is_done_again_is_counted(tmp_path, log):
         "steps": DIED - SAVED,
         "tokens": (DIED - SAVED) * TOKENS,
         "samples": None,
-        "seconds": None,
+        "seconds": 12.0,
     }
 
 

@@ -88,7 +88,7 @@ def test_counting_from_zero_or_from_one_are_both_right(first):
 
 
 def test_a_job_that_started_from_the_beginning_is_reported():
-    report = check_rows([*rows(1, 100), *rows(1, 60)])
+    report = check_rows([*rows(1, 100), *rows(1, 60, attempt=2)])
     assert found(report) == ("discontinuous", ["loss.restarted"])
     assert report.exit_code == 30
 
@@ -96,7 +96,7 @@ def test_a_job_that_started_from_the_beginning_is_reported():
 def test_logs_named_newest_first_are_distinguished_from_a_fresh_start():
     newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
     assert newest_first.message.endswith("or the logs were not named oldest first")
-    anew = check_rows([*rows(1, 100), *rows(1, 60)])
+    anew = check_rows([*rows(1, 100), *rows(1, 60, attempt=2)])
     assert anew.message.endswith("it did not resume")
 
 
@@ -265,18 +265,14 @@ def test_two_rows_that_agree_are_no_proof():
     assert "only 2 of at least 3 steps" in report.message
 
 
-def test_the_mean_that_a_first_row_leaves_in_the_second_is_undone():
-    first, second = loss_pair = [each.loss.value for each in rows(SAVED + 1, SAVED + 2)]
-    mean = printed(sum(loss_pair) / 2)
-    assert abs(math.log(mean.value / second)) > 3e-3
-    assert first != second
+def test_an_equal_first_step_and_a_second_that_differs_is_not_taken_for_a_mean():
+    """Megatron prints such means, and its rows say so; in other logs the row is a drift."""
+    first, second = (each.loss.value for each in rows(SAVED + 1, SAVED + 2))
 
     def averaged(each):
-        return replace(each, loss=mean) if each.step == SAVED + 2 else each
+        return replace(each, loss=printed((first + second) / 2)) if each.step == SAVED + 2 else each
 
-    report = assess(averaged)
-    assert found(report) == ("continuous", [])
-    assert [f.code for f in report.assessments[0].findings] == ["loss.averaged"]
+    assert found(assess(averaged)) == ("suspect", ["loss.drift"])
 
 
 def test_means_over_different_numbers_of_steps_are_not_compared():
@@ -315,10 +311,17 @@ def test_two_spikes_are_one():
     assert found(assess(spike, died=CLEAN, noise=0.004)) == ("discontinuous", ["loss.spike"])
 
 
-def test_a_rise_after_steps_that_agree_does_not_blame_the_resume():
+def test_a_rise_behind_steps_that_agree_is_a_suspicion():
     report = assess(times(1.5, since=SAVED + 6), died=SAVED + 5)
-    assert found(report) == ("continuous", [])
-    assert {f.code for f in report.assessments[0].findings} == {"loss.later"}
+    assert found(report) == ("suspect", ["loss.later"])
+    assert "the steps before that agree" in report.message
+
+
+def test_a_rise_that_the_dead_job_logged_as_well_is_none():
+    """The steps that agree hold the rise, so the resumed job repeats what happened before."""
+    high = times(1.5, since=SAVED + 6)
+    items = [each if isinstance(each, Marker) else high(each) for each in resumed()]
+    assert found(check_rows(items)) == ("continuous", [])
 
 
 def test_a_gradient_norm_ten_times_as_large_is_a_suspicion():

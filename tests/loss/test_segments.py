@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_losses import row, rows
@@ -106,8 +107,9 @@ def test_two_runs_in_one_log_are_recognised():
 
 
 def test_a_clock_that_goes_back_is_reported_with_its_line():
-    late = [replace(each, at=each.at - 3600) for each in rows(5, 9)]
-    (segment,) = split([*rows(1, 4), *late]).segments
+    whole = rows(1, 9)
+    late = [replace(each, at=each.at - 3600) for each in whole[4:]]
+    (segment,) = split([*whole[:4], *late]).segments
     assert segment.clock_jump.back_s == 3599
     assert segment.clock_jump.position.line == 5
 
@@ -142,12 +144,12 @@ def test_a_short_segment_is_filled_up_with_those_that_it_came_from():
 
 
 def test_a_job_that_started_from_the_beginning_did_not_resume():
-    (resume,) = resumes(split([*rows(1, 50), *rows(1, 20)]))
+    (resume,) = resumes(split([*rows(1, 50), *rows(1, 20, attempt=2)]))
     assert resume.restarted
 
 
 def test_a_second_resume_from_one_checkpoint_is_no_fresh_start():
-    (resume,) = resumes(split([*rows(51, 58), marker(50), *rows(51, 60)]))
+    (resume,) = resumes(split([*rows(51, 58), marker(50), *rows(51, 60, attempt=2)]))
     assert not resume.restarted
     assert (resume.before, resume.overwritten) == ((), ())
 
@@ -164,10 +166,46 @@ def test_a_log_without_a_trace_of_the_resume_is_divided_at_the_named_step():
     assert resume.first_step == 61
 
 
-def test_the_segment_just_after_the_resume_point_is_preferred():
+@pytest.mark.parametrize("source", ["asked", "report"])
+@pytest.mark.parametrize("step", [40, 70])
+def test_the_claim_is_about_the_newest_segment_even_where_an_older_one_fits(step, source):
     parts = split([*rows(1, 60), *rows(41, 80), *rows(71, 90)])
-    assert resume_at(parts, ResumePoint(40, "asked")).number == 1
-    assert resume_at(parts, ResumePoint(70, "report")).number == 2
+    assert resume_at(parts, ResumePoint(step, source)).number == 2
+
+
+def test_the_newest_log_is_never_divided_at_the_claim():
+    parts = split([*rows(1, 60), *rows(61, 200, file="new.log")])
+    assert resume_at(parts, ResumePoint(150, "asked")).first_step == 61
+
+
+def test_a_segment_is_divided_only_where_no_earlier_one_came_near_the_claim():
+    items = [*rows(1, 60), *rows(41, 200)]
+    assert resume_at(split(items), ResumePoint(150, "asked")).boundary is Boundary.ASKED
+    # The job that ended after step 60 may have saved step 70, and lost its last rows.
+    assert resume_at(split(items), ResumePoint(70, "asked")).first_step == 41
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("first", [1, 5, 9])
+def test_rows_that_are_written_again_with_their_times_are_no_resume(first):
+    whole = rows(1, 12)
+    items = [*whole[:9], *whole[first - 1 : 9], *whole[9:]]
+    parts = split(items)
+    assert parts.n_segments == 1
+    assert parts.segments[0].rows == tuple(whole)
+    assert parts.n_copies == max(0, 9 - first)  # the last row again is one of several ranks
+
+
+def test_copies_of_an_older_segment_do_not_end_the_newer_one():
+    old, new = rows(1, 9), rows(6, 20)
+    items = [*old, marker(5), *new[:8], marker(5), *old[6:9], *new[8:]]
+    assert spans(items) == [(1, 9, "start"), (6, 20, "marker")]
+
+
+def test_equal_rows_at_another_time_are_a_resume():
+    assert split([*rows(1, 9), *rows(6, 12)]).n_copies == 0
 
 
 def test_a_report_that_fits_no_segment_means_the_last_one():

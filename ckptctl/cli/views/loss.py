@@ -83,7 +83,9 @@ def _recomputed_lines(report: LossReport, arrow: str) -> Iterator[Line]:
     if worst is not None and worst.throughput.pace is not Pace.UNKNOWN:
         pace = worst.throughput
         style: Style = "warn" if pace.pace is Pace.SLOWER else ""
-        change = f" ({pace.name} {pace.before:,.4g} {arrow} {pace.after:,.4g})"
+        change = " (too few rows after the resume for a comparison)"
+        if pace.is_known:
+            change = f" ({pace.name} {pace.before:,.4g} {arrow} {pace.after:,.4g})"
         yield line("  speed after the resume: ", Span(pace.pace.value, style), change, hang=4)
 
 
@@ -151,7 +153,7 @@ def _cells(row: Replayed, arrow: str) -> tuple[str, ...]:
     return (
         str(row.step),
         _printed(before.loss),
-        _printed(after.loss) + ("*" if row.averaged else ""),
+        _printed(after.loss),
         f"{100 * row.difference:+.4f} %",
         _both(before.lr, after.lr, arrow),
         _both(before.grad_norm, after.grad_norm, arrow),

@@ -73,6 +73,7 @@ LINE_FORMATS = (
         r"(?<!validate )\bstep:\s*(?P<step>\d+)\s+(?=loss:)",
         _COLONS,
         tail=r"mfu:\s*\S+",
+        keys={"device_throughput": "tps"},
     ),
     LineFormat(
         "nanogpt",

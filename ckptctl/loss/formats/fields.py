@@ -18,10 +18,20 @@ from functools import lru_cache
 from ckptctl.errors import UsageError
 from ckptctl.loss.rows import LogPosition, Number, Row
 
-NUMBERS = ("loss", "lr", "grad_norm", "tokens", "samples", "throughput", "step_time_s", "mfu")
+NUMBERS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "samples",
+    "throughput",
+    "device_throughput",
+    "step_time_s",
+    "mfu",
+)
 """The fields of a row that are numbers as printed."""
 
-FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest")
+FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest", "attempt")
 """The names of the fields, for the groups of a pattern and for a key map."""
 
 # Where a record has several names of a field, the first one in this table counts.
@@ -44,11 +54,11 @@ _NAMES = {
         trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
         traintokens ntokensseen metricstokens""",
     "samples": "consumedsamples samples samplesseen numsamples timesample traintimesample",
-    "throughput": """tokenspersec tokenspersecond toks tps wps tokenssdevice
-        throughputdevicetps throughputtokenspersec trainthroughputtokenspersec
-        throughputmetricstps tokenspersecondpergpu throughputtps
-        samplespersec samplespersecond sps samplessec throughputsamplespersec
-        trainthroughputsamplespersec""",
+    "throughput": """tokenspersec tokenspersecond toks tps wps throughputtokenspersec
+        trainthroughputtokenspersec throughputtps samplespersec samplespersecond sps samplessec
+        throughputsamplespersec trainthroughputsamplespersec""",
+    "device_throughput": """tokenspersecpergpu tokenspersecondpergpu tokenssdevice
+        throughputdevicetps throughputmetricstps throughputpergputflopsgpu tflopsdevice""",
     "step_time_s": """steptime steptimes itertimes iterationtime timeperiteration secperstep
         seconds time itertime""",
     "step_time_ms": """elapsedtimeperiterationms timeperiterationms steptimems itertimems ms
@@ -56,6 +66,8 @@ _NAMES = {
     "mfu": "mfu throughputdevicemfu trainmfu perfmfu throughputmfu",
     "at": "at timestamp _timestamp walltime createdat ts datetime",
     "samples_digest": "samplesdigest",
+    "attempt": """attempt attemptid run runid restart restarts restartcount jobid slurmjobid
+        processid pid""",
 }
 _FIELD_AND_RANK = {
     name: (field, rank)
@@ -176,12 +188,14 @@ class RowMaker:
         clock = parse_clock(best["at"][1]) if "at" in best else None
         interval = best.get("interval")
         digest = best.get("samples_digest")
+        attempt = best.get("attempt")
         return Row(
             step=step,
             position=position,
             at=clock if clock is not None else at,
             interval=parse_step(interval[1]) if interval else None,
             samples_digest=digest[1] if digest else None,
+            attempt=attempt[1] if attempt else None,
             **values,
         )
 

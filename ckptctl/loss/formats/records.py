@@ -28,6 +28,10 @@ _NAMES_OF_ONE = ("name", "key", "tag", "metric")
 """The keys with the name of the metric, in a record that holds one metric as `value`."""
 
 
+# Every record of a step has these; they are no metrics that could contradict each other.
+_OF_RECORD = ("step", "at", "attempt")
+
+
 class StepMerger:
     """Merges neighbouring records of one step that do not contradict each other."""
 
@@ -57,14 +61,16 @@ class StepMerger:
 
 def _has_values(row: Row) -> bool:
     return any(
-        getattr(row, name) is not None for name in FIELDS if name not in ("step", "at", "interval")
+        getattr(row, name) is not None for name in FIELDS if name not in (*_OF_RECORD, "interval")
     )
 
 
 def _merged(first: Row, second: Row) -> Row | None:
+    if first.attempt != second.attempt:
+        return None
     added: dict[str, Any] = {}
     for name in FIELDS:
-        if name in ("step", "at"):
+        if name in _OF_RECORD:
             continue
         value = getattr(second, name)
         if value is None:
