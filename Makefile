@@ -1,47 +1,57 @@
-# What a newcomer and CI run. Everything happens in a virtual environment, .venv,
-# which is made when it is first needed.
+# What contributors and CI run. Everything runs in a virtual environment, .venv,
+# which is created on first use.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill test test-long lint fmt kills power-cuts trips bench loss-bench shape golden fuzz campaign clean
+.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz campaign clean
+FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
+	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 
-help: ## Name the targets
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Train a small model, kill it in the middle of a save, resume to the last digit
+demo: $(READY) ## Train a small model, kill it during a save, and resume to the last digit of the loss
 	@$(BIN)/python examples/demo/run.py
 
-drill: $(READY) ## Kill and damage a real job in nine ways, and see where the runbook ends each time
+drill: $(READY) ## Kill and damage a real job in nine ways, and run the runbook each time
 	@$(BIN)/python examples/drill/run.py
+
+check: lint ## Lint, types and fast tests, in two minutes: before every commit
+	@echo "== fast tests"
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not long and not torch and not server' $(FAST)
 
 test: lint ## Everything that CI runs: lint, types, tests
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-long: $(READY) ## The tests that `make test` leaves out because they take long
+test-long: $(READY) ## The tests that `make test` leaves out because they are slow
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m long
 
-lint: $(READY) ## Style and types
+lint: $(READY) ## Check style and types
 	@echo "== ruff"
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@echo "== mypy"
 	@$(BIN)/mypy --no-error-summary
 
-fmt: $(READY) ## Put the code in form
+fmt: $(READY) ## Format the code
 	@$(BIN)/ruff check -q --fix .
 	@$(BIN)/ruff format .
 
-kills: $(READY) ## Kill a training job 50 times at random; its losses must stay those of an unbroken run
+generate: $(READY) ## Write the generated files again; `make test` checks that they are current
+	@$(BIN)/python tools/failure_rules.py
+	@$(BIN)/python tools/reference.py
+
+kills: $(READY) ## Kill a training job 50 times at random; its losses must equal those of an undisturbed run
 	@$(BIN)/python tests/campaign/kills.py
 
-power-cuts: $(READY) ## Cut the power at every step of all that is written (root, Linux, half an hour)
+power-cuts: $(READY) ## Simulate a power cut at every write of every command (root, Linux, half an hour)
 	@$(BIN)/python tests/campaign/power_cuts.py
 
-trips: $(READY) ## Send thousands of random steps there and back, cut anew or in another format (ten minutes)
+trips: $(READY) ## Reshard or convert thousands of random steps, and back (ten minutes)
 	@$(BIN)/python tests/campaign/round_trips.py
 
 shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retired words
@@ -50,22 +60,22 @@ shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retire
 bench: $(READY) ## Measure against peers, and print the ratios
 	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-loss-bench: $(READY) ## Which rule sees which fault of a resume, and how often does it cry wolf
+loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects, and its false alarms
 	@$(BIN)/python bench/loss_rules.py --all
 
 fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute for each
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group fuzz
 	@$(BIN)/python tests/fuzz/fuzz.py
 
-golden: $(READY) ## Freeze anew what the commands answer for every sound, damaged and odd root
+golden: $(READY) ## Record again what the commands answer for every sound, damaged and odd root
 	@$(BIN)/python tests/golden/table.py
 
-campaign: $(READY) ## Break checkpoints in thirty thousand ways, and count what is missed (half an hour)
+campaign: $(READY) ## Damage checkpoints in thirty thousand ways, and count what is missed (half an hour)
 	@$(BIN)/python -m pytest -q tests/fixtures
 	@$(BIN)/python tests/campaign/campaign.py
 	@$(BIN)/python tests/campaign/soak.py
 
-clean: ## Remove all that make has made
+clean: ## Remove everything that make created
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist
 
 # pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.

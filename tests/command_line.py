@@ -40,7 +40,6 @@ def run_ckptctl(
         env=clean_environment(**(env or {})),
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=60,
         **{"capture_output": True, **kwargs},
     )
 

@@ -154,7 +154,6 @@ def _run(
         capture_output=True,
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=600,
     )
 
 

@@ -55,7 +55,7 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
 
 
 def ends(started: Sequence[subprocess.Popen]) -> list[tuple[int, list[str], str]]:
-    said = [process.communicate(timeout=120) for process in started]
+    said = [process.communicate() for process in started]
     return [
         (process.returncode, out.splitlines(), err)
         for process, (out, err) in zip(started, said, strict=True)

@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-PATIENCE_S = 10.0
+PATIENCE_S = 300.0
 
 
 def load_all() -> None:

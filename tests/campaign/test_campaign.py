@@ -44,7 +44,6 @@ def test_nothing_is_missed_and_nothing_sound_refused(only: tuple[str, ...], tmp_
         ],
         capture_output=True,
         text=True,
-        timeout=250,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     found = campaign.outcomes(tmp_path)

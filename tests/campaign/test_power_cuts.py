@@ -26,7 +26,6 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
         env=clean_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=250,
     )
 
 

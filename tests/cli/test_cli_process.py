@@ -36,7 +36,7 @@ def on_a_terminal(*args, columns=80, cwd=None, env=None) -> tuple[int, str]:
         while piece := os.read(ours, 65536):
             written += piece
     os.close(ours)
-    return process.wait(timeout=60), written.decode().replace("\r\n", "\n")
+    return process.wait(), written.decode().replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -107,7 +107,6 @@ def test_a_reader_that_leaves_ends_it_quietly(ckptctl, sound_root, tmp_path):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.stderr == ""
     assert done.stdout in ("141\n", "0\n")  # 0 where the reader was slower to leave
@@ -124,7 +123,6 @@ def test_a_pipe_that_nobody_reads_is_141(sound_root, tmp_path):
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
         )
         assert done.returncode == 141, command
         assert "Traceback" not in done.stderr
@@ -164,7 +162,6 @@ def test_a_closed_standard_output_is_a_failure_not_a_crash(sound_root, tmp_path)
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 2
     assert "standard output is closed" in done.stderr
@@ -175,7 +172,6 @@ def test_closed_standard_streams_are_no_crash(sound_root, tmp_path):
         ["bash", "-c", f"{shlex.join(COMMAND)} verify run@30 -q >&- 2>&-"],
         cwd=tmp_path,
         env=clean_environment(),
-        timeout=60,
     )
     assert done.returncode == 0
 
@@ -205,7 +201,7 @@ def test_a_signal_ends_it_cleanly(sound_root, tmp_path, number, exit_code):
     os.close(writing)
     wait_until_it_sleeps_in_a_write(process.pid)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate()
     os.close(reading)
     assert process.returncode == exit_code
     assert stderr == f"error: ended by {number.name}; no file was left half written\n"

@@ -35,7 +35,6 @@ def counts() -> dict[tuple[str, str], int]:
         env={"PYTHONPATH": f"{HERE.parent.parent}:{HERE}"},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -92,9 +92,7 @@ def folder(framework_roots: Path, tmp_path: Path) -> Path:
 def run(code: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = clean_environment()
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
-    return subprocess.run(
-        code, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

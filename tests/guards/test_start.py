@@ -36,7 +36,6 @@ def loaded(framework_roots, tmp_path_factory):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, f"{root}/step_30\n")
     return set(done.stderr.splitlines()[-1].split())
@@ -58,7 +57,6 @@ def test_importing_the_package_imports_no_function_of_it():
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.stdout.split() == ["ckptctl"]
 
@@ -71,7 +69,6 @@ def test_only_the_command_that_was_called_is_imported(framework_roots):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
     )
     loaded = done.stderr.splitlines()[-1].split()
     assert "ckptctl.cli.pick" in loaded

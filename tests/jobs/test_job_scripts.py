@@ -83,9 +83,7 @@ def calls(folder: Path) -> str:
 
 
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + 30
     while not path.exists():
-        assert time.monotonic() < until, f"{path.name} did not appear"
         time.sleep(0.02)
 
 
@@ -93,7 +91,7 @@ def test_python_gets_sigterm_where_it_took_the_place_of_the_shell(folder):
     job = start(folder, "slurm_exec.sbatch")
     wait_for(folder / "started")
     job.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 143
+    assert job.wait() == 143
     assert (folder / "saved").exists()
     assert "--resume-from" in (folder / "started").read_text()
     assert "step_20" in (folder / "started").read_text()
@@ -104,7 +102,7 @@ def test_a_trap_passes_sigterm_on_waits_for_the_save_and_requeues(folder):
     job = start(folder, "slurm_trap.sbatch")
     wait_for(folder / "started")
     job.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 143
+    assert job.wait() == 143
     assert (folder / "saved").exists()
     assert calls(folder) == "scontrol requeue 88123\n"
 
@@ -112,7 +110,7 @@ def test_a_trap_passes_sigterm_on_waits_for_the_save_and_requeues(folder):
 def test_srun_is_given_the_newest_whole_step(folder):
     command(folder, "srun", RECORD)
     job = start(folder, "slurm_torchrun.sbatch")
-    assert job.wait(60) == 0
+    assert job.wait() == 0
     (line,) = [each for each in calls(folder).splitlines() if each.startswith("srun ")]
     assert line.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=4")
     assert line.endswith(f"--resume-from {folder}/ckpt/step_20")
@@ -123,11 +121,11 @@ def test_a_restart_is_a_new_run_only_where_the_first_start_left_its_sentinel(fol
     for name in ("empty", "new"):
         root = folder / name
         lost = start(folder, "slurm_torchrun.sbatch", ROOT=str(root), SLURM_RESTART_COUNT="1")
-        assert lost.wait(60) == 75
+        assert lost.wait() == 75
         assert "srun" not in calls(folder)
         for count in ("0", "1"):
             job = start(folder, "slurm_torchrun.sbatch", ROOT=str(root), SLURM_RESTART_COUNT=count)
-            assert job.wait(60) == 0
+            assert job.wait() == 0
             assert calls(folder).splitlines()[-1].endswith(f"train.py --root {root}")
         (folder / "calls").unlink()
 
@@ -142,7 +140,7 @@ def test_no_training_starts_over_steps_that_are_gone(script, folder):
     for name in ("step_10", "step_20"):
         shutil.rmtree(folder / "ckpt" / name)
     job = start(folder, script, HEAD="node001:29400")
-    assert job.wait(60) == 11
+    assert job.wait() == 11
     assert "train.py" not in calls(folder)
     assert not (folder / "started").exists()
 
@@ -152,7 +150,7 @@ def test_no_training_starts_without_a_root_that_answers(script, folder):
     for name in ("srun", "torchrun"):
         command(folder, name, RECORD)
     job = start(folder, script, ROOT=str(folder / "gone" / "ckpt"), HEAD="node001:29400")
-    assert job.wait(60) != 0
+    assert job.wait() != 0
     assert "train.py" not in calls(folder)
     assert not (folder / "started").exists()
 
@@ -169,7 +167,7 @@ def test_a_job_that_was_stopped_is_requeued_and_one_that_failed_is_not(said, req
     command(folder, "srun", RECORD + "exit 1\n")
     (folder / "train-88123.out").write_text(said + "\n")
     job = start(folder, "slurm_torchrun.sbatch")
-    assert job.wait(60) == 1
+    assert job.wait() == 1
     assert ("scontrol requeue 88123" in calls(folder)) is requeued
 
 

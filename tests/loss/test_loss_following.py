@@ -165,7 +165,6 @@ def test_standard_input_can_be_followed(tmp_path):
         capture_output=True,
         text=True,
         env=clean_environment(),
-        timeout=60,
     )
     assert (done.stdout, done.returncode) == ("discontinuous\n", 30)
 

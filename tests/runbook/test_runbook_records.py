@@ -111,7 +111,7 @@ def at_a_terminal(root: Path, answers: list[bytes], *options: str) -> tuple[int,
         if seen.count(b"[l]eave") > asked:
             os.write(ours, answers[asked] + b"\n")
             asked += 1
-    code = process.wait(timeout=120)
+    code = process.wait()
     os.close(ours)
     return code, seen.decode(errors="replace")
 

@@ -323,7 +323,6 @@ def outcomes(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Map
         cwd=work,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3_000:]
     assert not list(work.iterdir()), "a payload ran"

@@ -44,7 +44,7 @@ def test_processes_that_add_at_once_lose_nothing_and_mix_nothing(tmp_path: Path)
         subprocess.Popen([sys.executable, "-c", WRITER, path, name], env=clean_environment())
         for name in "abc"
     ]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
     expected = {f"{name}{n} {name * 5000}" for name in "abc" for n in range(50)}
     lines = path.read_text().splitlines()
     assert (len(lines), set(lines)) == (150, expected)

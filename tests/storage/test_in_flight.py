@@ -66,5 +66,5 @@ def test_the_threads_end_with_the_reading():
     assert started
     reading.close()
     for thread in started:
-        thread.join(30)
+        thread.join()
         assert not thread.is_alive()

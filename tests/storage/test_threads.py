@@ -42,7 +42,6 @@ def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room: str, said: st
         [sys.executable, "-c", _FEW_THREADS, room],
         capture_output=True,
         text=True,
-        timeout=60,
         env=clean_environment(MALLOC_ARENA_MAX="1"),
     )
     assert done.stdout.startswith(said), done.stderr

@@ -198,7 +198,7 @@ def test_a_signal_ends_the_wait_for_the_storage(tmp_path: Path):
     ) as process:
         assert "waiting for" in process.stderr.readline()
         process.terminate()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     assert process.returncode == 143
     assert "not started: a signal asked to end" in err
 
@@ -311,10 +311,8 @@ sys.exit(1)
 """
     kept_running([sys.executable, "-c", orphan], tmp_path, max_restarts=1)
     for pid in map(int, (tmp_path / "pids").read_text().split()):
-        until = time.monotonic() + 10
-        while running(pid) and time.monotonic() < until:
+        while running(pid):  # ends, or the time limit of every test fails it
             time.sleep(0.01)
-        assert not running(pid)
 
 
 def running(pid: int) -> bool:
@@ -362,7 +360,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent
     ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(sent)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert process.returncode == 143
     assert out == f"saved after {sent.name}\n"
     assert "stopped after 1 life: a signal asked for it" in err
@@ -378,7 +376,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
     ) as process:
         assert "ended with 1" in process.stderr.readline()
         process.terminate()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     assert process.returncode == 143
     assert "stopped before a restart" in err
 

@@ -25,7 +25,6 @@ def run_job(folder: Path, *options: object, name: str = "run", **variables: str)
         ),
         capture_output=True,
         text=True,
-        timeout=600,
     )
 
 

@@ -35,7 +35,6 @@ def rows_of(folder: Path, *options: object) -> dict[str, dict]:
         env=clean_environment(PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"),
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return {row["what"]: row for row in map(json.loads, done.stdout.splitlines())}

@@ -26,7 +26,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         env=clean_environment(PYTHONPATH=f"{REPOSITORY}", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

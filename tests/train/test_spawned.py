@@ -24,7 +24,6 @@ def test_a_job_of_ddp_with_scaler_and_average_goes_on_to_the_last_bit(tmp_path):
         ),
         capture_output=True,
         text=True,
-        timeout=170,
     )
     assert done.returncode == 0, done.stderr
     whole, first, second = map(json.loads, done.stdout.splitlines())

@@ -291,8 +291,6 @@ def test_run_writes_the_sentinel_into_every_mandatory_root(tmp_path):
     words = [word for root in roots for word in ("--root", str(root))]
     command = [sys.executable, "-m", "ckptctl", "run", *words, "--create", "--", "true"]
     for _ in range(2):
-        done = subprocess.run(
-            command, env=clean_environment(), capture_output=True, text=True, timeout=600
-        )
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert all((root / ".ckptctl" / "root.json").exists() for root in roots)
