@@ -70,6 +70,7 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
         )
     for marker in layouts.unfinished_markers(step.files):
         yield _unfinished(marker, f"{marker} is still there: the save did not end")
+    yield from _check_removal(step)
     yield from _check_stages(step)
     last = layouts.written_last(step.layout, step.parts, step.files)
     yield from _check_last(step, last)
@@ -79,6 +80,17 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     for part in step.parts:
         if part.format not in SHARDED and part.format is not PartFormat.SAFETENSORS:
             yield _unsupported(step, part)
+
+
+def _check_removal(step: Step) -> Iterator[Finding]:
+    """Yield `step.unfinished` where a removal began and nothing was saved since."""
+    note = next((file for file in step.files if file.path == layouts.REMOVING), None)
+    if note is None:
+        return
+    noted_s = note.mtime_s or float("inf")
+    saved = [file.mtime_s for file in step.files if not layouts.is_own(file.path)]
+    if not any(at_s is not None and at_s > noted_s for at_s in saved):
+        yield _unfinished(layouts.REMOVING, "its removal began and was not completed")
 
 
 def _unfinished(where: str, why: str) -> Finding:

@@ -1,17 +1,18 @@
 """Remove a step so that no reader takes a partly removed one.
 
 Its metadata first: from then on it is an interrupted save to everyone, is never taken, and
-goes for good at the next retention. Then what ckptctl wrote about it, then the rest: as
-long as anything is left of it, that is recognised for what it is. Which steps may go is the
-question of `pruning`.
+goes for good at the next retention. A format without DCP metadata gets a note instead, which
+goes last: without it, what is left would pass for a step of weights alone. Then what ckptctl
+wrote about the step, then the rest. Which steps may go is decided in `pruning`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
-from ckptctl.formats.frameworks.layouts import METADATA, is_flat_file, is_own
+from ckptctl.formats.frameworks.layouts import METADATA, REMOVING, is_flat_file, is_own
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
@@ -34,15 +35,17 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
     files = [file.path for file in listed]
     markers = [path for path in files if _is_marker(path)]
     # A seal that outlived shards would make damage of what is only half removed.
-    own = [path for path in files if is_own(path) and path not in markers]
+    own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
+    rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
         if [file.path for file in listed if is_flat_file(file)] == [name]:
             store.remove(name)
-        elif isinstance(store, LocalStore):
-            store.remove_folder(name, first=(markers, own))
+            return True
+        noted = [] if markers else _note(store, name)
+        if isinstance(store, LocalStore):
+            store.remove_folder(name, first=(markers, own, rest if noted else ()))
         else:
-            rest = set(files).difference(markers, own)
-            for paths in (markers, own, sorted(rest)):
+            for paths in (markers, own, rest, noted):
                 act_in_flight(store.remove, [f"{name}/{path}" for path in paths])
     except StorageError as error:
         kind = AccessDenied if isinstance(error, AccessDenied) else StorageUnavailable
@@ -50,6 +53,14 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
         why = error.message.removeprefix(f"{url}: ")
         raise kind(f"{url} could not be removed whole: {why}") from error
     return True
+
+
+def _note(store: Store, name: str) -> list[str]:
+    """Note in a step that it is being removed; the path of the note, if there is room for it."""
+    with suppress(StorageUnavailable):
+        store.put(f"{name}/{REMOVING}", b"being removed\n", replace=True)
+        return [REMOVING]
+    return []
 
 
 def _is_marker(path: str) -> bool:

@@ -17,7 +17,7 @@ from itertools import islice
 
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, StepName, is_own, step_name
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, REMOVING, StepName, is_own, step_name
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo, Level
@@ -334,7 +334,8 @@ class _Decision:
             return named
         if not looked.step.parts and not _is_left_over(looked):
             return "not recognised as a checkpoint"
-        if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and report.interrupted):
+        cut_short = report.interrupted or any(one.where == REMOVING for one in report.findings)
+        if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short):
             return self._is_needed(candidate, gone)
         if report.verdict is Verdict.IN_PROGRESS:
             return "in-progress: it may still be written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -16,9 +17,11 @@ from command_line import run_and_follow as run_ckptctl
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 from services.processes import wait_until
+from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl.errors import AccessDenied, StorageError, UsageError
+from ckptctl.findings import Verdict
 from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo
 from ckptctl.selection import pruning, removing
@@ -172,6 +175,76 @@ def test_what_is_interrupted_while_it_goes_is_never_taken(root: Path):
         process.kill()
     report = ckptctl.scan(str(root)).reports[-1]
     assert report.number == 200 or not report.usable
+
+
+def trainer_step(root: Path, number: int) -> Path:
+    """A step of the Hugging Face Trainer, without DCP metadata."""
+    torch = pytest.importorskip("torch")
+    numpy = pytest.importorskip("safetensors.numpy")
+    step = root / f"checkpoint-{number}"
+    step.mkdir(parents=True)
+    weight = torch.ones(8).numpy()
+    numpy.save_file({"weight": weight}, step / "model-00001-of-00002.safetensors")
+    numpy.save_file({"bias": weight}, step / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
+    index["weight_map"]["bias"] = "model-00002-of-00002.safetensors"
+    (step / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"state": {}, "last_epoch": 1}, step / name)
+    (step / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    for file in step.iterdir():
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+    return step
+
+
+@pytest.mark.parametrize("has_seal", [False, True])
+@pytest.mark.parametrize("n_removed", range(1, 8))
+def test_a_step_without_dcp_metadata_that_is_half_removed_is_never_taken_and_goes(
+    tmp_path: Path, sealed: Path, n_removed: int, has_seal: bool
+):
+    """The process dies after some of the files, in the order in which an object store lists."""
+    root = tmp_path / "run"
+    for number in (10, 20):
+        step = trainer_step(root, number)
+        if has_seal:
+            assert ckptctl.seal(str(step), accept_unverifiable=True).path
+    assert ckptctl.pick(str(root), accept_unverifiable=True).step == 20
+
+    class Killed(BaseException):
+        pass
+
+    class DiesSoon(FaultyStore):
+        n_left = n_removed
+
+        def remove(self, path: str) -> None:
+            if not path.startswith("checkpoint-10/.ckptctl/"):
+                if not self.n_left:
+                    raise Killed
+                self.n_left -= 1
+            super().remove(path)
+
+    with open_store(str(root)) as store, pytest.raises(Killed):
+        removing.remove_step(DiesSoon(store), "checkpoint-10")
+    shutil.move(root / "checkpoint-20", tmp_path / "checkpoint-20")
+    asked = {"accept_unverifiable": True, "allow_missing_state": True}
+    left = ckptctl.pick(str(root), **asked)
+    assert (left.chosen, left.exit_code) == (None, 11)
+    assert left.passed_over[0].report.verdict is Verdict.INCOMPLETE
+    shutil.copytree(sealed / "step_500", root / "step_500")
+    ckptctl.prune(str(root), 1, apply=True)
+    assert not (root / "checkpoint-10").exists()
+
+
+def test_a_step_that_was_saved_again_into_what_a_removal_left_is_whole(tmp_path: Path):
+    root = tmp_path / "run"
+    step = trainer_step(root, 10)
+    (step / ".ckptctl").mkdir()
+    note = step / ".ckptctl" / "removing"
+    note.write_text("being removed\n")
+    asked = {"accept_unverifiable": True, "grace_s": 0.0}
+    assert ckptctl.pick(str(root), **asked).chosen is None
+    os.utime(note, (1_500_000_000, 1_500_000_000))
+    assert ckptctl.pick(str(root), **asked).step == 10
 
 
 @pytest.mark.parametrize("keep", [0, -1])

@@ -20,6 +20,9 @@ MAX_STEP = 2**63 - 1
 OWN_FOLDER = ".ckptctl"
 """What ckptctl writes itself: under a root and under a step."""
 
+REMOVING = f"{OWN_FOLDER}/removing"
+"""A note in a step that is being removed."""
+
 FLAT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar")
 """How files of `torch.save` that are whole steps are called."""
 
