@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptctl.model import Level, TrainState, WorldSize
+from ckptctl.model import ExitCode, FindingCode, Hex, Level, TrainState, WorldSize
 
 
 class Severity(str, Enum):
@@ -237,18 +237,20 @@ CODES: Mapping[str, Code] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One observed fault, warning or remark.
+    """One observed fault, warning or remark."""
 
-    `where` is a file, an FQN or a part, relative to the step. `expected` and `found`
-    include their units. `next_command` is a command to run next, None if there is none.
-    """
-
-    code: str
+    code: FindingCode
+    """The code, such as `shard.missing`; `ckptctl explain CODE` prints its page."""
     where: str
+    """File, entry or part, relative to the step; empty for the step or the root itself."""
     message: str
+    """What was observed, in one line."""
     expected: str | None = None
+    """What should be there, with its unit."""
     found: str | None = None
+    """What is there, with its unit."""
     next_command: str | None = None
+    """The command to run next; null where there is nothing to do."""
 
     @property
     def severity(self) -> Severity:
@@ -304,59 +306,72 @@ NOTHING_PROVEN = Proven()
 
 @dataclass(frozen=True, slots=True)
 class ByStore:
-    """The comparison of a sealed step with the store's checksums; no bytes are read for it.
-
-    For `n_same` of the `n_files` sealed files beside the metadata, with `n_bytes` bytes, the
-    store reports the sealed checksum. For `n_told` of these, the seal had copied the checksum
-    from the store without computing it.
-    """
+    """The comparison of a sealed step with the store's checksums; no bytes are read for it."""
 
     n_files: int
+    """Sealed files beside the metadata."""
     n_same: int
+    """Files that the store keeps with the checksum that was sealed."""
     n_bytes: int
+    """Size of those files in bytes."""
     n_told: int
+    """Of those, files whose sealed checksum the store had reported and nobody had computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of the inspection of one step.
-
-    `number` is the step number, None if the folder's name has none; `level` is the level
-    that was reached. `exit_code` is the verdict's, or 23 or 24 if a requirement is not met.
-    `n_bytes`, `n_files`, `n_tensors` and `n_records` are the size of the step; `bytes_read`
-    is what the inspection read. `digests` are the SHA-256 of the metadata files by their path
-    in the step. `written_s` is the modification time of the newest file, in seconds since
-    1970. `ranks` are the ranks that wrote a file, by part.
-    At level `content`, `records_proven` records with `bytes_proven` of the `bytes_in_records`
-    bytes match their checksums; `values_scanned` values were scanned for NaN and infinity.
-    `seal` is how the step was sealed (`xxh3-128`, `sha256 with a key`), None without a seal
-    of this save. `by_store` is None unless the store's checksums were compared with a seal.
-    """
+    """The result of the inspection of one step."""
 
     url: str
+    """The address of the step."""
     number: int | None
+    """The training step; null where the folder's name gives none."""
     layout: str
+    """The framework whose layout the step has: `dcp`, `torchtitan`, `megatron`, …"""
     verdict: Verdict
-    exit_code: int
+    """What the findings of the step add up to."""
+    exit_code: ExitCode
+    """The exit code of `verify` for this step."""
     level: Level
+    """The level that was inspected."""
     findings: tuple[Finding, ...]
+    """The findings, worst first."""
     state: TrainState
+    """What a resume would restore."""
     world_size: WorldSize | None
+    """How many ranks wrote the step; null where that is unknown."""
     n_bytes: int
+    """Size of all files in bytes."""
     n_files: int
+    """Number of files."""
     n_tensors: int
+    """Number of tensors in the metadata."""
     n_records: int
+    """Number of byte ranges in the metadata."""
     bytes_read: int
+    """Bytes that the inspection read."""
     written_s: float | None
+    """When the newest file was written, in seconds since 1970; null where the storage keeps no
+    times."""
     parts: tuple[str, ...]
-    digests: tuple[tuple[str, str], ...]
+    """The folders of tensors in the step, as paths relative to it; the step itself is empty."""
+    digests: tuple[tuple[str, Hex], ...]
+    """SHA-256 of the metadata files, by path."""
     ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The ranks that left a file, by part."""
     seal: str | None = None
+    """The kind of seal (`xxh3-128`, `sha256 with a key`); null where no seal is of this save."""
     bytes_in_records: int = 0
+    """At level content: bytes of all records."""
     bytes_proven: int = 0
+    """At level content: bytes of the records that match their checksums."""
     records_proven: int = 0
+    """At level content: records that match their checksums."""
     values_scanned: int = 0
+    """With a NaN scan: floating-point values that were checked."""
     by_store: ByStore | None = None
+    """What the store's own checksums prove; null where the store was not asked, or no seal is of
+    this save."""
 
     @property
     def usable(self) -> bool:

@@ -14,7 +14,20 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import overload
+from typing import Annotated, overload
+
+# Types of fields of JSON documents. The constraint is part of the JSON Schema; integers
+# are never negative unless they come from a log.
+Positive = Annotated[int, ("minimum", 1)]
+ExitCode = Annotated[int, ("minimum", 0), ("maximum", 255)]
+NonNegative = Annotated[float, ("minimum", 0)]
+Fraction = Annotated[float, ("minimum", 0), ("maximum", 1)]
+Time = Annotated[str, ("format", "date-time")]
+"""RFC 3339 in UTC."""
+
+Hex = Annotated[str, ("pattern", "^[0-9a-f]*$")]
+Sha256 = Annotated[str, ("pattern", "^[0-9a-f]{64}$")]
+FindingCode = Annotated[str, ("pattern", r"^[a-z-]+\.[a-z-]+$")]
 
 NO_FILE = -1
 """In `Chunks.files`: the metadata names no byte range for this chunk."""
@@ -362,30 +375,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:
-    """The number of ranks that wrote a step, and its source.
-
-    `source` is `shard-files`, `train-state`, `seal` or `asked`. With `at_least` the
-    number is a lower bound.
-    """
+    """The number of ranks that wrote a step, and its source."""
 
     size: int
+    """Number of ranks."""
     source: str
+    """The source of the number: `shard-files`, `train-state`, `seal`, or `asked` (the caller)."""
     at_least: bool = False
+    """The number is a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One kind of train state: whether it is present, where, and for how many ranks.
-
-    `where` names the entries or files that hold it. `n_ranks` is the number of ranks
-    if the state exists once per rank. `value` is the number itself for `step` and
-    `tokens`, if it was read.
-    """
+    """One kind of train state: whether it is present, where, and for how many ranks."""
 
     found: bool
+    """The step holds it."""
     where: tuple[str, ...] = ()
+    """Examples of entries or files that hold it."""
     n_ranks: int | None = None
+    """For how many ranks, where it exists once per rank."""
     value: int | None = None
+    """The value itself, for step and tokens, where it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,12 +404,19 @@ class TrainState:
     """The train state in a step, by kind."""
 
     model: StatePart
+    """The weights."""
     optimizer: StatePart
+    """The state of the optimizer."""
     scheduler: StatePart
+    """The state of the learning-rate scheduler."""
     rng: StatePart
+    """The states of the random number generators."""
     dataloader: StatePart
+    """The position in the data."""
     step: StatePart
+    """The number of the training step."""
     tokens: StatePart
+    """The number of tokens seen."""
 
     def part(self, kind: str) -> StatePart:
         """The part named `kind`, one of `STATE_KINDS`."""

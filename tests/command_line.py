@@ -13,6 +13,9 @@ from jsonschema import Draft202012Validator, FormatChecker
 from next_commands import follow
 from referencing import Registry, Resource
 
+from ckptctl.cli.documents import DOCUMENTS
+from ckptctl.cli.schemas import schema as generated
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = (sys.executable, "-m", "ckptctl")
 
@@ -57,7 +60,9 @@ def run_and_follow(
 
 
 def schema(name: str) -> dict:
-    """A schema that the package ships."""
+    """The schema of a document or of a file."""
+    if name in DOCUMENTS:
+        return generated(name)
     return json.loads(resources.files("ckptctl").joinpath("schemas", f"{name}.json").read_text())
 
 

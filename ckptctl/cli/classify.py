@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import classify_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.failures import classification_lines
@@ -95,7 +95,7 @@ def classify(
         **storage,
     )
     out.answer(
-        lambda: classify_document(answer),
+        lambda: document("classify", answer),
         lambda: classification_lines(answer),
         bare=answer.nodes if print_nodes else (answer.domain.value,),
         bare_only=print_nodes or print_word,

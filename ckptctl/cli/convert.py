@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import convert_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -117,7 +117,7 @@ def convert(
         **storage,
     )
     out.answer(
-        lambda: convert_document(answer),
+        lambda: document("convert", answer),
         lambda: convert_lines(answer),
         bare=(answer.target,) if answer.written else (),
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import cost_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import parse_duration
@@ -112,7 +112,7 @@ def cost(
     )
     bare = () if found.daly_s is None else (f"{found.daly_s:.0f}",)
     out.answer(
-        lambda: cost_document(found),
+        lambda: document("cost", found),
         lambda: cost_lines(found),
         bare=(found.cadence.value,) if print_cadence else bare,
         bare_only=print_cadence,

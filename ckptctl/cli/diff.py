@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import diff_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.resharding import diff_lines
@@ -51,7 +51,7 @@ def diff(
         **storage,
     )
     out.answer(
-        lambda: diff_document(answer),
+        lambda: document("diff", answer),
         lambda: diff_lines(answer),
         bare=tuple(one.fqn for one in answer.differences if one.what != "layout"),
     )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import doctor_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import Storage, with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import SEAL_KEY
@@ -60,7 +60,7 @@ def doctor(
     known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))
     found = ckptctl.doctor(what.value, target, known_variables=known | _own_variables(), **storage)
     out.answer(
-        lambda: doctor_document(found),
+        lambda: document("doctor", found),
         lambda: diagnosis_lines(found),
         bare=tuple(f"{each.name} {each.where}" for each in found.advice),
     )

@@ -1,216 +1,192 @@
 """Build the documents that `--json` prints.
 
-One document for each answer: an envelope that is the same everywhere, then the
-fields of the result under the names they have in the library. The schemas in
-`ckptctl/schemas` describe them; fields are only ever added within a major.
+A document is an envelope that is the same everywhere, then the fields of a result under
+the names they have in the library. `schemas` generates the JSON Schemas from the same
+classes; within a major version fields are only added.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict
 
 import ckptctl
-from ckptctl.diagnostics.results import Diagnosis
 from ckptctl.errors import CkptctlError
-from ckptctl.failures.results import Classification
-from ckptctl.findings import Finding, Report
-from ckptctl.selection.results import Contents, Marked, Pick, Scan, Sealed
+from ckptctl.findings import Report
+from ckptctl.model import ExitCode, Time
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ckptctl.goodput.estimating import RecoveryCost
-    from ckptctl.loss.checking import LossReport
-    from ckptctl.loss.replay import Replayed
-    from ckptctl.loss.verdict import Assessment
-    from ckptctl.preflight_checks.results import Preflight
-    from ckptctl.resharding.results import Converted, Diff, Reshard
-    from ckptctl.runbook.document import Runbook
-    from ckptctl.runbook.running import Ran
-    from ckptctl.selection.pruning import Pruned
-    from ckptctl.supervisor.restarting import Supervised
+    from ckptctl.cli.pages import Page
+    from ckptctl.runbook.document import Input
 
 Document = dict[str, object]
 
-# Said by a result, but not a field of it.
-_ALSO: Mapping[type, tuple[str, ...]] = {
-    Finding: ("severity", "verdict"),
-    Report: ("usable", "interrupted", "damaged"),
+
+class Tool(TypedDict):
+    """A program and its version."""
+
+    name: Literal["ckptctl"]
+    """The name of the program."""
+    version: str
+    """Version of ckptctl."""
+
+
+class Envelope(TypedDict):
+    """The fields that every document begins with."""
+
+    schema: str
+    """Name and major version of the document."""
+    tool: Tool
+    """The program that wrote the document."""
+    generated_at: Annotated[Time, ("pattern", "Z$")]
+    """When the document was made, in UTC."""
+    ok: bool
+    """The exit code is 0, or 3 where that was asked for."""
+    exit_code: ExitCode
+    """The exit code of the command."""
+
+
+class Verified(TypedDict):
+    """The answer of `verify`."""
+
+    report: Report
+    """The report of the step."""
+    next_command: str | None
+    """The command to run next; null where there is nothing to do."""
+
+
+class Chosen(TypedDict):
+    """What `pick` prints, beside the fields of its result."""
+
+    path: str | None
+    """The address of the chosen step; null where none was chosen."""
+    step: int | None
+    """The number of the chosen step."""
+
+
+class Explained(TypedDict):
+    """The answer of `explain`."""
+
+    explained: tuple[Page, ...]
+    """One entry for each thing that was explained."""
+
+
+class ShownRunbook(TypedDict):
+    """A runbook."""
+
+    name: str
+    """Its name."""
+    title: str
+    """Its title."""
+    states: tuple[str, ...]
+    """The names of its states, in order."""
+    inputs: tuple[Input, ...]
+    """What it asks for."""
+    text: str
+    """The document itself, in Markdown."""
+
+
+class Runbooks(TypedDict):
+    """The answer of `runbook list`, `show` and `lint`."""
+
+    runbooks: tuple[ShownRunbook, ...]
+    """The runbooks."""
+    problems: tuple[str, ...]
+    """What `lint` found, one line each."""
+
+
+class Failed(TypedDict):
+    """A command that could not do its work."""
+
+    command: str | None
+    """The command that was called; null where the command line names none."""
+    code: str
+    """The kind of error, such as `usage`, `storage.unavailable` or `internal`."""
+    message: str
+    """What happened, in one line."""
+    next_command: str | None
+    """The command to run next; null where there is nothing to do."""
+
+
+class Kind(NamedTuple):
+    """A kind of document: its title, and the classes whose fields it has, as `module:Class`."""
+
+    title: str
+    holds: tuple[str, ...]
+
+
+DOCUMENTS: Mapping[str, Kind] = {
+    "scan": Kind("ckptctl scan --json", ("selection.results:Scan",)),
+    "verify": Kind("ckptctl verify --json", ("cli.documents:Verified",)),
+    "pick": Kind("ckptctl pick --json", ("cli.documents:Chosen", "selection.results:Pick")),
+    "show": Kind("ckptctl show --json", ("selection.results:Contents",)),
+    "sealed": Kind("ckptctl seal --json", ("selection.results:Sealed",)),
+    "marked": Kind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
+    "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
+    "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
+    "supervised": Kind("ckptctl run --json", ("supervisor.restarting:Supervised",)),
+    "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
+    "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
+    "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
+    "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),
+    "runbooks": Kind("ckptctl runbook list, show and lint --json", ("cli.documents:Runbooks",)),
+    "runbook": Kind("ckptctl runbook run --json", ("runbook.running:Ran",)),
+    "classify": Kind("ckptctl classify --json", ("failures.results:Classification",)),
+    "loss": Kind("ckptctl loss --json", ("loss.checking:LossReport",)),
+    "doctor": Kind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
+    "explain": Kind("ckptctl explain --json", ("cli.documents:Explained",)),
+    "error": Kind("An error, with --json", ("cli.documents:Failed",)),
 }
-# Pairs that are an object in JSON.
-_PAIRS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
+"""By the name in `"schema": "ckptctl.NAME/1"`."""
+
+# By the name of a class: properties that its documents hold beside its fields.
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    "Finding": ("severity", "verdict"),
+    "Report": ("usable", "interrupted", "damaged"),
+    "Resume": ("first_step", "position"),
+    "Level": ("smallest_jump",),
+    "LossReport": ("next_command",),
+}
+# Fields that documents leave out: rows of a log by the thousand.
+_WITHOUT: Mapping[str, frozenset[str]] = {
+    "Resume": frozenset({"before", "overwritten", "after"}),
+}
+OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
+"""Fields that hold pairs, and are an object in JSON."""
 
 
-def scan_document(scan: Scan) -> Document:
-    """The document of `scan`."""
-    return {**_envelope("scan", scan.exit_code), **_rest(scan)}
-
-
-def verify_document(report: Report, next_command: str | None) -> Document:
-    """The document of `verify`: the report is in its field `report`."""
-    rest = {"report": plain(report), "next_command": next_command}
-    return {**_envelope("verify", report.exit_code), **rest}
-
-
-def pick_document(pick: Pick, exit_code: int) -> Document:
-    """The document of `pick`; `path` and `step` are null where nothing was chosen."""
-    chosen = pick.chosen
-    taken = {"path": chosen.url if chosen else None, "step": chosen.number if chosen else None}
-    return {**_envelope("pick", exit_code), **taken, **_rest(pick)}
-
-
-def show_document(contents: Contents) -> Document:
-    """The document of `show`."""
-    return {**_envelope("show", contents.exit_code), **_rest(contents)}
-
-
-def sealed_document(sealed: Sealed) -> Document:
-    """The document of `seal`; `ckptctl.seal/1` is the seal itself."""
-    return {**_envelope("sealed", sealed.exit_code), **_rest(sealed)}
-
-
-def marked_document(marked: Marked) -> Document:
-    """The document of `reject`, `accept` and `pin`."""
-    return {**_envelope("marked", marked.exit_code), **_rest(marked)}
-
-
-def cost_document(found: RecoveryCost) -> Document:
-    """The document of `cost`."""
-    return {**_envelope("cost", found.exit_code), **_rest(found)}
-
-
-def classify_document(answer: Classification) -> Document:
-    """The document of `classify`."""
-    return {**_envelope("classify", answer.exit_code), **_rest(answer)}
-
-
-def reshard_document(answer: Reshard) -> Document:
-    """The document of `reshard`."""
-    return {**_envelope("reshard", answer.exit_code), **_rest(answer)}
-
-
-def loss_document(report: LossReport) -> Document:
-    """The document of `loss`: of each resume the rows that were compared, not all of the log."""
-    assessments = [_assessment(each) for each in report.assessments]
-    rest = {
-        **_rest(report),
-        "assessments": assessments,
-        "next_command": next(iter(report.next_commands), None),
-    }
-    return {**_envelope("loss", report.exit_code), **rest}
-
-
-def _assessment(assessment: Assessment) -> Document:
-    resume = assessment.resume
-    return {
-        "number": resume.number,
-        "verdict": assessment.verdict.value,
-        "message": assessment.message,
-        "first_step": resume.first_step,
-        "where": plain(resume.position),
-        "boundary": resume.boundary.value,
-        "resume_point": plain(resume.resume_point),
-        "marker": None if resume.marker is None else resume.marker.text,
-        "restarted": resume.restarted,
-        "replay": {
-            **fields_of(assessment.replay),
-            "rows": [_replayed(row) for row in assessment.replay.rows],
-        },
-        "level": {
-            **fields_of(assessment.level),
-            "smallest_jump": plain(assessment.level.smallest_jump),
-        },
-        "findings": plain(assessment.findings),
-        "throughput": plain(assessment.throughput),
-    }
-
-
-def _replayed(row: Replayed) -> Document:
-    values = {
-        f"{name}_{side}": None if number is None else plain(number.value)
-        for side, each in (("before", row.before), ("after", row.after))
-        for name in ("loss", "lr", "grad_norm", "tokens")
-        for number in (getattr(each, name),)
-    }
-    return {
-        "step": row.step,
-        "difference": plain(row.difference),
-        **values,
-    }
-
-
-def preflight_document(found: Preflight) -> Document:
-    """The document of `preflight`; what `pick` says of its steps is in its field `pick`."""
-    document = {**_envelope("preflight", found.exit_code), **_rest(found)}
-    return {**document, "pick": _rest(found.pick)}
-
-
-def pruned_document(found: Pruned) -> Document:
-    """The document of `prune`."""
-    return {**_envelope("pruned", found.exit_code), **_rest(found)}
-
-
-def convert_document(answer: Converted) -> Document:
-    """The document of `convert`."""
-    return {**_envelope("convert", answer.exit_code), **_rest(answer)}
-
-
-def diff_document(answer: Diff) -> Document:
-    """The document of `diff`."""
-    return {**_envelope("diff", answer.exit_code), **_rest(answer)}
-
-
-def supervised_document(found: Supervised) -> Document:
-    """The document of `run`: every life of the job."""
-    return {**_envelope("supervised", found.exit_code), **_rest(found)}
-
-
-def doctor_document(found: Diagnosis) -> Document:
-    """The document of `doctor`."""
-    return {**_envelope("doctor", found.exit_code), **_rest(found)}
-
-
-def explain_document(explained: Iterable[Mapping[str, object]]) -> Document:
-    """The document of `explain`: one entry for each thing that was explained."""
-    return {**_envelope("explain", 0), "explained": [dict(one) for one in explained]}
-
-
-def runbooks_document(
-    books: Iterable[Runbook], problems: Iterable[str], exit_code: int = 0
+def document(
+    name: str,
+    result: DataclassInstance | None = None,
+    *,
+    exit_code: int | None = None,
+    **beside: object,
 ) -> Document:
-    """The document of `runbook list`, `show` and `lint`."""
-    shown = [
-        {
-            "name": book.name,
-            "title": book.title,
-            "states": [state.name for state in book.states],
-            "inputs": plain(book.inputs),
-            "text": book.text,
-        }
-        for book in books
-    ]
-    rest = {"runbooks": shown, "problems": list(problems)}
-    return {**_envelope("runbooks", exit_code), **rest}
+    """The document `ckptctl.NAME/1` of a result, and of the fields `beside` those it has.
 
-
-def runbook_document(ran: Ran) -> Document:
-    """The document of `runbook run`: how it went, and every event."""
-    return {**_envelope("runbook", ran.exit_code), **_rest(ran)}
+    `exit_code` is the result's unless it is given.
+    """
+    fields = {} if result is None else as_json(result)
+    own_code = fields.pop("exit_code", 0)
+    code = exit_code if exit_code is not None else int(str(own_code))
+    return {**_envelope(name, code), **{key: plain(each) for key, each in beside.items()}, **fields}
 
 
 def error_document(error: CkptctlError, command: str | None) -> Document:
     """The document of a command that could not do its work."""
-    rest = {
-        "command": command,
-        "code": error.code,
-        "message": error.message,
-        "next_command": error.next_command,
-    }
-    return {**_envelope("error", error.exit_code), **rest}
+    return document(
+        "error",
+        exit_code=error.exit_code,
+        command=command,
+        code=error.code,
+        message=error.message,
+        next_command=error.next_command,
+    )
 
 
 def as_text(document: Document) -> str:
@@ -223,7 +199,7 @@ def as_text(document: Document) -> str:
 def plain(value: object) -> object:
     """A result as dicts, lists, strings and numbers; NaN and infinities become null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return fields_of(value)
+        return as_json(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
@@ -235,22 +211,21 @@ def plain(value: object) -> object:
     return value
 
 
-def fields_of(result: DataclassInstance) -> Document:
-    """The fields of a result, and what it says beyond them."""
-    names = [field.name for field in dataclasses.fields(result)]
-    names += _ALSO.get(type(result), ())
-    return {name: _field(name, getattr(result, name)) for name in names}
+def as_json(result: DataclassInstance) -> Document:
+    """The fields that a document has of a result."""
+    found: Document = {}
+    for name in field_names(type(result)):
+        value = getattr(result, name)
+        pairs = name in OBJECTS and isinstance(value, tuple)
+        found[name] = plain(dict(value) if pairs else value)
+    return found
 
 
-def _rest(result: DataclassInstance) -> Document:
-    # The envelope has the exit code, and `pick` may have made it more detailed.
-    return {name: value for name, value in fields_of(result).items() if name != "exit_code"}
-
-
-def _field(name: str, value: object) -> object:
-    if name in _PAIRS and isinstance(value, tuple):
-        return {key: plain(item) for key, item in value}
-    return plain(value)
+def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    """The names of the fields that documents have of results of one class."""
+    without = _WITHOUT.get(kind.__name__, frozenset())
+    own = (field.name for field in dataclasses.fields(kind) if field.name not in without)
+    return (*own, *_ALSO.get(kind.__name__, ()))
 
 
 def _envelope(name: str, exit_code: int) -> Document:

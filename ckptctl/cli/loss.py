@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import loss_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
@@ -244,12 +244,12 @@ def loss(
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:
-        out.save(lambda: loss_document(report))
+        out.save(lambda: document("loss", report))
         return report.exit_code
     worst = report.worst
     pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
     out.answer(
-        lambda: loss_document(report),
+        lambda: document("loss", report),
         lambda: loss_lines(report, width=out.out.picture_width, unicode=out.out.unicode),
         bare=(pace.value if print_throughput else report.verdict.value,),
         bare_only=print_throughput,
@@ -279,7 +279,7 @@ def _last(reports: Iterator[ckptctl.LossReport], out: Output) -> ckptctl.LossRep
     for report in reports:
         is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
         if out.as_json and is_new:
-            out.document_line(loss_document(report))
+            out.document_line(document("loss", report))
         out.progress(f"watching: {_so_far(report)}")
         last = report
     if last is None:

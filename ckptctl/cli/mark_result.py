@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptctl.cli.documents import marked_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.notes import marked_lines
 from ckptctl.selection.results import Marked
@@ -11,7 +11,7 @@ from ckptctl.selection.results import Marked
 def answer_marked(marked: Marked, out: Output) -> int:
     """Print what was said of a step, or with `--quiet` where that lies; gives the exit code."""
     out.answer(
-        lambda: marked_document(marked),
+        lambda: document("marked", marked),
         lambda: marked_lines(marked),
         bare=() if marked.path is None else (marked.path,),
     )

@@ -53,9 +53,13 @@ class Page:
     """One thing that can be explained: `kind` is `finding`, `verdict` or `exit-code`."""
 
     name: str
+    """The code, verdict or exit code."""
     kind: str
+    """`finding`, `verdict` or `exit-code`."""
     title: str
+    """The meaning in a few words."""
     text: str
+    """The page, in Markdown."""
 
 
 def page(name: str) -> Page:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import pick_document
+from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
     AllowFreshOpt,
@@ -113,15 +113,27 @@ def pick(
     )
     fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
     exit_code = _FELL_BACK if fell_back else found.exit_code
-    document = partial(pick_document, found, exit_code)
-    out.save(document)
+    answer = partial(pick_document, found, exit_code)
+    out.save(answer)
     if out.as_json:
-        out.document(document())
+        out.document(answer())
     else:
         if out.talks or found.exit_code:
             out.lines(pick_lines(found), to=out.err)
         out.bare(_taken(found, printed))
     return exit_code
+
+
+def pick_document(found: Pick, exit_code: int) -> Document:
+    """The document of `pick`; `path` and `step` are null where nothing was chosen."""
+    chosen = found.chosen
+    return document(
+        "pick",
+        found,
+        exit_code=exit_code,
+        path=chosen.url if chosen else None,
+        step=chosen.number if chosen else None,
+    )
 
 
 def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import preflight_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
     AllowFreshOpt,
@@ -193,10 +193,10 @@ def preflight(
             group=group,
             **storage,
         )
-    document = partial(preflight_document, found)
-    out.save(document)
+    answer = partial(document, "preflight", found)
+    out.save(answer)
     if out.as_json:
-        out.document(document())
+        out.document(answer())
     elif group.is_first:
         if out.talks or found.exit_code:
             out.lines(preflight_lines(found), to=out.err)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import pruned_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import LevelOpt, MarksOpt, PatternOpt, RootArg, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of
@@ -59,7 +59,7 @@ def prune(
         **storage,
     )
     out.answer(
-        lambda: pruned_document(found),
+        lambda: document("pruned", found),
         lambda: prune_lines(found),
         bare=tuple(one.url for one in found.fates if one.goes),
     )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import reshard_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -141,7 +141,7 @@ def reshard(
             if not answer.exit_code:
                 answer = replace(answer, next_command=_to_apply(step, target, wanted))
     out.answer(
-        lambda: reshard_document(answer),
+        lambda: document("reshard", answer),
         lambda: reshard_lines(answer),
         bare=(answer.target,) if answer.written else (),
     )

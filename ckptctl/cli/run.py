@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ckptctl
-from ckptctl.cli.documents import supervised_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import OptionalRootOpt, PatternOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
@@ -117,9 +117,9 @@ def run(
         pattern=pattern,
         **storage,
     )
-    out.save(lambda: supervised_document(found))
+    out.save(lambda: document("supervised", found))
     if out.as_json:
-        out.document(supervised_document(found))
+        out.document(document("supervised", found))
     elif out.talks or found.exit_code:
         out.lines(supervised_lines(found), to=out.err)
     return found.exit_code

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptctl.cli.documents import runbook_document, runbooks_document
+from ckptctl.cli.documents import Document, ShownRunbook, document
 from ckptctl.cli.options import OptionalRootOpt, Storage, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.prompts import BLOCK_INDENT, TerminalPrompts
@@ -154,7 +154,7 @@ def runbook(
 def _list(folder: str | None, out: Output) -> int:
     books = [shelf.find(name, folder) for name in shelf.names(folder)]
     out.answer(
-        lambda: runbooks_document(books, ()),
+        lambda: _runbooks(books),
         lambda: list_lines(books),
         bare=(book.name for book in books),
     )
@@ -163,7 +163,7 @@ def _list(folder: str | None, out: Output) -> int:
 
 def _show(book: Runbook, out: Output) -> int:
     out.answer(
-        lambda: runbooks_document((book,), ()),
+        lambda: _runbooks((book,)),
         lambda: page_lines(book.text, out.out.width),
         bare=book.text.splitlines(),
     )
@@ -174,16 +174,32 @@ def _lint(book: Runbook, out: Output) -> int:
     found = problems(book)
     exit_code = UsageError.exit_code if found else 0
     out.answer(
-        lambda: runbooks_document((book,), found, exit_code),
+        lambda: _runbooks((book,), found, exit_code),
         lambda: lint_lines(book, found),
         bare=found,
     )
     return exit_code
 
 
+def _runbooks(
+    books: Iterable[Runbook], problems: Iterable[str] = (), exit_code: int = 0
+) -> Document:
+    shown = tuple(
+        ShownRunbook(
+            name=book.name,
+            title=book.title,
+            states=tuple(state.name for state in book.states),
+            inputs=book.inputs,
+            text=book.text,
+        )
+        for book in books
+    )
+    return document("runbooks", exit_code=exit_code, runbooks=shown, problems=tuple(problems))
+
+
 def _answer(ran: Ran, transcript: str | None, out: Output) -> int:
     out.answer(
-        lambda: runbook_document(ran),
+        lambda: document("runbook", ran),
         lambda: ran_lines(ran, transcript),
         bare=() if ran.step is None else (ran.step,),
     )

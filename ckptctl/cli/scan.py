@@ -6,7 +6,7 @@ import time
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import scan_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.formatting import count
 from ckptctl.cli.options import (
     AcceptUnverifiableOpt,
@@ -130,7 +130,7 @@ class _Shown:
                 self._begin(None)
         out = self._out.out
         self._out.answer(
-            lambda: scan_document(scan),
+            lambda: document("scan", scan),
             lambda: foot_lines(scan, out.picture_width, unicode=out.unicode),
             bare=usable_urls(scan),
         )

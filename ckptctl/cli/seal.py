@@ -7,7 +7,7 @@ from dataclasses import replace as replace_fields
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import sealed_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
     GraceOpt,
     JobsOpt,
@@ -79,7 +79,7 @@ def seal(
         with_key = f"{sealed.next_command} --key-file {shlex.quote(key_file)}"
         sealed = replace_fields(sealed, next_command=with_key)
     out.answer(
-        lambda: sealed_document(sealed),
+        lambda: document("sealed", sealed),
         lambda: sealed_lines(sealed),
         bare=() if sealed.path is None else (sealed.path,),
     )

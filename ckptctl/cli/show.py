@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import show_document
+from ckptctl.cli.documents import document
 from ckptctl.cli.formatting import safe
 from ckptctl.cli.options import PatternOpt, StepArg, Storage, option
 from ckptctl.cli.output import Output
@@ -38,7 +38,7 @@ def show(
     """
     contents = ckptctl.show(step, pattern=pattern, **storage)
     out.answer(
-        lambda: show_document(contents),
+        lambda: document("show", contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),
         bare=(safe(tensor.fqn) for tensor in contents.tensors),
     )

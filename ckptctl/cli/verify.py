@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.documents import verify_document
+from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import (
     GraceOpt,
     KeyFileOpt,
@@ -27,6 +27,7 @@ from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
+from ckptctl.findings import Report
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -136,3 +137,8 @@ def verify(
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),
     )
     return report.exit_code
+
+
+def verify_document(report: Report, next_command: str | None) -> Document:
+    """The document of `verify`: the report is in its field `report`."""
+    return document("verify", exit_code=report.exit_code, report=report, next_command=next_command)

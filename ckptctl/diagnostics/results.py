@@ -5,37 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptctl.findings import Severity
+from ckptctl.model import ExitCode
 
 EXIT_MISTAKES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One mistake, or one thing worth knowing, and what to do about it.
-
-    `where` is a line of a script (`job.sh:14`), a variable, a package or a capability.
-    """
+    """One mistake, or one thing worth knowing, and what to do about it."""
 
     name: str
+    """Its stable name, such as `signal.no-trap`."""
     severity: Severity
+    """How bad it is."""
     where: str
+    """A line of the script, a variable, a package, or a capability."""
     message: str
+    """What is wrong, and its consequence."""
     fix: str
+    """What to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was looked at, what is wrong, worst first, and what was found to be right.
-
-    `facts` are pairs of what was looked at and what is there: versions, capabilities.
-    """
+    """What was looked at, what is wrong, worst first, and what was found to be right."""
 
     what: str
+    """What was examined: `slurm`, `env` or `storage`."""
     target: str
+    """The script or the root as it was named."""
     advice: tuple[Advice, ...]
+    """The advice, worst first."""
     facts: tuple[tuple[str, str], ...]
-    exit_code: int
+    """What was found, by name."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 def diagnosis(

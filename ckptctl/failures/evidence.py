@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.model import Positive
+
 
 class Role(str, Enum):
     """What a piece of evidence can be in the chain of a failure.
@@ -33,26 +35,35 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One observation: where, what, and what it is evidence of.
-
-    `file` is the log as the caller named it, or what was given instead of one
-    (`--exit-code`); `line` counts from 1 and is 0 where there are no lines. `at_s` is
-    seconds since 1970 by the log's own clock, None where the line has none. `count` is
-    how often the same was seen since. `survived`: training went on after it.
-    """
+    """One observation: where, what, and what it is evidence of."""
 
     rule: str
+    """The rule that found it, such as `xid.79`."""
     failure: str
+    """The class that it supports."""
     role: Role
+    """Its place in the chain of a failure."""
     says: str
+    """What was observed, in words."""
     file: str
+    """The log as it was named, or the option."""
     line: int
+    """Line, counted from 1; 0 where there are no lines."""
     text: str
+    """The message of the line, without prefixes; at most 400 characters."""
     at_s: float | None = None
+    """Seconds since 1970 by the clock of the log."""
     host: str | None = None
+    """The node that the line names."""
     device: str | None = None
+    """The device that the line names."""
     rank: int | None = None
-    count: int = 1
+    """The rank that the line names."""
+    count: Positive = 1
+    """How often the same was observed."""
     survived: bool = False
+    """Training continued after it."""
     action: str = ""
+    """What to do, where it differs from the action of the class; empty otherwise."""
     restart: str = ""
+    """Whether to restart, where it differs from the class; empty otherwise."""

@@ -10,47 +10,58 @@ from ckptctl.failures.evidence import Evidence
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Hardware that the logs name: a node, its devices, the ranks that ran there.
-
-    `node` is None where the evidence names a device and not the node it is in.
-    """
+    """Hardware that the logs name: a node, its devices, the ranks that ran there."""
 
     node: str | None
+    """The name of the node; null where the logs name a device and not its node."""
     devices: tuple[str, ...]
+    """The devices that the logs name."""
     ranks: tuple[int, ...]
+    """The ranks that the logs name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """Why a job ended, as far as its logs tell.
-
-    `failure` is the class (`infra-node`, `job-oom`, …, `unknown`), `confidence` one of
-    `high`, `medium`, `low`. `node`, `device` and `rank` are those of the decisive
-    evidence, None where it names none. `suspects` is all hardware that the logs name,
-    also where something else was decisive, the decisive first. `evidence` is what decided and what
-    speaks for the same, first the decisive one; `consequences` is what followed from
-    it; `others` is what would have led elsewhere, and `survived` what training went on
-    after. `n_lines` were read in `n_files` logs.
-    """
+    """Why a job ended, as far as its logs tell."""
 
     failure: str
+    """The class of the failure, such as `infra-node`, `job-oom` or `unknown`."""
     domain: Domain
+    """What failed: the infrastructure, the job, or neither."""
     action: Action
+    """The first thing to do."""
     restart: Restart
+    """Whether a restart can help: `free` does not count against a budget, `once` is a single
+    time."""
     confidence: str
+    """How certain the class is: `high`, `medium` or `low`."""
     message: str
+    """The answer in one line."""
     advice: str
+    """What to do, in a sentence."""
     node: str | None
+    """The node that is suspected."""
     device: str | None
+    """The device that is suspected."""
     rank: int | None
+    """The rank that failed first, where that is known."""
     suspects: tuple[Suspect, ...]
+    """The hardware that the logs name, the decisive first; without errors that training
+    survived."""
     evidence: tuple[Evidence, ...]
+    """What decided, then what supports the same class."""
     consequences: tuple[Evidence, ...]
+    """What followed from the cause."""
     others: tuple[Evidence, ...]
+    """What supports another class, and remarks."""
     survived: tuple[Evidence, ...]
+    """Errors after which training continued."""
     n_files: int
+    """Logs that were read."""
     n_lines: int
+    """Lines that were read."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     exit_code: int = 0
 
     @property

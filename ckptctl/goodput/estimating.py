@@ -23,6 +23,7 @@ from ckptctl.goodput.model import (
     mtbf_of,
     young_interval,
 )
+from ckptctl.model import ExitCode, Fraction, NonNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +31,47 @@ class Given:
     """One number that the answer rests on: `source` is `given`, `measured` or `worked out`."""
 
     name: str
-    value: float
+    """What the value is of."""
+    value: NonNegative
+    """The value in its unit."""
     unit: str
+    """Seconds or bytes."""
     source: str
+    """Where the value is from."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryCost:
-    """What one failure costs, and what the saves and failures together leave. Times in seconds.
-
-    `rollback_s` is the training that is done again, half an interval on average;
-    `startup_s` the rest, from rescheduling to the first new step; `per_failure_s` is
-    their sum. `young_s`, `daly_s` and `available_s` are best intervals (see `model`).
-    `share` is the effective training time ratio at the interval there is, `best_share` at
-    Daly's. `cadence` compares the interval with the time between failures. What cannot be
-    worked out from what is known is None.
-    """
+    """What one failure costs, and what the saves and failures together leave. Times in seconds."""
 
     given: tuple[Given, ...]
-    rollback_s: float | None
-    startup_s: float
-    per_failure_s: float | None
-    young_s: float | None
-    daly_s: float | None
-    available_s: float | None
-    share: float | None
-    best_share: float | None
-    lost_gpu_hours_per_failure: float | None
+    """The values that the estimate is based on."""
+    rollback_s: NonNegative | None
+    """T0: training that is repeated, half an interval."""
+    startup_s: NonNegative
+    """T1 + T2 + T3 + T4."""
+    per_failure_s: NonNegative | None
+    """T0 + T1 + T2 + T3 + T4."""
+    young_s: NonNegative | None
+    """Best training time between two saves by Young's formula (first order)."""
+    daly_s: NonNegative | None
+    """Best training time between two saves by Daly's formula (higher order)."""
+    available_s: NonNegative | None
+    """Best time from save to save for availability."""
+    share: Fraction | None
+    """Effective training time ratio at the given interval."""
+    best_share: Fraction | None
+    """Effective training time ratio at Daly's interval."""
+    lost_gpu_hours_per_failure: NonNegative | None
+    """GPU hours that a failure costs; null where the number of GPUs was not given."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     cadence: Cadence = Cadence.UNKNOWN
+    """The interval compared with the mean time between failures."""
 
 
 def recovery_cost(

@@ -32,34 +32,46 @@ from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
 from ckptctl.loss.sources import STDIN, StorageAccess
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
+from ckptctl.model import ExitCode
 from ckptctl.storage.opening import is_local
 
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Whether the loss continued, and the evidence for it.
-
-    `verdict` is the worst of the `assessments`, one for each resume that was checked;
-    `n_resumes` counts all resumes in the logs. `findings` are about the logs as a whole,
-    worst first; each assessment has those of its resume. `faults` and `missing` are those
-    of the worst assessment. `recomputed` is the work that is done again because of the
-    resume, None where the log does not show it. `report` is the resume report that named
-    the checkpoint. `next_commands` are in the order in which to run them.
-    """
+    """Whether the loss continued, and the evidence for it."""
 
     verdict: LossVerdict
-    exit_code: int
+    """Whether the loss continued: the worst verdict of the assessments."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     message: str
+    """The verdict and its reason in one line."""
     logs: tuple[str, ...]
+    """The logs as the caller named them."""
     n_rows: int
+    """Rows that were read."""
     n_resumes: int
+    """Resumes in the logs."""
     assessments: tuple[Assessment, ...]
+    """The resumes that were checked, oldest first."""
     findings: tuple[Finding, ...]
+    """Findings about the logs as a whole, worst first."""
     faults: tuple[Fault, ...]
+    """The ways in which a resume goes wrong, excluded ones first; a fault that was found is not
+    among them."""
     missing: tuple[Missing, ...]
+    """What the logs should also contain."""
     report: ResumeReport | None
+    """The resume report that named the checkpoint; null without one."""
     next_commands: tuple[str, ...]
+    """The commands to run next, in this order."""
     recomputed: Recomputed | None = None
+    """The work that is repeated because of the resume; null where the log does not show it."""
+
+    @property
+    def next_command(self) -> str | None:
+        """The command to run next; null where there is nothing to do."""
+        return next(iter(self.next_commands), None)
 
     @property
     def worst(self) -> Assessment | None:

@@ -20,8 +20,11 @@ class Fault:
     """One way in which a resume goes wrong; `why` is what excludes it, or would."""
 
     name: str
+    """Its name."""
     excluded: bool
+    """The evidence excludes it."""
     why: str
+    """What excludes it, or what would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class Missing:
     """Something that the log does not hold, and how to log it."""
 
     what: str
+    """What it is."""
     remedy: str
+    """How to log it."""
 
 
 def faults(assessment: Assessment) -> tuple[Fault, ...]:

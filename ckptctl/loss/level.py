@@ -25,6 +25,7 @@ from ckptctl.findings import Finding
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row
 from ckptctl.loss.segments import ClockJump, Split
+from ckptctl.model import NonNegative
 
 N_NOISE = 60
 """The noise is measured on so many rows, the last before the resume."""
@@ -98,14 +99,14 @@ def _window(values: Sequence[float], i: int) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """The median of the first `n_rows` rows after the resume against that before.
-
-    `found` is the rise and `threshold` the largest rise of a healthy run, both relative.
-    """
+    """The median of the first `n_rows` rows after the resume against that before."""
 
     n_rows: int
+    """How many rows after the resume."""
     found: float
+    """The relative rise of the loss."""
     threshold: float
+    """The largest relative rise of a healthy run."""
 
     @property
     def excess(self) -> float:
@@ -115,21 +116,22 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The level of the loss before and after a resume.
-
-    `noise` is the standard deviation of one row, `rounding` the error of printing, both
-    relative. `n_before` and `n_after` count rows with a loss. `shifts` is empty where there
-    are too few. `n_spikes` counts those of the first 20 rows that are far above all recent
-    ones. `base` is the loss before the resume, not relative.
-    """
+    """The level of the loss before and after a resume."""
 
     noise: float
+    """Standard deviation of one row, relative."""
     rounding: float
+    """The rounding error of printing, relative to the loss."""
     n_before: int
+    """Rows with a loss before the resume."""
     n_after: int
+    """Rows with a loss after it."""
     base: float | None
+    """The loss before, not relative; null where there is none."""
     shifts: tuple[Shift, ...]
+    """Empty where there were too few rows."""
     n_spikes: int
+    """First rows after the resume that are far above all recent ones."""
 
     @property
     def smallest_jump(self) -> float | None:
@@ -315,18 +317,22 @@ class Pace(str, Enum):
 class Throughput:
     """The speed after the resume, and the measure that decided.
 
-    `name` is `throughput`, `device_throughput`, `step_time_s` or `mfu`; `before` and
-    `after` are medians, `low` and `high` bound nine in ten rows before. Those of before are
-    scaled to the number of ranks after the resume, where both numbers are known. All are
-    None where `pace` is unknown or watching.
+    Speeds before are scaled to the number of ranks after the resume, where both numbers are
+    known. All fields are None where `pace` is unknown or watching.
     """
 
     pace: Pace
+    """The comparison."""
     name: str | None = None
-    before: float | None = None
-    after: float | None = None
-    low: float | None = None
-    high: float | None = None
+    """The measure that decided: `throughput`, `device_throughput`, `step_time_s` or `mfu`."""
+    before: NonNegative | None = None
+    """Its median before the resume."""
+    after: NonNegative | None = None
+    """Its median after the resume."""
+    low: NonNegative | None = None
+    """The lower end of the band that holds nine in ten rows before."""
+    high: NonNegative | None = None
+    """Its upper end."""
 
     @property
     def is_known(self) -> bool:

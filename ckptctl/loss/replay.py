@@ -93,37 +93,47 @@ class Replayed:
     """One step that was logged twice; `difference` is relative to the loss before."""
 
     step: int
+    """The training step."""
     before: Row
+    """The row of the step before the resume."""
     after: Row
+    """The row of the step after it."""
     difference: float
+    """The difference of the second loss from the first, relative to the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps that were logged twice, and how they compare.
-
-    `rounding` is the relative error of printing, `noise` the standard deviation from one
-    batch to the next. `median` and `most` are of the differences without sign. `middle` is
-    the median with its sign, `z_score` the same in units of its standard error.
-    `not_compared` are steps whose two rows are means over different numbers of steps.
-    `varies` says whether the loss could have differed, `fine_enough` whether the log prints
-    enough digits for an equality to be evidence. `same_first_norm` compares the gradient
-    norms of the first step, before any update; None where they were not logged.
-    """
+    """The steps that were logged twice, and how they compare."""
 
     agreement: Agreement
+    """How the two runs of the steps compare."""
     rows: tuple[Replayed, ...]
+    """The rows, in the order of steps."""
     rounding: float = 0.0
+    """The rounding error of printing, relative to the loss."""
     noise: float = 0.0
+    """The standard deviation from one batch to the next, relative."""
     median: float = 0.0
+    """The median of the differences without sign."""
     most: float = 0.0
+    """The largest difference without sign."""
     middle: float = 0.0
+    """The median of the differences with sign."""
     z_score: float = 0.0
+    """That median in units of its standard error."""
     not_compared: tuple[int, ...] = ()
+    """Steps whose rows are means over different numbers of steps."""
     origin: Origin = Origin.UNKNOWN
+    """Where the second rows are from: another attempt (shown by the rows, or assumed because a
+    file, a line or the caller says so), a copy, or unknown."""
     varies: bool = False
+    """The loss differs from step to step, so that an equality is evidence."""
     fine_enough: bool = False
+    """The log prints enough digits for an equality to be evidence."""
     same_first_norm: bool | None = None
+    """The gradient norms of the first step, before any update, agree; null where they were not
+    logged."""
 
     @property
     def is_proof(self) -> bool:

@@ -24,15 +24,16 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """The content of a resume report: the root and the path of the step that was loaded.
-
-    `url` is the report itself. `resume_point` is None where the job started fresh.
-    """
+    """The content of a resume report: the root and the path of the step that was loaded."""
 
     url: str
+    """Its path or URL."""
     root: str | None
+    """The checkpoint root."""
     path: str | None
+    """The step that was loaded."""
     resume_point: ResumePoint | None
+    """The checkpoint that was resumed from."""
 
 
 @dataclass(frozen=True, slots=True)

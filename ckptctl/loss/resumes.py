@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
+from ckptctl.model import NonNegative
 
 N_BEFORE = 1_000
 """Rows before a resume that are compared."""
@@ -23,21 +24,22 @@ _LOST_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint that a job resumed from.
-
-    `step` is the last step that the checkpoint holds; `tokens` and `samples` are the counts
-    at that step, where they are known. `source` is where this is from: `report`, `log` or
-    `asked`. `at_s` is when the job resumed, in seconds since 1970. `world_size` is how many
-    ranks resumed, `saved_world_size` how many saved the checkpoint.
-    """
+    """The checkpoint that a job resumed from."""
 
     step: int
+    """The last step that it holds."""
     source: str
+    """Where it is from: report, log, or the caller (`asked`)."""
     tokens: int | None = None
+    """Tokens consumed until then; null where unknown."""
     samples: int | None = None
+    """Samples consumed until then; null where unknown."""
     at_s: float | None = None
+    """When the job resumed, in seconds since 1970; null where unknown."""
     world_size: int | None = None
+    """Ranks of the resumed job; null where unknown."""
     saved_world_size: int | None = None
+    """Ranks that saved the checkpoint; null where unknown."""
 
     @property
     def growth(self) -> float:
@@ -49,23 +51,24 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume, as rows.
-
-    `number` counts the resumes of the log from 1. `before` are the rows of the steps below
-    the first step after the resume, `overwritten` the rows of the same segment whose steps
-    the resumed job trained again, `after` the rows of the resumed job. `boundary` is what
-    separates the two segments. `restarted` means that the new segment begins no later than
-    everything before it.
-    """
+    """One resume, as rows."""
 
     number: int
+    """Its number in the log, counted from 1."""
     before: tuple[Row, ...]
+    """The rows of the steps below the first step after the resume."""
     overwritten: tuple[Row, ...]
+    """The rows of the same segment whose steps the resumed job trained again."""
     after: tuple[Row, ...]
+    """The rows of the resumed job."""
     boundary: Boundary
+    """What separates the two segments."""
     resume_point: ResumePoint | None
+    """The checkpoint that was resumed from; null where unknown."""
     marker: Marker | None = None
+    """The line that marks the start; null where there is none."""
     restarted: bool = False
+    """The job started from the beginning instead of resuming."""
 
     @property
     def first_step(self) -> int:
@@ -270,17 +273,20 @@ def _is_between(segment: Segment, resume_point: ResumePoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """The work between the step of the checkpoint and the last step logged before the resume.
-
-    `tokens`, `samples` and `seconds` are None where the log does not hold them.
-    """
+    """The work between the step of the checkpoint and the last step logged before the resume."""
 
     from_step: int
+    """The step of the checkpoint."""
     to_step: int
+    """The last step that was logged before the resume."""
     steps: int
+    """Steps between the two."""
     tokens: int | None
+    """Tokens, where the log counts them."""
     samples: int | None
-    seconds: float | None
+    """Samples, where the log counts them."""
+    seconds: NonNegative | None
+    """Seconds, from the times in the log or the step time."""
 
     @property
     def message(self) -> str:

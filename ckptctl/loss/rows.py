@@ -10,67 +10,70 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """The file as the caller named it, and the line, counted from 1.
-
-    `line` is the number of the record where the file has no lines.
-    """
+    """The file as the caller named it, and the line, counted from 1."""
 
     file: str
+    """The log as the caller named it."""
     line: int
+    """The line, counted from 1; the number of the record where the file has no lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A value as a log printed it.
-
-    `quantum` is one unit of the last digit printed, in the unit of the value: 1e-4 for
-    `2.3410`, 1e-3 for `1.234E+00`, 0 where the log keeps the whole float.
-    """
+    """A value as a log printed it."""
 
     value: float
+    """The value."""
     quantum: float
+    """One unit of the last digit printed, in the unit of the value; 0 where the log keeps the
+    whole float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The values that a log has for one training step; None where it has none.
-
-    `step` is the training step as logged. `loss` may be NaN or infinite. `lr` is the
-    learning rate. `tokens` and `samples` count from the start of the run. `throughput`
-    is in tokens (or else samples) per second of the whole job, `device_throughput` of one
-    device, `step_time_s` in seconds, `mfu` is a fraction of 1. `at` is in seconds since the
-    epoch, or in the unit of the log's own clock. `interval` is how many steps the loss is
-    the mean of, where that is known.
-    `samples_digest` identifies the samples that the step consumed, `attempt` the process
-    that wrote the row.
-    """
+    """The values that a log has for one training step; None where it has none."""
 
     step: int
+    """The training step as logged."""
     position: LogPosition
+    """Where the row is."""
     loss: Number | None = None
+    """The loss; its value may be NaN or infinite."""
     lr: Number | None = None
+    """The learning rate."""
     grad_norm: Number | None = None
+    """The norm of the gradient."""
     tokens: Number | None = None
+    """Tokens since the start of the run."""
     samples: Number | None = None
+    """Samples since the start of the run."""
     throughput: Number | None = None
+    """Tokens (or else samples) per second of the whole job."""
     device_throughput: Number | None = None
+    """Tokens (or else samples) per second of one device."""
     step_time_s: Number | None = None
+    """Seconds of a step."""
     mfu: Number | None = None
+    """Model FLOPs utilization, a fraction of 1."""
     at: float | None = None
+    """Seconds since the epoch, or in the unit of the log's own clock."""
     interval: int | None = None
+    """How many steps the loss is the mean of, where that is known."""
     samples_digest: str | None = None
+    """A digest of the samples that the step consumed."""
     attempt: str | None = None
+    """The process that wrote the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A line that marks the start of a process.
-
-    `step` is the last step that the loaded checkpoint holds; None where the line does not
-    name it. `fresh` means that the process started without a checkpoint.
-    """
+    """A line that marks the start of a process."""
 
     position: LogPosition
+    """Where the line is."""
     text: str
+    """The line."""
     step: int | None = None
+    """The last step that the loaded checkpoint holds; null where the line does not name it."""
     fresh: bool = False
+    """The process started without a checkpoint."""

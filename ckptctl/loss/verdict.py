@@ -108,12 +108,19 @@ class Assessment:
     """The verdict of one resume and its evidence; findings are worst first."""
 
     verdict: LossVerdict
+    """Whether the loss continued."""
     message: str
+    """The verdict and its reason in one line."""
     resume: Resume
+    """The resume, without its rows."""
     replay: Replay
+    """The steps that were logged twice."""
     level: Level
+    """The level of the loss before and after."""
     findings: tuple[Finding, ...]
+    """The findings, worst first."""
     throughput: Throughput
+    """The speed after the resume, compared with the band before it."""
 
 
 def assess(resume: Resume) -> Assessment:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptctl.errors import NothingToResume
+from ckptctl.model import ExitCode, NonNegative, Positive
 from ckptctl.resharding.advising import Advice
 from ckptctl.selection.results import Pick
 
@@ -23,52 +24,66 @@ class Check:
     """One check: what it looked at, what it came to, in one line; `exit_code` where it failed."""
 
     name: str
+    """What is checked: `step`, `state`, `storage`, `probe`, `capacity`, `size 56`, …"""
     outcome: Outcome
+    """How it ended."""
     message: str
+    """The result in one line."""
     exit_code: int = 0
+    """The exit code of a failed check."""
     next_command: str | None = None
+    """The command to run next; null where there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What one process saw of the storage. Bytes are None where the storage has no end.
-
-    `listing` is a digest of the names under the root, `metadata` of the chosen step's
-    metadata. `read_bytes` were read in `read_s` seconds from one of its shard files;
-    what a cache gave is in there. `error` is why it could not look.
-    """
+    """What one process saw of the storage. Bytes are None where the storage has no end."""
 
     host: str
+    """The name of the machine."""
     mount: str | None = None
+    """What is mounted where; null where that is unknown."""
     read_only: bool = False
+    """The mount is read-only."""
     free: int | None = None
+    """Bytes that can be written."""
     n_names: int = 0
+    """Names under the root."""
     listing: str = ""
+    """A digest of those names."""
     metadata: str = ""
+    """A digest of the chosen step's metadata."""
     read_bytes: int = 0
-    read_s: float = 0.0
+    """Bytes read from the step."""
+    read_s: NonNegative = 0.0
+    """Seconds that took."""
     error: str | None = None
+    """Why this process could not read; null where it could."""
     error_code: int = 0
+    """The exit code of that error; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What a load of the chosen step on `world_size` ranks means.
+    """What a load of the chosen step on `world_size` ranks means."""
 
-    `lost` are the kinds of train state that exist once per rank and are not restored.
-    `resharding` is what is read, None where that is not counted or nothing is resharded.
-    `rank_bytes` is an even share of the step. `share` is the number of
-    ranks against those that saved, `step_s` the time of a training step if speed goes with it.
-    """
-
-    world_size: int
+    world_size: Positive
+    """The number of ranks."""
     loads: bool
+    """The step can be loaded at that size."""
     lost: tuple[str, ...]
+    """The kinds of train state that exist once per rank and are not restored."""
     resharding: Advice | None
+    """What a load reads where the world size differs from that of the save; null where it does
+    not, or is unknown."""
     rank_bytes: int
-    share: float | None
-    step_s: float | None
+    """An even share of the step, in bytes."""
+    share: NonNegative | None
+    """The number of ranks relative to those that saved."""
+    step_s: NonNegative | None
+    """Seconds of a training step, if speed is proportional to the number of ranks."""
     message: str
+    """The result in one line."""
 
 
 class Capacity(str, Enum):
@@ -85,27 +100,34 @@ class Capacity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Whether the job can start, and from where.
-
-    `path` and `step` are None where it cannot, or where the run is fresh. `pick` is
-    what was chosen and refused; `nodes` are what each process saw, by rank. `resharding` is
-    there where the ranks are not those that saved, and what they would read is known.
-    `capacity` compares the ranks with those that saved, and `sizes` says what a load means
-    at each number of ranks that was asked about.
-    """
+    """Whether the job can start, and from where."""
 
     root: str
+    """The root as given."""
     path: str | None
+    """The step to resume from; null where the job cannot start, or starts fresh."""
     step: int | None
+    """Its step number."""
     checks: tuple[Check, ...]
+    """The checks that ran."""
     nodes: tuple[NodeFacts, ...]
+    """What each process found, by rank."""
     pick: Pick
+    """The answer of `ckptctl pick`."""
     resharding: Advice | None
+    """What a load reads where the world size differs from that of the save; null where it does
+    not, or is unknown."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     capacity: Capacity = Capacity.UNKNOWN
+    """The number of ranks compared with those that saved the step. With fewer ranks a person
+    decides: wait for the rest, or resume with fewer."""
     sizes: tuple[Sized, ...] = ()
+    """What a load of the chosen step means at each requested number of ranks."""
 
     @property
     def chosen(self) -> str:

@@ -19,7 +19,7 @@ from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.step_listing import list_step
-from ckptctl.model import Level
+from ckptctl.model import Level, Positive
 from ckptctl.options import Requirements
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Wanted, one_writer, slices_for
@@ -36,16 +36,16 @@ MIN_GAIN_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a load on `world_size` ranks reads, in bytes of tensors over all ranks.
+    """What a load on `world_size` ranks reads, in bytes of tensors over all ranks."""
 
-    `pays_from` is the load from which on resharding first has paid: 1 where it pays at once,
-    None where it never does.
-    """
-
-    world_size: int
+    world_size: Positive
+    """Ranks that load, sharded as FSDP2 does."""
     needed_bytes: int
+    """Bytes of tensors that they need, over all ranks."""
     stock_bytes: int
-    pays_from: int | None
+    """Bytes that stock `dcp.load` reads for that: whole records."""
+    pays_from: Positive | None
+    """The number of the load from which resharding first is cheaper; null where it never is."""
 
     @property
     def message(self) -> str:

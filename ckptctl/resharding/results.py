@@ -6,56 +6,71 @@ import shlex
 from dataclasses import dataclass
 
 from ckptctl.findings import Finding, Report
+from ckptctl.model import ExitCode, Positive
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The share of one target rank: its slices and entries, their bytes, and the reads needed.
-
-    `n_bytes` is the size of its shard file, `bytes_read` what of the source's records
-    goes into it.
-    """
+    """The share of one target rank: its slices and entries, their bytes, and the reads needed."""
 
     rank: int
+    """The rank that reads the file."""
     file: str
+    """Its path in the step."""
     n_boxes: int
+    """Chunks and other entries in it."""
     n_bytes: int
+    """Its size in bytes."""
     n_reads: int
+    """Runs of the source's records that it is made of."""
     bytes_read: int
+    """Bytes of the source that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The result of `plan_reshard` and `reshard`: how a step is, or was, resharded.
-
-    `written` says that the target is there: proven at level `content`, sealed and
-    published. `shares` are by part and rank; `n_bytes` is the size of all that is
-    written, `n_files` how many files. `continued` are files that an earlier call had
-    written and proven. `report` is what looking at the source found, or at the target
-    once that is written; `findings` are remarks on what goes along. `next_command` is
-    the one to run now.
-    """
+    """The result of `plan_reshard` and `reshard`: how a step is, or was, resharded."""
 
     source: str
+    """The address of the step that is resharded."""
     target: str
+    """The address of the new step."""
     number: int | None
-    saved_world_size: int | None
+    """The training step; null where the folder's name gives none."""
+    saved_world_size: Positive | None
+    """How many ranks saved the source; null where that is unknown."""
     world_size: int
+    """How many ranks the new step is for; 0 where that is unknown."""
     mesh: str
+    """How the ranks are arranged, such as `dp=4,tp=2`."""
     written: bool
+    """The new step was verified, sealed and published."""
     n_tensors: int
+    """Tensors of the new step."""
     n_cut: int
+    """Tensors in several chunks."""
     n_whole: int
+    """Tensors in one chunk."""
     n_bytes_entries: int
+    """Entries that are not tensors."""
     n_files: int
+    """Files of the new step, without its seal."""
     n_bytes: int
+    """Bytes of the new step, without metadata and seal."""
     shares: tuple[RankShare, ...]
+    """What each shard file holds, by part and rank."""
     findings: tuple[Finding, ...]
+    """Remarks on what is copied and what is not."""
     report: Report
+    """The report of the source."""
     continued: int
+    """Shard files that an earlier, interrupted call had written."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
     @property
     def largest(self) -> int:
@@ -70,65 +85,79 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which two steps differ.
-
-    `what` is `only-in-a`, `only-in-b`, `kind`, `shape`, `dtype`, `values` or `layout`;
-    `a` and `b` say it of either step. A layout is how a tensor is cut: it changes
-    nothing in what is loaded.
-    """
+    """One thing in which two steps differ."""
 
     fqn: str
+    """The FQN of the entry."""
     what: str
+    """What differs."""
     a: str | None
+    """Its value in the one step."""
     b: str | None
+    """Its value in the other step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The result of `diff`.
-
-    `same` says that nothing differs but perhaps the layout. With `values_compared`
-    that includes every value: `n_by_checksum` tensors by the checksums of their
-    records, `n_by_bytes` by their bytes. `n_layouts` tensors are cut differently.
-    """
+    """The result of `diff`."""
 
     a: str
+    """The address of one step."""
     b: str
+    """The address of the other."""
     same: bool
+    """Nothing differs, except possibly how tensors are sharded."""
     n_entries: int
+    """Entries of both steps together, by FQN."""
     n_layouts: int
+    """Tensors that are sharded differently."""
     values_compared: bool
+    """Every value was compared."""
     n_by_checksum: int
+    """Tensors whose values were compared by the checksums of their records."""
     n_by_bytes: int
+    """Tensors whose values were compared byte by byte."""
     differences: tuple[Difference, ...]
+    """The differences, layouts included."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The result of `convert`.
-
-    `format` is that of the target: `dcp`, `flat` (a file of `torch.save`) or
-    `safetensors`; empty where nothing was `written`: `report` says why. `n_left_out`
-    counts entries for which the format has no place; `findings` name them, and files
-    that do not go along.
-    """
+    """The result of `convert`."""
 
     source: str
+    """The address of what is converted."""
     target: str
+    """The address of what is written."""
     format: str
+    """The format that was written: sharded DCP, a `torch.save` file, safetensors; empty where
+    nothing was."""
     written: bool
+    """It was written, and every byte was read back."""
     n_tensors: int
+    """Tensors that were written."""
     n_left_out: int
+    """Entries for which the format has no place."""
     n_files: int
+    """Files that were written, without index and seal."""
     n_bytes: int
+    """Bytes of those files."""
     findings: tuple[Finding, ...]
+    """Remarks on what is not converted."""
     report: Report
+    """The report of the source; null where it is not a step."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 def not_converted(source: str, target: str, report: Report) -> Converted:

@@ -44,17 +44,20 @@ Value = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value that the operator gives. `default` is None without one.
-
-    A list (`LOG...` in the table) is an array in the shell of the blocks.
-    """
+    """A value that the operator gives. `default` is None without one."""
 
     name: str
+    """Its name in commands."""
     is_list: bool
+    """It is a list: an array in the shell of the blocks."""
     meaning: str
+    """What it is."""
     required: bool
+    """A run cannot begin without it."""
     default: str | None
+    """Its value where none is given."""
     otherwise: str
+    """What a run does without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
+from ckptctl.model import ExitCode
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_reader, place_of, proceed, who
 from ckptctl.runbook.executing import dropped_variables
@@ -33,23 +34,30 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a run went: `over` says that it came to an end, `exit_code` to which.
-
-    `url` is the folder of its record, None for a dry run. `step` is the step that it
-    chose, if it chose one. `went_on` says that others, or earlier calls, had begun it.
-    """
+    """How a run went: `over` says that it came to an end, `exit_code` to which."""
 
     runbook: str
+    """The name of the runbook."""
     run: str
+    """The name of the run."""
     url: str | None
-    exit_code: int
+    """The folder of its record; null for a dry run."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     over: bool
+    """The run came to an end."""
     because: str
+    """Why it ended as it did."""
     state: str
+    """The state that it is in."""
     step: str | None
+    """The step that it chose; null without one."""
     went_on: bool
+    """The run had been started before."""
     events: tuple[Event, ...]
+    """Every event, oldest first."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 def run_runbook(

@@ -16,7 +16,7 @@ from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
-from ckptctl.model import Level
+from ckptctl.model import ExitCode, Level, Positive
 from ckptctl.options import Requirements, known_level
 from ckptctl.selection.choosing import Candidate, Policy, refusal
 from ckptctl.selection.empty_roots import check_has_steps
@@ -38,24 +38,29 @@ OnBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did, or would do: the fate of every step, newest first.
-
-    `applied` says that what goes is gone; `n_bytes` is the size of all that goes.
-    `n_bytes_to_prove` is the size of the steps that count only if all of their bytes are
-    sound and that nothing has proven yet: `apply` reads them before anything goes.
-    `n_uploads` counts the unfinished uploads of killed saves, which `apply` aborts.
-    """
+    """What `prune` did, or would do: the fate of every step, newest first."""
 
     root: str
-    keep: int
+    """The root as given."""
+    keep: Positive
+    """How many good steps are kept."""
     applied: bool
+    """The steps were removed."""
     fates: tuple[PruneDecision, ...]
+    """Every step, newest first."""
     n_bytes: int
+    """Size of all steps to remove, in bytes."""
     n_bytes_to_prove: int
+    """Size of the steps that count only once all of their bytes are compared; `--apply` does
+    that first."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     n_uploads: int = 0
+    """Unfinished uploads of killed saves; `--apply` aborts them."""
 
 
 def prune(

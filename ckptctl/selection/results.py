@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
-from ckptctl.model import Level, TrainState, WorldSize
+from ckptctl.model import ExitCode, Level, TrainState, WorldSize
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.marks import Mark
@@ -20,30 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The steps under a root, or under several, newest first.
-
-    `root` is the first of the `roots` that is not optional. `chosen` is the address of the
-    step that `pick` would take, None where it would take none; `message` is its answer in
-    one line, and `refused` are the addresses of the steps that it passed over, each with the
-    reason. `findings` speak of the root, not of a step. `n_steps` counts the steps under the
-    root, also those that `last`, `before` and `skip` left out of `reports`, and `n_older`
-    the older ones that `last` left out: `before=more_before` shows the next of them.
-    `exists` is false where there is no such folder.
-    """
+    """The steps under a root, or under several, newest first."""
 
     root: str
+    """The root as given; of several, the first that is not optional."""
     roots: tuple[str, ...]
+    """All roots, in order of preference."""
     exists: bool
+    """The root exists."""
     reports: tuple[Report, ...]
+    """A report for each inspected step, newest first."""
     chosen: str | None
+    """The address of the step that `pick` would choose; null where it would choose none."""
     findings: tuple[Finding, ...]
+    """Findings about the root, not about a step."""
     n_steps: int
-    exit_code: int
+    """Steps under the root, including those that were not inspected."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     message: str
+    """The answer of `pick` in one line."""
     refused: tuple[tuple[str, str], ...] = ()
+    """The address of each step that `pick` passed over, with the reason."""
     n_older: int = 0
+    """Older steps that `last` left out."""
     more_before: int | None = None
+    """The `--before` that shows the next older steps."""
 
 
 class Answer(str, Enum):
@@ -61,37 +65,44 @@ class PassedOver:
     """A newer step that was not taken: what looking found, and the reason in one line."""
 
     report: Report
+    """The report of the step."""
     reason: str
+    """Why it was not chosen, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Which step to resume from, or why none.
-
-    `level` is how deep the chosen step was looked at, `level_reason` why not
-    deeper and what that would cost, None where the level was asked for.
-    `exit_code` is 0, 10, 11, 75 or 77; `--detailed-exitcode` turns 0 into 3 for
-    `fell-back`. `message` is the answer in one line. `required` are the kinds of train
-    state that were demanded of the chosen step: by the caller, and because the steps
-    before it hold them. `absent` are the kinds that it does not restore; unless
-    `allow_missing_state` was given, the step before it does not hold them either. `newest_sound` is
-    the address of the newest step that is sound behind more damaged ones than may be passed
-    over: a person decides whether to resume from it.
-    """
+    """Which step to resume from, or why none."""
 
     answer: Answer
+    """The kind of answer."""
     roots: tuple[str, ...]
+    """The roots, in order of preference."""
     chosen: Report | None
+    """The report of the chosen step; null where none was chosen."""
     passed_over: tuple[PassedOver, ...]
+    """Newer steps that were not chosen, in the order in which they were inspected."""
     findings: tuple[Finding, ...]
+    """Findings about the roots, not about a step."""
     level: Level | None
+    """The level at which the chosen step was inspected."""
     level_reason: str | None
+    """Why a deeper level was not inspected, and what it would cost; null where the level was
+    given."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     required: tuple[str, ...] = ()
+    """The kinds of train state that the chosen step had to hold: demanded by the caller, or held
+    by the steps before it."""
     absent: tuple[str, ...] = ()
+    """The kinds of train state that the chosen step does not restore."""
     newest_sound: str | None = None
+    """The newest sound step behind more damaged ones than may be passed over: a person decides
+    whether to resume from it."""
 
     @property
     def path(self) -> str:
@@ -125,11 +136,17 @@ class TensorRow:
     """One tensor as `show` lists it; `n_bytes` counts its elements, not its records."""
 
     fqn: str
+    """Its FQN."""
     dtype: str
+    """The dtype by torch's name, without `torch.`."""
     shape: tuple[int, ...]
+    """Elements along each dimension; empty for a scalar."""
     n_chunks: int
+    """Chunks in which it is saved."""
     n_bytes: int
+    """Bytes of its elements."""
     kind: str
+    """The kind of train state that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,78 +154,104 @@ class ShardRow:
     """One shard file: which rank wrote it, its size, how many records lie in it."""
 
     path: str
+    """Path relative to the step."""
     rank: int | None
+    """The rank that wrote it, where its name says so."""
     n_bytes: int
+    """Size in bytes."""
     n_records: int
+    """Records in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in a step: the answer of `show`.
-
-    `n_params` counts the elements of the model's tensors. `bytes_by_kind` are the
-    tensor bytes by kind of train state. `torch_version` is the range of torch
-    versions whose metadata looks like this one.
-    """
+    """What is in a step: the answer of `show`."""
 
     url: str
+    """The address of the step."""
     number: int | None
+    """The training step; null where the folder's name gives none."""
     layout: str
-    exit_code: int
+    """The framework whose layout the step has."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     tensors: tuple[TensorRow, ...]
+    """Every tensor."""
     bytes_entries: tuple[str, ...]
+    """The FQNs of entries that are not tensors."""
     shards: tuple[ShardRow, ...]
+    """Every shard file."""
     state: TrainState
+    """What a resume would restore."""
     world_size: WorldSize | None
+    """How many ranks wrote the step; null where that is unknown."""
     n_params: int
+    """Elements of the model's tensors."""
     n_bytes: int
+    """Size of all files in bytes."""
     bytes_by_kind: tuple[tuple[str, int], ...]
+    """Bytes of tensor elements by kind of train state."""
     checkpoint_id: str | None
+    """The writer's name for the folder."""
     save_id: str | None
+    """The writer's id of the save."""
     torch_version: str
+    """The range of torch versions that write such metadata."""
     findings: tuple[Finding, ...]
+    """The findings, worst first."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What `seal` did: a seal was written, or the step is not one to be sealed.
-
-    `path` is the seal's address, None where none was written. `report` is what
-    looking at the step found first; where the step is refused, the exit code is the
-    report's. `kind` is the algorithm, and that there is a key; `n_files` and `n_bytes`
-    count what was digested, `n_stored` the files of which the seal has the store's own
-    checksum, too.
-    """
+    """What `seal` did: a seal was written, or the step is not one to be sealed."""
 
     url: str
+    """The address of the step."""
     number: int | None
+    """The training step; null where the folder's name gives none."""
     path: str | None
+    """The address of the seal; null where the step was refused."""
     replaced: bool
+    """The seal replaced another one."""
     kind: str
+    """`xxh3-128`, or `sha256 with a key`; empty where the step was refused."""
     n_files: int
+    """Files that were digested."""
     n_bytes: int
+    """Bytes that were digested."""
     report: Report
+    """The report of the step before it was sealed."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
     n_stored: int = 0
+    """Files for which the seal also has the store's own checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What `mark` did: `mark` is the one that was written, None where there was nothing to say.
-
-    `path` is the file that it lies in. `lifted` are the marks that it takes back, and
-    `standing` those on this save of the step from now on.
-    """
+    """What `mark` did: `mark` is the one that was written, None where there was nothing to say."""
 
     url: str
+    """The address of the step."""
     number: int | None
+    """The training step; null where the folder's name gives none."""
     mark: Mark | None
+    """The mark that was written; null where there was nothing to lift."""
     path: str | None
+    """The file that holds the mark."""
     lifted: tuple[Mark, ...]
+    """The marks that it lifts."""
     standing: tuple[Mark, ...]
+    """The marks in force on this save of the step from now on, oldest first."""
     message: str
-    exit_code: int
+    """The answer in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""

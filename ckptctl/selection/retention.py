@@ -69,18 +69,22 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
-    """What retention means for one step: whether it `goes`, and why or why not.
-
-    `counts` says that it is one of the steps that are kept for being good.
-    """
+    """What retention means for one step: whether it `goes`, and why or why not."""
 
     number: int
+    """The training step."""
     url: str
+    """The address of the step."""
     verdict: Verdict
+    """The verdict of the step."""
     n_bytes: int
+    """Its size in bytes."""
     goes: bool
+    """It is removed."""
     reason: str
+    """Why it is removed or kept, in one line."""
     counts: bool = False
+    """It is one of the good steps that are kept."""
 
 
 @dataclass(slots=True)

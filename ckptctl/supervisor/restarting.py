@@ -25,6 +25,7 @@ from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import time_now
+from ckptctl.model import ExitCode, NonNegative, Positive, Time
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Pick
@@ -62,41 +63,50 @@ class Decision(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One life of the job: when it began, how long it ran, how it ended, what came of it.
+    """One life of the job: when it began, how long it ran, how it ended, what came of it."""
 
-    `step` is the newest usable step after it, None where there is none or nobody could
-    look (`looked` is false). `left` is how many restarts without progress the budget holds
-    after it. `failure` is the class of failure that its logs tell of, None where there are
-    none or they do not say.
-    """
-
-    number: int
-    started_at: str
-    seconds: float
+    number: Positive
+    """Counted from 1."""
+    started_at: Time
+    """When it was started."""
+    seconds: NonNegative
+    """How long it ran."""
     exit_code: int
+    """The exit code of the job; 128 + N for signal N."""
     step: int | None
+    """The newest usable step after it."""
     looked: bool
+    """The root could be inspected after it."""
     progress: bool
+    """That step is newer than any before."""
     left: int
+    """Restarts without progress that are left."""
     decision: Decision
+    """What the supervisor did next."""
     reason: str
+    """Why, in one line."""
     failure: str | None
+    """The class of failure in its logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """How the job ended, after which lives; without any where it was not started.
-
-    `warnings` are what keeps its progress from being seen.
-    """
+    """How the job ended, after which lives; without any where it was not started."""
 
     command: tuple[str, ...]
+    """The command of the job."""
     root: str
+    """The root where progress was measured."""
     lives: tuple[Attempt, ...]
+    """Every attempt of the job, in order; none where it was not started."""
     warnings: tuple[str, ...]
+    """What prevents the progress of the job from being measured."""
     message: str
-    exit_code: int
+    """How it ended, in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
     next_command: str | None
+    """The command to run next; null where there is nothing to do."""
 
 
 class _Seen(NamedTuple):

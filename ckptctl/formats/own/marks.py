@@ -29,6 +29,7 @@ from ckptctl.formats.own.files import (
     texts_in,
     with_digest,
 )
+from ckptctl.model import Time
 
 MARKS_FOLDER = f"{OWN_FOLDER}/marks"
 """Where the marks of a step lie in it."""
@@ -60,23 +61,28 @@ class MarkKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One word on a step; `at` is RFC 3339, `evidence` says where to look for the reasons.
-
-    `url` and `number` name the step, `metadata` is the `metadata_digest` of the save
-    that is meant, None where its metadata could not be read. `lifts` are the ids of
-    the marks that this one takes back.
-    """
+    """One word on a step; `at` is RFC 3339, `evidence` says where to look for the reasons."""
 
     id: str
+    """Its identifier, unique among marks."""
     word: MarkKind
+    """The kind of mark."""
     by: str
-    at: str
+    """Who made it."""
+    at: Time
+    """When it was made."""
     reason: str
+    """Why; may be empty."""
     url: str
+    """The address of the step at that time."""
     number: int | None
+    """The training step; null where the folder's name gives none."""
     metadata: str | None
+    """A SHA-256 over the metadata of the save that is meant; null where it could not be read."""
     evidence: tuple[str, ...] = ()
+    """Where the reasons can be read."""
     lifts: tuple[str, ...] = ()
+    """The ids of the marks that it lifts."""
 
     def speaks_of(self, number: int | None, metadata: str | None) -> bool:
         """Whether it is about this save of this step; where the step lies may have changed.

@@ -34,6 +34,7 @@ from ckptctl.formats.own.files import (
     text_in,
     texts_in,
 )
+from ckptctl.model import Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -49,85 +50,91 @@ _SHA256_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What an object store kept of a file when it was sealed, to be asked for again later.
-
-    `checksum` is of all bytes of the object, in hex, empty where the store kept none;
-    `compared` that it is that of the bytes that were sealed, too, else it is the word of
-    the store alone. `etag` and `version` tell one write of the object from another.
-    """
+    """What an object store kept of a file when it was sealed, to be asked for again later."""
 
     algorithm: str = ""
+    """Of the checksum, such as `crc64nvme`; empty where the store kept none."""
     checksum: str = ""
+    """Of all bytes of the object; empty where the store kept none."""
     compared: bool = False
+    """The bytes that were sealed come to it, too; otherwise it is the word of the store alone."""
     etag: str = ""
+    """Without quotes; empty where there is none."""
     version: str = ""
+    """The object's version or generation; empty where the bucket keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """One file as it was sealed: its path in the step, its size in bytes, its digests.
-
-    `written_ms` is when it was written by the storage's clock, in milliseconds since
-    1970, None where the storage keeps no times. A copy may bear another time. `stored` is
-    there where the storage keeps anything of its own.
-    """
+    """One file as it was sealed: its path in the step, its size in bytes, its digests."""
 
     path: str
+    """Relative to the step."""
     size: int
+    """Bytes."""
     written_ms: int | None
+    """When it was written by the storage's clock, in milliseconds since 1970."""
     digests: Digests
     stored: Stored | None = None
+    """What an object store kept of it when it was sealed, where it keeps anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which step was sealed.
-
-    `metadata` are the metadata files by path, each with its SHA-256; `level` is how
-    deep the step was looked at before it was sealed; `state` are the kinds of train
-    state that it held, `tokens` how many it had seen.
-    """
+    """Which step was sealed."""
 
     number: int | None
+    """The training step; null where the folder's name gives none."""
     name: str
+    """The step's folder."""
     layout: str
+    """Whose layout the step has."""
     level: str
+    """How deep the look was."""
     metadata: tuple[tuple[str, str], ...]
+    """The metadata files by path, each with its SHA-256."""
     save_ids: tuple[str, ...] = ()
+    """The ids that torch gave the save."""
     world_size: int | None = None
+    """How many ranks wrote the step, where that was known."""
     state: tuple[str, ...] = ()
+    """The kinds of train state that it held."""
     tokens: int | None = None
+    """The tokens seen, where they were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a step comes from: the attempt that saved it, and the step it had resumed from.
-
-    `resumed_from` is None for an attempt that began the run. `job` and `node` are the
-    scheduler's job and the machine of rank 0, empty where nothing says them.
-    """
+    """Where a step comes from: the attempt that saved it, and the step it had resumed from."""
 
     attempt: str
+    """The name of the attempt."""
     resumed_from: int | None = None
+    """The step that it had resumed from; null where it began the run."""
     job: str = ""
+    """The scheduler's job; empty where nothing says it."""
     node: str = ""
+    """The machine of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A seal; `sealed_at` is RFC 3339, `files` are sorted by path.
-
-    `hmac` is there where it was made with a key. `origin` says which attempt saved the
-    step, where one of `ckptctl.train` did.
-    """
+    """A seal; `sealed_at` is RFC 3339, `files` are sorted by path."""
 
     algorithm: Algorithm
+    """How bytes are digested."""
     step: Identity
+    """Which step was sealed."""
     files: tuple[SealedFile, ...]
-    sealed_at: str
+    """Every file of the step, sorted by path."""
+    sealed_at: Time
+    """When."""
     tool: str
+    """What made it."""
     hmac: str | None = None
+    """HMAC-SHA-256 of the same bytes, where there is a key."""
     origin: Origin | None = None
+    """Which attempt saved the step, where ckptctl.train did."""
 
     @property
     def n_bytes(self) -> int:

@@ -1,0 +1,194 @@
+"""Generate the JSON Schema of a document from the classes that hold its fields.
+
+Types become constraints, and the docstring behind a field becomes its description. Lists of
+words (`Enum`) are open, but for those in `_CLOSED`: a reader must accept words that are not
+among the examples, and fields that the schema does not have. Files of a root are closed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ckptctl.cli.documents import DOCUMENTS, OBJECTS, Kind, field_names
+from ckptctl.errors import UsageError
+
+Schema = dict[str, Any]
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+_CLOSED = frozenset(
+    {
+        "LossVerdict",
+        "Agreement",
+        "Origin",
+        "Boundary",
+        "Outcome",
+        "Decision",
+        "MarkKind",
+        "Algorithm",
+    }
+)
+"""Lists of words that do not grow within a major version."""
+
+
+def schema(name: str) -> Schema:
+    """The JSON Schema of the documents whose field `schema` is `name`, such as `ckptctl.pick/1`.
+
+    Raises `UsageError` for a name that no document has.
+    """
+    short = name.removeprefix("ckptctl.").removesuffix("/1")
+    kind = DOCUMENTS.get(short)
+    if kind is None:
+        known = ", ".join(f"ckptctl.{each}/1" for each in DOCUMENTS)
+        raise UsageError(f"there is no document {name!r}; the documents are {known}")
+    definitions: dict[str, Schema] = {}
+    parts = [_object(each, definitions) for each in _classes(kind)]
+    properties = {key: each for part in parts[::-1] for key, each in part["properties"].items()}
+    order = dict.fromkeys(key for part in parts for key in part["properties"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": kind.title,
+        "type": "object",
+        "required": list(dict.fromkeys(key for part in parts for key in part["required"])),
+        "properties": {key: properties[key] for key in order}
+        | {"schema": {"const": f"ckptctl.{short}/1"}},
+        "$defs": definitions,
+    }
+
+
+def _classes(kind: Kind) -> Iterator[type]:
+    for place in ("cli.documents:Envelope", *kind.holds):
+        module, _, name = place.partition(":")
+        yield getattr(import_module(f"ckptctl.{module}"), name)
+
+
+def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
+    properties: dict[str, Schema] = {}
+    required: list[str] = []
+    for field in _fields(kind):
+        made = _of(field.hint, definitions, signed=field.signed, pairs=field.name in OBJECTS)
+        properties[field.name] = {**made, **({"description": field.text} if field.text else {})}
+        if field.required:
+            required.append(field.name)
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool = False) -> Schema:
+    def inner(each: Any) -> Schema:
+        return _of(each, definitions, signed=signed)
+
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return {**inner(of[0]), **dict(of[1:])}
+    if origin in (typing.Union, types.UnionType):
+        return _either([inner(each) for each in of])
+    if origin is typing.Literal:
+        return {"enum": list(of)}
+    if pairs:
+        return {"type": "object", "additionalProperties": inner(typing.get_args(of[0])[1])}
+    if origin is tuple and of[-1] is not Ellipsis:
+        return _array(map(inner, of))
+    if origin in (tuple, list, Sequence):
+        return {"type": "array", "items": inner(of[0])}
+    if origin is Mapping:
+        values = {} if of[1] is object else {"additionalProperties": inner(of[1])}
+        return {"type": "object", **values}
+    if hint in _TYPES:
+        return {"type": _TYPES[hint], **({"minimum": 0} if hint is int and not signed else {})}
+    if issubclass(hint, Enum):
+        words = [word.value for word in hint]
+        return {"type": "string", "enum" if hint.__name__ in _CLOSED else "examples": words}
+    if issubclass(hint, tuple):
+        return _array(inner(each) for each in typing.get_type_hints(hint).values())
+    if hint.__name__ not in definitions:
+        definitions[hint.__name__] = {}  # a class that holds its own kind refers to it
+        text = _text(hint.__doc__)
+        definitions[hint.__name__] = {"description": text, **_object(hint, definitions)}
+    return {"$ref": f"#/$defs/{hint.__name__}"}
+
+
+def _array(items: Iterator[Schema]) -> Schema:
+    of = list(items)
+    return {"type": "array", "prefixItems": of, "minItems": len(of), "maxItems": len(of)}
+
+
+def _either(choices: list[Schema]) -> Schema:
+    """One of several; null is one of the types where that says the same."""
+    some = [each for each in choices if each != {"type": "null"}]
+    if len(some) == 1 and "type" in some[0] and "enum" not in some[0]:
+        return {**some[0], "type": [some[0]["type"], "null"]}
+    return {"anyOf": choices}
+
+
+class _Field(NamedTuple):
+    name: str
+    hint: Any
+    text: str
+    required: bool = True
+    signed: bool = False
+    """Integers may be negative: it comes from a log, which may hold anything."""
+
+
+def _fields(kind: type) -> Iterator[_Field]:
+    """The fields that documents have of a class: a dataclass or a `TypedDict`."""
+    module = kind.__module__
+    names = _names_for_types(module)
+    hints = typing.get_type_hints(kind, localns=names, include_extras=True)
+    texts = _texts(module, kind.__name__)
+    required = getattr(kind, "__required_keys__", hints)
+    for name in hints if typing.is_typeddict(kind) else field_names(kind):
+        signed = module.startswith("ckptctl.loss.") and not name.startswith("n_")
+        if name in hints:
+            yield _Field(name, hints[name], texts.get(name, ""), name in required, signed)
+        else:
+            get = getattr(kind, name).fget
+            hint = typing.get_type_hints(get, localns=names, include_extras=True)["return"]
+            yield _Field(name, hint, _text(get.__doc__), signed=signed)
+
+
+def _text(docstring: str | None) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join((docstring or "").partition("\n\n")[0].split())
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _texts(module: str, name: str) -> Mapping[str, str]:
+    """The docstring behind each field of a class."""
+    kind = next(n for n in _tree(module).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {
+        field.target.id: _text(str(text.value.value))
+        for field, text in pairwise(kind.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def _names_for_types(module: str) -> Mapping[str, object]:
+    """What a module imports for type checkers alone."""
+    names: dict[str, object] = {}
+    for node in _tree(module).body:
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            continue
+        for each in node.body:
+            if isinstance(each, ast.ImportFrom) and each.module:
+                with suppress(ImportError):  # `_typeshed` exists for type checkers only
+                    found = import_module(each.module)
+                    names |= {alias.name: getattr(found, alias.name) for alias in each.names}
+    return names
