@@ -20,7 +20,6 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import check_root_there
 from ckptctl.storage.contract import Span, Store
-from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import join_url, open_store
 
 _BYTES = 65536
@@ -218,7 +217,7 @@ def _removed(
 ) -> Advice | None:
     """Remove what was written; what could not be removed is named."""
     try:
-        if isinstance(store, LocalStore):
+        if store.folders is not None:
             with suppress(PathNotFound):
                 for info in store.list_dir(folder):
                     store.remove(info.path)

@@ -7,6 +7,7 @@ own. A single process is a group of one, which needs neither torch nor a network
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +140,14 @@ class ProcessGroup:
         largest = torch.tensor(numbers, device=self._device)
         self._communicate(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.handle))
         return tuple(largest.tolist())
+
+    def dcp_arguments(self, call: Callable[..., object]) -> dict[str, Any]:
+        """The arguments of `dcp.save` or `dcp.load` that make it use this group."""
+        arguments: dict[str, Any] = {"process_group": self.handle}
+        # torch before 2.7 has no `no_dist` and finds out by itself.
+        if "no_dist" in inspect.signature(call).parameters:
+            arguments["no_dist"] = self.size == 1
+        return arguments
 
     # Work that takes long, shared among the processes
 

@@ -36,7 +36,7 @@ from ckptctl.resharding.writing import (
 )
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
 
@@ -59,7 +59,7 @@ class Place:
     @property
     def is_moved(self) -> bool:
         """Whether the step is written aside and moved, rather than written in place."""
-        return isinstance(self.store, LocalStore)
+        return self.store.folders is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,10 @@ class _Work:
 
     def _check_space(self) -> None:
         store = self.place.store
-        if not isinstance(store, LocalStore):
+        if store.folders is None:
             return
         written = sum((self._there(self._folder) or {}).values())
-        check_space(store, self.place.name, max(0, self.plan.n_bytes - written))
+        check_space(store.folders, store.url, self.place.name, max(0, self.plan.n_bytes - written))
 
     def write_shards(self, own: Sequence[TargetFile]) -> int:
         """Write the files that are missing; returns how many were written already."""
@@ -289,7 +289,6 @@ class _Work:
     def _clear(self, expected: set[str]) -> None:
         """Remove the incomplete files of a call that was killed, and its seal."""
         store = self.place.store
-        assert isinstance(store, LocalStore)  # noqa: S101 - what is moved is local
         for path in self._there(self._folder) or ():
             if path not in expected:
                 store.remove(f"{self._folder}/{path}")
@@ -323,11 +322,11 @@ class _Work:
     def publish(self) -> None:
         """Publish the step, atomically for each part."""
         store, name = self.place.store, self.place.name
-        if not isinstance(store, LocalStore):
+        if store.folders is None:
             for path, data in self._metadata().items():
                 store.put(f"{name}/{path}", data)
             return
-        store.move(self._folder, name)
+        store.folders.move(self._folder, name)
         # What is left of the work folder does no harm, so errors are ignored.
         with suppress(StorageError):
             for file in self.plan.shards:
@@ -338,15 +337,15 @@ class _Work:
                 store.remove(folder)
 
 
-def check_space(store: LocalStore, name: str, n_bytes: int) -> None:
+def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
     """Raise `StorageUnavailable` if there is no space for `n_bytes` more."""
     needed = n_bytes + _SPARE_BYTES
-    free = store.free_bytes()
+    free = folders.free_bytes()
     if free < needed:
         raise StorageUnavailable(
-            f"{store.url}: {needed:,} bytes are needed for {name}, and {free:,} are free; nothing "
+            f"{url}: {needed:,} bytes are needed for {name}, and {free:,} are free; nothing "
             "was written",
-            next_command=f"df -h {shlex.quote(store.url)}",
+            next_command=f"df -h {shlex.quote(url)}",
         )
 
 

@@ -31,6 +31,16 @@ class WithFiles:
         """See `Store.kind`."""
         return self._store.kind
 
+    @property
+    def folders(self) -> None:
+        """See `Store.folders`: none, since the files in memory are in no folder."""
+        return
+
+    @property
+    def upload_checksum(self) -> str | None:
+        """See `Store.upload_checksum`."""
+        return self._store.upload_checksum
+
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
         """See `Store.list_dir`."""
         return self._with(self._store.list_dir(path), f"{path}/" if path else "", deep=False)

@@ -27,7 +27,7 @@ from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
 from ckptctl.resharding.writing import Budget, WriteProgress, in_threads
-from ckptctl.storage.local import LocalStore
+from ckptctl.storage.contract import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ def write_whole(
             next_command=f"ckptctl show {shlex.quote(place.url)}",
         )
     n_bytes = sum(file.n_bytes for file in planned)
-    if isinstance(store, LocalStore):
-        check_space(store, place.name, n_bytes)
+    if store.folders is not None:
+        check_space(store.folders, store.url, place.name, n_bytes)
     work = _Work(planned, beside, place, identity)
     progress, proving = WriteProgress(), threading.Lock()
     copies = [_Copy(file, files, room, progress, proving) for file in planned]
@@ -143,18 +143,18 @@ class _Work:
     def publish(self) -> None:
         """Publish the result, atomically where the storage can."""
         store = self._place.store
-        if not isinstance(store, LocalStore):
+        if store.folders is None:
             return
         if "" not in self._names:
             self._clear(store)
-        store.move(self._target, self._place.name)
+        store.folders.move(self._target, self._place.name)
         with suppress(StorageError):
             folder = self._aside
             for _ in range(3):
                 store.remove(folder)
                 folder = folder.rpartition("/")[0]
 
-    def _clear(self, store: LocalStore) -> None:
+    def _clear(self, store: Store) -> None:
         """Remove the incomplete files of a call that was killed."""
         for file in list_step(store, self._target):
             if file.path not in self._names:

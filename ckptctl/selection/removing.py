@@ -17,7 +17,6 @@ from ckptctl.inspection.step_listing import list_step
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.in_flight import act_in_flight
-from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import join_url
 
 
@@ -42,8 +41,8 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
             store.remove(name)
             return True
         noted = [] if markers else _note(store, name)
-        if isinstance(store, LocalStore):
-            store.remove_folder(name, first=(markers, own, rest if noted else ()))
+        if store.folders is not None:
+            store.folders.remove_folder(name, first=(markers, own, rest if noted else ()))
         else:
             for paths in (markers, own, rest, noted):
                 act_in_flight(store.remove, [f"{name}/{path}" for path in paths])

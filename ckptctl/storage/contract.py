@@ -108,6 +108,50 @@ class OpenFile(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+class Folders(Protocol):
+    """What a file system can do and an object store cannot; see `Store.folders`.
+
+    What is written is durable when a method returns, but for `make_folder`: the caller
+    flushes the folder above it with `sync_folder`, once everything is in place.
+    """
+
+    def path_of(self, path: str) -> str:
+        """The absolute path by which this machine opens a file or a folder of the root."""
+        ...
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder in one that exists; raises `AlreadyExists`."""
+        ...
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        ...
+
+    def move(self, path: str, target: str) -> None:
+        """Rename a file or a folder; missing folders are made. Raises `AlreadyExists`."""
+        ...
+
+    def append_line(self, path: str, line: bytes) -> None:
+        """Add `line`, which ends in a line end, to a file that several processes write.
+
+        The line is added whole or not at all. The file and its folders are created where
+        they are missing.
+        """
+        ...
+
+    def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
+        """Remove a folder and all that is in it; links are removed and never followed.
+
+        `first` are groups of files by their paths below the folder: each group is gone,
+        durably, before anything of the next group or of the rest.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """How many bytes can still be written."""
+        ...
+
+
 class Store(Protocol):
     """One checkpoint root, or one step, on some storage."""
 
@@ -119,6 +163,16 @@ class Store(Protocol):
     @property
     def kind(self) -> Kind:
         """What a read costs here."""
+        ...
+
+    @property
+    def folders(self) -> Folders | None:
+        """The operations of a file system; None for an object store."""
+        ...
+
+    @property
+    def upload_checksum(self) -> str | None:
+        """The checksum that is sent with a file and kept by the storage, if there is one."""
         ...
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:

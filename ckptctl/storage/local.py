@@ -27,6 +27,7 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge, Upload
 from ckptctl.storage.descriptors import Descriptor, link_target, scan
 from ckptctl.storage.mounts import kind_of
@@ -59,6 +60,8 @@ class LocalStore:
     renamed to one that was already passed.
     """
 
+    upload_checksum = None
+
     def __init__(self, root: str, *, url: str | None = None) -> None:
         self.url = url or root
         self._root = root
@@ -71,6 +74,11 @@ class LocalStore:
             with busy(self.url):
                 self._kind = kind_of(self._root)
         return self._kind
+
+    @property
+    def folders(self) -> LocalStore:
+        """See `Store.folders`."""
+        return self
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
         """See `Store.list_dir`; folders carry their mtime."""
@@ -117,11 +125,30 @@ class LocalStore:
         """See `Store.put_pieces`; not tried again, as `put` is not."""
         self._publish(path, pieces(), size, replace=True)
 
-    def move(self, path: str, target: str) -> None:
-        """Rename a file or a folder; missing folders are made, and what is there is kept.
+    def path_of(self, path: str) -> str:
+        """See `Folders.path_of`."""
+        root = os.path.abspath(self._root)
+        return os.path.join(root, *parts_of(path))
 
-        Raises `AlreadyExists` where `target` is there.
-        """
+    def make_folder(self, path: str) -> None:
+        """See `Folders.make_folder`."""
+        *folders, name = parts_of(path)
+        with self._writing(path), self._folder(folders) as above:
+            os.mkdir(name, dir_fd=above.fd)
+
+    def sync_folder(self, path: str) -> None:
+        """See `Folders.sync_folder`."""
+        with self._writing(path), self._folder(parts_of(path)) as folder:
+            os.fsync(folder.fd)
+
+    def append_line(self, path: str, line: bytes) -> None:
+        """See `Folders.append_line`."""
+        with self._writing(path), self._folder(parts_of(path)[:-1], make=True):
+            pass  # made, so that the file can be created there
+        append_line(self.path_of(path), line)
+
+    def move(self, path: str, target: str) -> None:
+        """See `Folders.move`."""
         old, new = parts_of(path), parts_of(target)
         with (
             self._writing(target),
@@ -144,12 +171,11 @@ class LocalStore:
                 os.rmdir(parts[-1], dir_fd=folder.fd)
 
     def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
-        """Remove a folder and all that is in it.
+        """See `Folders.remove_folder`.
 
-        `first` are groups of files in it, by their paths below it: each group is gone,
-        durably, before anything of the next one or of the rest goes. Every folder on the
-        way is opened as itself and emptied through its descriptor: one that has been
-        replaced by a link raises `PathEscape`, and nothing is removed behind the link.
+        Every folder on the way is opened as itself and emptied through its descriptor: one
+        that was replaced by a link raises `PathEscape`, and nothing behind the link is
+        removed.
         """
         parts = parts_of(path)
         with self._writing(path), self._folder(parts[:-1]) as above:
@@ -161,7 +187,7 @@ class LocalStore:
             os.fsync(above.fd)
 
     def free_bytes(self) -> int:
-        """How many bytes can still be written where the root is, or will be."""
+        """See `Folders.free_bytes`; of the parent where the root does not exist yet."""
         with busy(self.url):
             try:
                 return free_bytes(self._there())

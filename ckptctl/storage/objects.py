@@ -112,6 +112,8 @@ class ObjectStore:
     """
 
     kind = Kind.OBJECT
+    folders = None
+    upload_checksum = "crc32"  # what botocore sends
 
     def __init__(self, client: Client, *, url: str, retries: Retries) -> None:
         self.url = url

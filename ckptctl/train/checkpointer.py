@@ -29,15 +29,7 @@ from ckptctl.train.reporting import Tell, to_stderr
 from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Job, Start, replay_job, resume_job
 from ckptctl.train.retaining import Retention
-from ckptctl.train.saving import (
-    Saver,
-    check_step_format,
-    failing,
-    flush_step,
-    make_place,
-    seal_step,
-    write_step,
-)
+from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
 from ckptctl.train.staging import Stager
 from ckptctl.train.state import Parts, Place, Stateful, check_readable, collect, give_generator
 
@@ -204,12 +196,9 @@ class Checkpointer:
         if self._replay is not None:
             return self._not_saved(self._replay, step)
         self.flush()
-        attempt, saver = self._ready(self._job.group)
-        self._check_next(attempt, step)
-        state = self._state(step, tokens, samples)
-        self._write(saver, attempt, step, state, tokens=tokens, loss=loss)
-        attempt.saved = step
-        return saver.url_of(step)
+        one = self._next_save(step, self._job.group)
+        self._run(one, self._state(step, tokens, samples), tokens, loss)
+        return one.url
 
     def save_async(
         self,
@@ -229,14 +218,11 @@ class Checkpointer:
         if self._replay is not None:
             return self._not_saved(self._replay, step)
         self.flush()
-        attempt, saver = self._ready(self._later)
-        self._check_next(attempt, step)
+        one = self._next_save(step, self._later)
         state = self._stager.staged(self._state(step, tokens, samples))
-        self._flight = self._pool.submit(
-            self._write, saver, attempt, step, state, tokens=tokens, loss=loss
-        )
-        attempt.saved = step
-        return saver.url_of(step)
+        self._flight = self._pool.submit(self._run, one, state, tokens, loss)
+        self._begun().saved = step
+        return one.url
 
     def flush(self) -> None:
         """Wait for the save in flight, and raise what went wrong with it.
@@ -266,18 +252,22 @@ class Checkpointer:
             raise UsageError("call resume() before anything else, also for a fresh run")
         return self._attempt
 
-    def _ready(self, group: ProcessGroup) -> tuple[Attempt, Saver]:
+    def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
         attempt = self._begun()
-        saver = Saver(
-            self._save_store, group, attempt.token, self._step_format, self._key, attempt.origin
-        )
-        return attempt, saver
-
-    def _check_next(self, attempt: Attempt, step: int) -> None:
         if step <= attempt.saved:
             raise UsageError(
                 f"step {step} cannot be saved: the run is at step {attempt.saved} already"
             )
+        target = SaveTarget(
+            self._save_store,
+            group,
+            attempt.token,
+            self._step_format,
+            self._seal,
+            self._key,
+            attempt.origin,
+        )
+        return StepSave(target, step)
 
     def _state(self, step: int, tokens: int | None, samples: int | None) -> dict[str, Any]:
         if samples is None and self._job.parts.has_global_loader:
@@ -290,50 +280,40 @@ class Checkpointer:
         self._job.group.from_all(lambda: check_readable(state))
         return state
 
-    def _write(
-        self,
-        saver: Saver,
-        attempt: Attempt,
-        step: int,
-        state: dict[str, Any],
-        *,
-        tokens: int | None,
-        loss: float | None,
+    def _run(
+        self, one: StepSave, state: dict[str, Any], tokens: int | None, loss: float | None
     ) -> None:
+        """Save, write it down, and have older steps removed; in a thread for `save_async`."""
         began_s = time.monotonic()
-        group = saver.group
-        with failing(saver, f"step {step} was not saved", "older steps are as they were"):
-            moved = group.from_first(lambda: make_place(saver, step))
-            written = write_step(saver, step, state, digest=self._seal)
-        with failing(saver, f"step {step} was written, and is not sealed", "it may be whole"):
-            flush_step(saver, step)
-            if self._seal:
-                seal_step(saver, step, written)
-        if group.is_first:
-            attempt.record(
-                "saved",
-                step=step,
-                path=saver.url_of(step),
-                tokens=tokens,
-                loss=loss if loss is not None and math.isfinite(loss) else None,
-                took_s=round(time.monotonic() - began_s, 3),
-                moved_aside=moved,
-            )
-            attempt.ledger.drain(RECORD_TIMEOUT_S)
-        if self._keep is not None and group.is_first:
-            self._retain(saver, attempt, step, self._keep)
+        one.run(state)
+        attempt = self._begun()
+        attempt.saved = one.number
+        if not self._job.group.is_first:
+            return
+        attempt.record(
+            "saved",
+            step=one.number,
+            path=one.url,
+            tokens=tokens,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            took_s=round(time.monotonic() - began_s, 3),
+            moved_aside=one.moved_aside,
+        )
+        attempt.ledger.drain(RECORD_TIMEOUT_S)
+        if self._keep is not None:
+            self._retain(attempt, one.number, self._keep)
 
-    def _retain(self, saver: Saver, attempt: Attempt, step: int, keep: int) -> None:
-        """Have a thread remove what is older than the steps that are kept; on rank 0 alone.
+    def _retain(self, attempt: Attempt, step: int, keep: int) -> None:
+        """Have a thread remove what is older than the steps that are kept; on rank 0 only.
 
-        The save has succeeded by now: what cannot be removed is told, and ends nothing.
+        The save has succeeded by now: what cannot be removed is reported, and ends nothing.
         """
         if self._retention is None:
             looking = self._job.looking
             # Its requests fail soon: what is not removed now goes with the next save.
             self._retention = Retention(
                 self._job.store,
-                saver.token,
+                attempt.token,
                 keep,
                 Requirements(require=looking.require, grace_s=looking.grace_s, key=looking.key),
                 Policy(allow_missing_state=looking.allow_missing_state),

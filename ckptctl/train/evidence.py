@@ -28,8 +28,7 @@ from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.selection.marking import check_inspected, new_mark, put_mark
 from ckptctl.selection.retention import ASIDE_FOLDER
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Kind, Store
-from ckptctl.storage.local import LocalStore
+from ckptctl.storage.contract import Folders, Kind, Store
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.ledger import Row
 
@@ -260,9 +259,9 @@ def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
         store = branch.store
         if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
             mark_held(held, store, one.name, one.report, MarkKind.SUPERSEDED, reason=why)
-        elif one.report.interrupted and not one.marks and isinstance(store, LocalStore):
+        elif one.report.interrupted and not one.marks and store.folders is not None:
             held.check()
-            move_aside(store, held.token, one.name)
+            move_aside(store.folders, held.token, one.name)
         else:
             continue
         done.append(number)
@@ -289,10 +288,10 @@ def mark_held(
     put_mark(store, name, made)
 
 
-def move_aside(store: LocalStore, token: Token, name: str) -> str:
+def move_aside(folders: Folders, token: Token, name: str) -> str:
     """Rename a folder of the root into `.ckptctl/aside/`, durably; its path there."""
     target = f"{ASIDE_FOLDER}/{name}.{token.number:06}.{os.urandom(2).hex()}"
-    store.move(name, target)
+    folders.move(name, target)
     return target
 
 

@@ -18,13 +18,11 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from ckptctl.errors import CkptctlError, PathNotFound, StorageError, StorageUnavailable
+from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.selection.history import ATTEMPTS_FOLDER
-from ckptctl.storage.appending import append_line
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, is_local, join_url
-from ckptctl.storage.publishing import sync_folder
+from ckptctl.storage.opening import join_url
 from ckptctl.storage.threads import start_daemon
 
 EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
@@ -135,25 +133,13 @@ class Ledger:
         return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
     def _write(self, store: Store, lines: bytes) -> None:
-        if is_local(self.store.url):
-            path = join_url(absolute_url(self.store.url), f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl")
-            try:
-                _make_durable(os.path.dirname(path))
-            except OSError as error:
-                raise StorageUnavailable(f"{path}: {error.strerror}") from error
-            append_line(path, lines)
+        if store.folders is not None:
+            store.folders.append_line(f"{ATTEMPTS_FOLDER}/{self.attempt}.jsonl", lines)
             return
         own = "" if self.rank == 0 else f".rank{self.rank}"
         path = f"{ATTEMPTS_FOLDER}/{self.attempt}{own}.jsonl"
         store.put(path, b"".join((*self._lines, lines)), replace=True)
         self._lines.append(lines)
-
-
-def _make_durable(folder: str) -> None:
-    """Make a folder where it is not there, so that a power cut leaves it there."""
-    if not os.path.isdir(folder):
-        os.makedirs(folder, exist_ok=True)
-        sync_folder(os.path.dirname(folder))
 
 
 def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:

@@ -27,7 +27,6 @@ from ckptctl.model import Metadata
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name, open_store, parent_url
 from ckptctl.train.agreement import Decision, Looking, metadata_path
-from ckptctl.train.one_process import alone_arguments
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
@@ -68,8 +67,7 @@ def load_into(
             load(
                 state,
                 storage_reader=reader,
-                process_group=group.handle,
-                **alone_arguments(load, alone=group.size == 1),
+                **group.dcp_arguments(load),
             )
     except CheckpointException as error:  # no Exception: it would pass by every other clause
         raise _meaning(error, decision) from error

@@ -1,21 +1,18 @@
-"""Write a step into the root, so that an interrupted save is recognised.
+"""Save one step so that an interrupted save is recognized as one.
 
-Into a folder that did not exist, on an object store under names that no other attempt
-uses: shards first, digested on their way, the metadata after all of them, then, with the
-folders flushed, the seal. Right before each of them the attempt proves that
-the root is still its own. What is written is the question of `state`, when it is
-written that of `checkpointer`.
+`StepSave.run` shows the stages in their order. Shards go into a folder that did not exist,
+on an object store under names that no other attempt uses; then the metadata; then, with the
+folders flushed, the seal. Before each of them the attempt checks that it still holds the
+root.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
@@ -45,60 +42,40 @@ from ckptctl.selection.leftovers import abandoned_uploads
 from ckptctl.selection.removing import remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
-from ckptctl.storage.contract import Store
-from ckptctl.storage.local import LocalStore
-from ckptctl.storage.opening import absolute_url, is_local, join_url
-from ckptctl.storage.publishing import sync_folder
-from ckptctl.storage.room import FULL, free_bytes
-from ckptctl.train.digesting import DigestedFiles, WrittenFile
+from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.opening import join_url
+from ckptctl.storage.room import FULL
 from ckptctl.train.evidence import move_aside
-from ckptctl.train.one_process import alone_arguments
-from ckptctl.train.uploading import Uploads
+from ckptctl.train.writing import WrittenFile, describe_failures, write_state
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-Written = Mapping[str, WrittenFile]
-"""Files of a step, by path, as they were written."""
-
-BESIDE = "crc32"
-"""What is computed beside the digests on the way to an object store."""
-
-_GRACE_S = 0.0  # our own save is over when it is looked at
+_NO_GRACE_S = 0.0
+"""Nobody else can be saving: the attempt holds the root, so what is unfinished stays so."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saver:
-    """What a save needs to know: the root, whose it is, and how steps are named there."""
+class SaveTarget:
+    """The root that an attempt saves into, and how its steps are named and sealed there."""
 
     store: Store
     group: ProcessGroup
     token: Token
-    step_format: str
+    step_format: str = "step_{}"
+    seals: bool = True
     key: bytes | None = None
     origin: Origin | None = None
 
-    @property
-    def algorithm(self) -> Algorithm:
-        """How its files are digested."""
-        return Algorithm.XXH3 if self.key is None else Algorithm.SHA256
-
-    def url_of(self, step: int) -> str:
-        """The address of a step of this root."""
-        return join_url(self.store.url, self.name_of(step))
-
-    def name_of(self, step: int) -> str:
-        """The folder of a step; on an object store it bears the number of the attempt.
-
-        There nothing can be renamed aside, and a write of an older attempt that arrives late
-        would replace what lies under its name.
-        """
-        name = self.step_format.format(step)
-        return name if is_local(self.store.url) else name_of_attempt(name, self.token.number)
+    def name_of(self, number: int) -> str:
+        """The name of a step directory of this attempt."""
+        name = self.step_format.format(number)
+        if self.store.folders is not None:
+            return name
+        # An object store cannot rename what is there, and an upload of an older attempt that
+        # arrives late would replace it: each attempt writes under names of its own.
+        return name_of_attempt(name, self.token.number)
 
 
 def check_step_format(step_format: str) -> None:
-    """Raise `UsageError` for a form of names that `pick` would not take for steps."""
+    """Raise `UsageError` for a form of names that `pick` would not recognize as steps."""
     try:
         name = step_format.format(1200)
     except (IndexError, KeyError, ValueError):
@@ -111,304 +88,268 @@ def check_step_format(step_format: str) -> None:
         )
 
 
-def make_place(saver: Saver, step: int) -> str | None:
-    """Make the folder of a step that was not there; on rank 0 alone.
+class StepSave:
+    """One save of one step. Every rank makes one and calls `run`.
 
-    What lies there unfinished, rejected or superseded is moved aside; its new address. On an
-    object store it stays where it is, and the step of this attempt counts from then on.
-    Raises `UsageError` where a whole step of that number is there, `Fenced`.
+    `moved_aside` is the new address of an unfinished or rejected step that was in the way.
     """
-    name = saver.name_of(step)
-    check_token(saver.store, saver.token)
-    taken = [one for one in list_root(saver.store).steps if one.number == step]
-    moved = None
-    for one in taken:
-        looked = inspect_step(saver.store, one, Requirements(grace_s=_GRACE_S))
-        report = looked.report
-        if report.verdict is Verdict.COMPLETE or report.verdict is Verdict.UNVERIFIABLE:
-            raise UsageError(
-                f"{report.url} is there already, and it is {report.verdict.value}: it is not "
-                "written over",
-                next_command=f"ckptctl verify {shlex.quote(report.url)}",
-            )
-        if report.verdict is Verdict.UNKNOWN:
-            raise SaveFailed(
-                f"step {step} was not saved: {report.url} is there, and could not be looked at",
-                next_command=f"ckptctl verify {shlex.quote(report.url)}",
-            )
-        if is_local(saver.store.url):
-            moved = _move_aside(saver, one.name)
-        elif one.name == name and report.digests:
-            raise SaveFailed(
-                f"step {step} was not saved: {report.url} is there from this attempt, and it is "
-                f"{report.verdict.value}",
-                next_command=f"ckptctl verify {shlex.quote(report.url)}",
-            )
-    if not is_local(saver.store.url):
+
+    def __init__(self, target: SaveTarget, number: int) -> None:
+        self.number = number
+        self.name = target.name_of(number)
+        self.url = join_url(target.store.url, self.name)
+        self.moved_aside: str | None = None
+        self._target = target
+        self._store = target.store
+        self._group = target.group
+
+    def run(self, state: dict[str, Any]) -> None:
+        """Write `state` as this step, durably, and seal it.
+
+        Raises `SaveFailed`, `Fenced` where another attempt holds the root, `UsageError` where
+        a whole step of that number exists, `RanksLost`.
+        """
+        with self._failing("was not saved", "older steps are as they were"):
+            self.moved_aside = self._group.from_first(self._make_place)
+            written = self._write(state)
+        with self._failing("was written, and is not sealed", "it may be whole"):
+            self._group.from_first(self._flush)
+            if self._target.seals:
+                self._seal(written)
+
+    # Making room
+
+    def _make_place(self) -> str | None:
+        """Create the step directory; what was moved aside for it. On rank 0 only."""
+        self._check_token()
+        moved = None
+        folders = self._store.folders
+        for found in list_root(self._store).steps:
+            if found.number != self.number:
+                continue
+            asked = Requirements(grace_s=_NO_GRACE_S)
+            report = inspect_step(self._store, found, asked).report
+            verify = f"ckptctl verify {shlex.quote(report.url)}"
+            if report.verdict in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
+                raise UsageError(
+                    f"{report.url} is there already, and it is {report.verdict.value}: it is "
+                    "not written over",
+                    next_command=verify,
+                )
+            if report.verdict is Verdict.UNKNOWN:
+                raise SaveFailed(
+                    f"step {self.number} was not saved: {report.url} exists and could not be "
+                    "inspected",
+                    next_command=verify,
+                )
+            if folders is not None:
+                moved = self._move_aside(folders, found.name)
+            elif found.name == self.name and report.digests:
+                raise SaveFailed(
+                    f"step {self.number} was not saved: {report.url} exists from this attempt, "
+                    f"and it is {report.verdict.value}",
+                    next_command=verify,
+                )
         # What cannot be aborted now is aborted by `prune`, or by a rule of the bucket.
         with suppress(StorageError):
-            for upload in abandoned_uploads(saver.store, number=step):
-                saver.store.abort_upload(upload)
-        return None
-    folder = _local_path(saver, name)
-    try:
-        os.mkdir(folder)
-    except OSError as error:
-        raise SaveFailed(f"step {step} was not saved: {folder}: {error.strerror}") from error
-    return moved
+            for upload in abandoned_uploads(self._store, number=self.number):
+                self._store.abort_upload(upload)
+        if folders is not None:
+            folders.make_folder(self.name)
+        return moved
 
+    def _move_aside(self, folders: Folders, name: str) -> str:
+        try:
+            return folders.path_of(move_aside(folders, self._target.token, name))
+        except StorageError as error:
+            raise SaveFailed(f"{error.message}: it could not be moved aside") from error
 
-def _move_aside(saver: Saver, name: str) -> str:
-    """Rename a folder of the root into `.ckptctl/aside/`, durably; its new address."""
-    store = saver.store
-    assert isinstance(store, LocalStore)  # noqa: S101 - nothing else has a rename
-    try:
-        target = move_aside(store, saver.token, name)
-    except StorageError as error:
-        raise SaveFailed(f"{error.message}: it could not be moved aside") from error
-    return _local_path(saver, target)
+    # Writing
 
+    def _write(self, state: dict[str, Any]) -> Mapping[str, WrittenFile]:
+        """Write shard files and metadata; the files of this rank, digested."""
+        from torch.distributed.checkpoint.api import CheckpointException
 
-def _local_path(saver: Saver, path: str) -> str:
-    return join_url(absolute_url(saver.store.url), path)
-
-
-def write_step(saver: Saver, step: int, state: dict[str, Any], *, digest: bool = True) -> Written:
-    """Write shards and metadata; every rank calls it. Raises `SaveFailed`, `Fenced`.
-
-    The metadata is published by rank 0, after all ranks have written and flushed theirs.
-    What this rank wrote, for `seal_step`; nothing of it without `digest`.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    alone = saver.group.size == 1
-    writer = _writer(saver, saver.name_of(step))
-    # What the store keeps is compared with it; CRC-32 is what botocore sends.
-    beside = None if is_local(saver.store.url) else BESIDE
-    files = DigestedFiles(writer.fs, saver.algorithm, beside)
-    if digest:
-        writer.fs = cast("Any", files)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on saving without a process group
-            save(
+        try:
+            return write_state(
                 state,
-                storage_writer=writer,
-                process_group=saver.group.handle,
-                **alone_arguments(save, alone=alone),
+                self._store,
+                self.name,
+                self._group,
+                algorithm=self._algorithm if self._target.seals else None,
+                before_metadata=self._check_token,
             )
-    except CheckpointException as error:  # no Exception: it would pass by every other clause
-        _check_still_held(saver)
-        for cause, _ in error.failures.values():
+        except CheckpointException as error:  # a BaseException, which no other clause catches
+            raise self._write_failed(error) from error
+        except RuntimeError as error:
+            if self._group.size > 1:
+                raise ranks_lost(error) from error
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise SaveFailed(f"step {self.number} was not saved: {first[:300]}") from error
+
+    def _write_failed(self, error: BaseException) -> CkptctlError:
+        """The meaning of a `CheckpointException`, which is raised on every rank alike."""
+
+        def check_still_held() -> None:
+            # A step that another attempt moved aside fails with a missing file. A storage that
+            # does not answer leaves the failure of the save.
+            with suppress(StorageError):
+                self._check_token()
+
+        self._group.from_first(check_still_held)
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
-                raise cause from error
-        causes = [cause for cause, _ in error.failures.values()]
+                return cause
+        why = describe_failures(error)
         if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
-            raise _disk_full(saver, step, failures_of(error)) from error
+            return self._disk_full(why)
         failed = SaveFailed(
-            f"step {step} was not saved: {failures_of(error)}; older steps are as they were",
-            next_command=f"ckptctl scan {shlex.quote(saver.store.url)}",
+            f"step {self.number} was not saved: {why}; older steps are as they were",
+            next_command=f"ckptctl scan {shlex.quote(self._store.url)}",
         )
         if any(isinstance(cause, AccessDenied) for cause in causes):
             failed.exit_code = AccessDenied.exit_code
-        raise failed from error
-    except RuntimeError as error:
-        if alone:
-            first, *_ = str(error).splitlines() or [type(error).__name__]
-            raise SaveFailed(f"step {step} was not saved: {first[:300]}") from error
-        raise ranks_lost(error) from error
-    return files.written
+        return failed
 
+    def _disk_full(self, why: str) -> SaveFailed:
+        """Remove what was written: a repeated try would have even less space."""
 
-@contextmanager
-def failing(saver: Saver, what: str, left: str) -> Iterator[None]:
-    """Turn what a storage or a file does to a save into a `SaveFailed`, with its cause.
+        def clear() -> str:
+            try:
+                n_bytes = sum(file.size for file in list_step(self._store, self.name))
+                self._check_token()
+                remove_step(self._store, self.name)
+            except StorageError as error:
+                return f"what was written of it is still there ({error.message})"
+            return f"{n_bytes:,} bytes of it were written, and are removed again"
 
-    `what` begins the message and `left` ends it. `Fenced`, `RanksLost` and `UsageError`
-    say something else, and pass.
-    """
-    try:
-        yield
-    except (SaveFailed, Fenced, RanksLost, UsageError):
-        raise
-    except (CkptctlError, OSError) as error:
-        message = error.message if isinstance(error, CkptctlError) else str(error)
-        own = error.next_command if isinstance(error, CkptctlError) else None
-        failed = SaveFailed(
-            f"{what}: {message}; {left}",
-            next_command=own or f"ckptctl scan {shlex.quote(saver.store.url)}",
+        cleared = self._group.from_first(clear)
+        folders = self._store.folders
+        free = f"; {folders.free_bytes():,} bytes are free now" if folders is not None else ""
+        return SaveFailed(
+            f"step {self.number} was not saved: {why}: {cleared}{free}; older steps are as they "
+            "were",
+            next_command=f"df -h {shlex.quote(self._store.url)}",
         )
-        if isinstance(error, AccessDenied):  # no retry changes that
-            failed.exit_code = error.exit_code
-        raise failed from error
 
+    # Sealing
 
-def _check_still_held(saver: Saver) -> None:
-    """Raise `Fenced` where a save failed because another attempt moved it aside.
+    def _flush(self) -> None:
+        """Make the names durable: in the step first, then that of the step itself."""
+        if self._store.folders is not None:
+            self._store.folders.sync_folder(self.name)
+            self._store.folders.sync_folder("")
 
-    Every rank calls it. A storage that does not answer leaves the failure of the save.
-    """
+    def _seal(self, written: Mapping[str, WrittenFile]) -> None:
+        """Inspect the step and seal it. Each rank gives the digests of what it wrote."""
+        files = self._group.from_first(
+            lambda: [file for file in list_step(self._store, self.name) if is_sealed(file)]
+        )
+        own = [file for file in files if _writer_of(file, self._group.size) == self._group.rank]
+        shares = self._group.from_all(lambda: self._digests_of(own, written))
+        sealed = sorted((file for files, _ in shares for file in files), key=lambda one: one.path)
+        damaged = [finding for _, findings in shares for finding in findings]
+        self._group.from_first(lambda: self._put_seal(tuple(sealed), damaged))
 
-    def check() -> None:
-        with suppress(StorageError):
-            check_token(saver.store, saver.token)
+    def _digests_of(
+        self, files: Sequence[FileInfo], written: Mapping[str, WrittenFile]
+    ) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
+        """The digests of some files; those that were not digested while written are read."""
+        digested_here = [file for file in files if file.path in written]
+        answers = self._store.kept(f"{self.name}/{file.path}" for file in digested_here)
+        ours = self._store.upload_checksum
+        sealed: list[SealedFile] = []
+        damaged: list[Finding] = []
+        for file, kept in zip(digested_here, answers, strict=True):
+            one = written[file.path]
+            if file.size != one.size:
+                raise SaveFailed(
+                    f"step {self.number} was not saved: {file.path} is {file.size:,} bytes, and "
+                    f"{one.size:,} were written to it; older steps are as they were",
+                    next_command=f"ckptctl verify {shlex.quote(self.url)}",
+                )
+            checksum = best_of(kept, lambda algorithm: algorithm == ours)
+            is_ours = checksum is not None and checksum.algorithm == ours
+            stored, wrong = as_kept(file.path, kept, checksum, one.checksum if is_ours else None)
+            sealed.append(SealedFile(file.path, one.size, written_ms(file), one.digests, stored))
+            damaged += wrong
+        others = [file for file in files if file.path not in written]
+        more, wrong = digested(self._store, self.name, others, self._algorithm, Limits())
+        return (*sealed, *more), (*damaged, *wrong)
 
-    saver.group.from_first(check)
-
-
-def _disk_full(saver: Saver, step: int, why: str) -> SaveFailed:
-    """What is raised then; every rank calls it.
-
-    What was written of the step goes: with each further try there would be less room.
-    """
-
-    def clear() -> str:
-        try:
-            n_bytes = sum(file.size for file in list_step(saver.store, saver.name_of(step)))
-            check_token(saver.store, saver.token)
-            remove_step(saver.store, saver.name_of(step))
-        except StorageError as error:
-            return f"what was written of it is still there ({error.message})"
-        return f"{n_bytes:,} bytes of it were written, and are removed again"
-
-    told = saver.group.from_first(clear)
-    free = free_bytes(absolute_url(saver.store.url))
-    return SaveFailed(
-        f"step {step} was not saved: {why}: {told}; {free:,} bytes are free now; older steps are "
-        "as they were",
-        next_command=f"df -h {shlex.quote(saver.store.url)}",
-    )
-
-
-def _writer(saver: Saver, name: str) -> FileSystemWriter:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    class FencedWriter(FileSystemWriter):
-        """Publishes metadata only for the attempt that holds the root."""
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            """Runs on rank 0, when every rank has reported what it wrote."""
-            check_token(saver.store, saver.token)
-            super().finish(metadata, results)
-
-    if is_local(saver.store.url):
-        return FencedWriter(_local_path(saver, name))
-    writer = FencedWriter(name, sync_files=False)
-    writer.fs, writer.path = cast("Any", Uploads(saver.store)), cast("Any", name)
-    return writer
-
-
-def failures_of(error: BaseException) -> str:
-    """What went wrong on which ranks, in one line."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    told = [
-        f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        for rank, (cause, _) in sorted(failures.items())
-    ]
-    more = f" (and {len(told) - 2} more ranks)" if len(told) > 2 else ""
-    return ("; ".join(told[:2]) + more)[:600] or type(error).__name__
-
-
-def seal_step(saver: Saver, step: int, written: Written) -> None:
-    """Look at the step, and seal it; every rank calls it, after `flush_step`.
-
-    Each rank gives the digests of the files that it wrote; what it cannot vouch for it
-    reads back. Raises `SaveFailed` where what was written is not a whole step, `Fenced`,
-    `StorageError`.
-    """
-    name = saver.name_of(step)
-    files = saver.group.from_first(
-        lambda: [file for file in list_step(saver.store, name) if is_sealed(file)]
-    )
-    own = [file for file in files if _digester(file, saver.group.size) == saver.group.rank]
-    shares = saver.group.from_all(lambda: _digests_of(saver, step, own, written))
-    sealed = sorted((file for files, _ in shares for file in files), key=lambda file: file.path)
-    damaged = [finding for _, findings in shares for finding in findings]
-    saver.group.from_first(lambda: _put_seal(saver, step, tuple(sealed), damaged))
-
-
-def flush_step(saver: Saver, step: int) -> None:
-    """Make the names of a step durable; every rank calls it."""
-
-    def flush() -> None:
-        for folder in (saver.name_of(step), ""):
-            sync_folder(_local_path(saver, folder))
-
-    if is_local(saver.store.url):
-        saver.group.from_first(flush)
-
-
-def _digests_of(
-    saver: Saver, step: int, files: Sequence[FileInfo], written: Written
-) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
-    name = saver.name_of(step)
-    known = [file for file in files if file.path in written]
-    sealed: list[SealedFile] = []
-    damaged: list[Finding] = []
-    answers = saver.store.kept(f"{name}/{file.path}" for file in known)
-    for file, kept in zip(known, answers, strict=True):
-        one = written[file.path]
-        if file.size != one.size:
+    def _put_seal(self, sealed: tuple[SealedFile, ...], damaged: Sequence[Finding]) -> None:
+        """Write the seal of a step that is whole; on rank 0 only."""
+        if damaged:
             raise SaveFailed(
-                f"step {step} was not saved: {file.path} is {file.size:,} bytes, and "
-                f"{one.size:,} were written to it; older steps are as they were",
-                next_command=f"ckptctl verify {shlex.quote(saver.url_of(step))}",
+                f"step {self.number} was written, and is not sealed: {damaged[0].message}",
+                next_command=f"ckptctl verify {shlex.quote(self.url)} --level content",
             )
-        checksum = best_of(kept, lambda algorithm: algorithm == BESIDE)
-        known_by_us = checksum is not None and checksum.algorithm == BESIDE
-        stored, wrong = as_kept(file.path, kept, checksum, one.beside if known_by_us else None)
-        sealed.append(SealedFile(file.path, one.size, written_ms(file), one.digests, stored))
-        damaged += wrong
-    unknown = [file for file in files if file.path not in written]
-    more, wrong = digested(saver.store, name, unknown, saver.algorithm, Limits())
-    return (*sealed, *more), (*damaged, *wrong)
+        # Level `listing`: the bytes were digested while they were written, and all ranks wait.
+        inspected = inspect_step(
+            self._store,
+            step_name(self.name) or self.name,
+            Requirements(saved_world_size=self._group.size, grace_s=_NO_GRACE_S),
+            level=Level.LISTING,
+        )
+        report = inspected.report
+        if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
+            faults = report.with_severity(Severity.FAULT)
+            raise SaveFailed(
+                f"step {self.number} was written, and is {report.verdict.value}: "
+                f"{faults[0].message}; it is not sealed, and will not be taken",
+                next_command=f"ckptctl verify {shlex.quote(report.url)}",
+            )
+        made = Seal(
+            self._algorithm,
+            identity_of(inspected, self._group.size),
+            sealed,
+            time_now(),
+            f"ckptctl {__version__}",
+            origin=self._target.origin,
+        )
+        self._check_token()
+        try:
+            self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._target.key))
+        except StorageError as error:
+            raise SaveFailed(
+                f"step {self.number} is whole and was not sealed: {error.message}",
+                next_command=f"ckptctl seal {shlex.quote(report.url)}",
+            ) from error
+
+    # In every stage
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        return Algorithm.XXH3 if self._target.key is None else Algorithm.SHA256
+
+    def _check_token(self) -> None:
+        check_token(self._store, self._target.token)
+
+    @contextmanager
+    def _failing(self, what: str, left: str) -> Iterator[None]:
+        """Turn errors of the storage and of files into a `SaveFailed` with its cause.
+
+        The message ends with `left`, what is left of the step. `Fenced`, `RanksLost` and
+        `UsageError` mean something else, and pass.
+        """
+        try:
+            yield
+        except (SaveFailed, Fenced, RanksLost, UsageError):
+            raise
+        except (CkptctlError, OSError) as error:
+            message = error.message if isinstance(error, CkptctlError) else str(error)
+            own = error.next_command if isinstance(error, CkptctlError) else None
+            failed = SaveFailed(
+                f"step {self.number} {what}: {message}; {left}",
+                next_command=own or f"ckptctl scan {shlex.quote(self._store.url)}",
+            )
+            if isinstance(error, AccessDenied):  # no retry changes that
+                failed.exit_code = error.exit_code
+            raise failed from error
 
 
-def _digester(file: FileInfo, n_ranks: int) -> int:
-    """The rank that digests a file: the one that wrote it."""
+def _writer_of(file: FileInfo, n_ranks: int) -> int:
+    """The rank that wrote a file, and so digests it; rank 0 for files of no rank."""
     rank = shard_rank(file.path)
     return 0 if rank is None else rank % n_ranks
-
-
-def _put_seal(
-    saver: Saver, step: int, sealed: tuple[SealedFile, ...], damaged: Sequence[Finding]
-) -> None:
-    name = saver.name_of(step)
-    if damaged:
-        raise SaveFailed(
-            f"step {step} was written, and is not sealed: {damaged[0].message}",
-            next_command=f"ckptctl verify {shlex.quote(saver.url_of(step))} --level content",
-        )
-    named = step_name(name)
-    # No deeper: what is in the shards was digested on its way, and all ranks wait for this.
-    looked = inspect_step(
-        saver.store,
-        named or name,
-        Requirements(saved_world_size=saver.group.size, grace_s=_GRACE_S),
-        level=Level.LISTING,
-    )
-    report = looked.report
-    if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
-        faults = report.with_severity(Severity.FAULT)
-        raise SaveFailed(
-            f"step {step} was written, and is {report.verdict.value}: {faults[0].message}; it is "
-            "not sealed, and will not be taken",
-            next_command=f"ckptctl verify {shlex.quote(report.url)}",
-        )
-    made = Seal(
-        saver.algorithm,
-        identity_of(looked, saver.group.size),
-        sealed,
-        time_now(),
-        f"ckptctl {__version__}",
-        origin=saver.origin,
-    )
-    check_token(saver.store, saver.token)
-    try:
-        saver.store.put(f"{name}/{SEAL}", seal_bytes(made, saver.key))
-    except StorageError as error:
-        raise SaveFailed(
-            f"step {step} is whole and was not sealed: {error.message}",
-            next_command=f"ckptctl seal {shlex.quote(report.url)}",
-        ) from error

@@ -39,6 +39,16 @@ class FaultyStore:
         self.url = store.url
         self.calls: Counter[str] = Counter()
 
+    @property
+    def folders(self) -> None:
+        """See `Store.folders`: none, so that everything goes through the verbs."""
+        return
+
+    @property
+    def upload_checksum(self) -> str | None:
+        """See `Store.upload_checksum`."""
+        return self._store.upload_checksum
+
     def fail(
         self,
         verb: str,

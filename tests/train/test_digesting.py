@@ -26,8 +26,9 @@ from ckptctl.formats.digests import Algorithm  # noqa: E402
 from ckptctl.formats.own.seals import SEAL, parse_seal  # noqa: E402
 from ckptctl.model import Checksum, Kept  # noqa: E402
 from ckptctl.storage.fsspec_client import FsspecClient  # noqa: E402
-from ckptctl.train import checkpointer, saving  # noqa: E402
-from ckptctl.train.digesting import DigestedFiles  # noqa: E402
+from ckptctl.storage.local import LocalStore  # noqa: E402
+from ckptctl.train import saving  # noqa: E402
+from ckptctl.train.writing import DigestedFiles  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -78,7 +79,7 @@ def test_pieces_of_any_kind_come_to_the_digests_of_the_file(tmp_path_factory, da
     assert (found.size, found.digests.whole) == (len(whole), xxhash.xxh3_128(whole).hexdigest())
     expected = [xxhash.xxh3_128(block).hexdigest() for block in blocks] if len(whole) > 16 else []
     assert found.digests.blocks == tuple(expected)
-    assert found.beside == f"{zlib.crc32(whole):08x}"
+    assert found.checksum == f"{zlib.crc32(whole):08x}"
 
 
 @pytest.mark.parametrize(
@@ -125,13 +126,14 @@ def test_a_writer_that_goes_back_over_its_file_has_it_read_again(job, read_back,
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, act) -> None:
     """Let something happen between the last byte and the seal."""
-    flush = checkpointer.flush_step
+    sync_folder = LocalStore.sync_folder
 
-    def acted(saver, step):
-        act(Path(saver.store.url) / f"step_{step}" / "__0_0.distcp")
-        flush(saver, step)
+    def acted(store, path):
+        if path:
+            act(Path(store.path_of(path)) / "__0_0.distcp")
+        sync_folder(store, path)
 
-    monkeypatch.setattr(checkpointer, "flush_step", acted)
+    monkeypatch.setattr(LocalStore, "sync_folder", acted)
 
 
 def test_what_a_storage_changes_before_the_seal_is_not_sealed_as_good(job, monkeypatch):
