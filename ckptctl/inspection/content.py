@@ -19,19 +19,12 @@ from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
-from ckptctl.inspection.parts import PartInspection, folder_of
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.subsets import share
-from ckptctl.model import FileInfo, Part, PartFormat, Step
+from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.records.byte_pass import Limits, Run, read_runs
 from ckptctl.records.content_runs import record_runs
 from ckptctl.records.digest_runs import BlockDigests, RecordRun
-from ckptctl.records.reads import RecordSource
-from ckptctl.storage.contract import Store
-
-_SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
-"""Remarks of the shallower levels that a look at the bytes makes good, or into a fault."""
-
-_SAID_AGAIN = frozenset({"record.crc", "record.framing"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ContentInspection:
-    """What the bytes said: `findings` are all of the step, `whole` that every byte was read."""
+    """What comparing the bytes found, and whether the `whole` step was compared."""
 
     findings: tuple[Finding, ...]
     proven: Proven
@@ -101,51 +94,44 @@ class Comparison:
 
 
 def inspect_content(
-    store: Store,
-    step: Step,
-    parts: Sequence[PartInspection],
-    findings: Sequence[Finding],
-    sealed: Comparison | None,
-    asked: Asked | None = None,
+    opened: OpenStep, asked: Asked | None, seal: Seal | None, passed_over: Collection[str] = ()
 ) -> ContentInspection:
-    """Compare every byte of a step's records, after `structure` has found `findings`.
+    """Compare every byte of a step's records with their checksums.
 
-    `sealed` compares all files with the seal of the step, where there is one. Storage
-    errors pass through. Cost: every byte once, of the records, and of all files where
-    there is a seal.
+    Where the step has a `seal` and no part of its bytes is chosen, all files are compared
+    with it too; those `passed_over` differ from it already. Storage errors pass through.
+    Cost: every byte once, of the records, and of all files where there is a seal.
     """
     asked = asked or Asked()
-    with_metadata = [look for look in parts if look.metadata]
+    sealed = None
+    if seal is not None and asked.choose is None:
+        sealed = Comparison(opened.name, seal, opened.files, passed_over)
+    parts = [part for part in opened.parts if part.metadata]
     checks = [
-        ContentCheck(look.ranges, look.part.files, look.part.path, choose=_own_share(asked))
-        for look in with_metadata
+        ContentCheck(part.ranges, part.part.files, part.path, choose=_own_share(asked))
+        for part in parts
     ]
     of_records = [
         run
-        for look, check in zip(with_metadata, checks, strict=True)
-        for run in record_runs(
-            RecordSource(store, folder_of(step, look.part), look.ranges),
-            check.by_file,
-            check.report,
-            nan_scan=asked.nan_scan,
-        )
+        for part, check in zip(parts, checks, strict=True)
+        for run in record_runs(part.source, check.by_file, check.report, nan_scan=asked.nan_scan)
     ]
     group = asked.group
     limits = replace(asked.limits, on_progress=group.watch(asked.limits.on_progress))
     runs = sealed.runs(of_records) if sealed else of_records
-    digests = " ".join(one.digest for look in parts for one in look.metadata)
+    digests = " ".join(one.digest for part in parts for one in part.metadata)
 
     def read_share() -> tuple[str, int, tuple[Outcome, ...]]:
-        n_bytes = read_runs(store, runs, limits)
+        n_bytes = read_runs(opened.store, runs, limits)
         return digests, n_bytes, tuple(check.outcome for check in checks)
 
     shares = group.share(read_share)
     for rank, (read_digests, _, outcomes) in enumerate(shares):
         if read_digests != digests:
             raise StorageUnavailable(
-                f"{step.url}: the processes do not read the same metadata: the step is being "
+                f"{opened.url}: the processes do not read the same metadata: the step is being "
                 "written, or the machines do not see the same storage",
-                next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
+                next_command=shlex.join(["ckptctl", "verify", opened.url, "--level", "content"]),
             )
         if rank != group.rank:
             for check, outcome in zip(checks, outcomes, strict=True):
@@ -154,18 +140,16 @@ def inspect_content(
     as_sealed = sealed.proven if sealed else frozenset()
     found = [*sealed.findings()] if sealed else []
     found += [finding for check in checks for finding in check.findings(as_sealed)]
-    for look in parts:
-        found += _of_safetensors(look.part, as_sealed)
+    for part in opened.parts:
+        found += _of_safetensors(part.part, as_sealed)
     proven = sum((check.proven for check in checks), NOTHING_PROVEN)
     finished = all(check.whole for check in checks) and (sealed is None or sealed.whole)
     whole = finished and asked.choose is None
     if not finished:
-        found.append(_not_all(proven, step, "content.unfinished"))
+        found.append(_not_all(proven, opened.url, "content.unfinished"))
     elif not whole:
-        found.append(_not_all(proven, step, "content.partial"))
-    return ContentInspection(
-        (*_merged(findings, found, whole=whole), *found), proven, n_read, whole
-    )
+        found.append(_not_all(proven, opened.url, "content.partial"))
+    return ContentInspection(tuple(found), proven, n_read, whole)
 
 
 def _own_share(asked: Asked) -> Choose | None:
@@ -192,7 +176,7 @@ def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
         yield unverifiable(part.path, f"{n_files} without checksums")
 
 
-def _not_all(proven: Proven, step: Step, code: str) -> Finding:
+def _not_all(proven: Proven, url: str, code: str) -> Finding:
     until = "until the look was ended " if code == "content.unfinished" else ""
     return Finding(
         code,
@@ -201,16 +185,5 @@ def _not_all(proven: Proven, step: Step, code: str) -> Finding:
         "their checksums; the others were not compared",
         expected=f"{proven.n_asked:,} bytes",
         found=f"{proven.n_bytes:,} bytes",
-        next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "content"]),
+        next_command=shlex.join(["ckptctl", "verify", url, "--level", "content"]),
     )
-
-
-def _merged(
-    before: Sequence[Finding], found: Sequence[Finding], *, whole: bool
-) -> Iterator[Finding]:
-    """The earlier findings, without those that the look at the bytes says again, or better."""
-    again = {(finding.code, finding.where) for finding in found if finding.code in _SAID_AGAIN}
-    for finding in before:
-        better = whole and finding.code in _SAID_BETTER
-        if not better and (finding.code, finding.where) not in again:
-            yield finding

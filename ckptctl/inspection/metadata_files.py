@@ -8,45 +8,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import inside
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
-from ckptctl.model import FileInfo, Metadata, Part
-from ckptctl.storage.contract import ShortRead, Store
+from ckptctl.model import FileInfo, Metadata
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import parent_url
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.open_step import OpenPart
 
 MAX_METADATA_BYTES = 2**30
 """Larger metadata is refused. 512,000 chunks take 70 MB: this is enough for 7 million."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartFolder:
-    """A DCP part and where it lies: `folder` in the store, `url` of its step for messages."""
-
-    store: Store
-    folder: str
-    part: Part
-    url: str
-
-    @property
-    def files(self) -> Mapping[str, FileInfo]:
-        """The part's files by their name in it."""
-        return {file.path: file for file in self.part.files}
-
-    def in_store(self, name: str) -> str:
-        """The path of one of the part's files in the store."""
-        return f"{self.folder}/{name}" if self.folder else name
-
-    def in_step(self, name: str) -> str:
-        """The path of one of the part's files in the step: what findings name."""
-        return inside(self.part.path, name)
-
-
-def read_metadata(at: PartFolder) -> Iterator[Metadata | Finding]:
+def read_metadata(at: OpenPart) -> Iterator[Metadata | Finding]:
     """Yield the metadata of a DCP part, one per rank where it is rank-local, and findings.
 
     Yields `metadata.missing`, `metadata.unreadable`, `metadata.unsafe`,
@@ -54,7 +33,7 @@ def read_metadata(at: PartFolder) -> Iterator[Metadata | Finding]:
     Cost: one read for each metadata file; one more where a save left a
     `.metadata.tmp` beside it.
     """
-    files = at.files
+    files = {file.path: file for file in at.part.files}
     ranks = sorted(rank for name in files if (rank := rank_local_rank(name)) is not None)
     if METADATA in files:
         yield _decoded(at, files[METADATA], None)
@@ -70,7 +49,7 @@ def read_metadata(at: PartFolder) -> Iterator[Metadata | Finding]:
         yield _missing(at, tmp=METADATA_TMP in files)
 
 
-def _decoded(at: PartFolder, file: FileInfo, rank: int | None) -> Metadata | Finding:
+def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Finding:
     where = at.in_step(file.path)
     if file.kind != "file":
         what = f"a link to {file.link}" if file.kind == "link" else f"a {file.kind}"
@@ -105,7 +84,7 @@ def _decoded(at: PartFolder, file: FileInfo, rank: int | None) -> Metadata | Fin
         )
 
 
-def _unreadable(at: PartFolder, where: str, why: str) -> Finding:
+def _unreadable(at: OpenPart, where: str, why: str) -> Finding:
     return Finding(
         "metadata.unreadable",
         where,
@@ -126,7 +105,7 @@ def _changed(where: str, expected: str, found: str) -> Finding:
     )
 
 
-def _ambiguous(at: PartFolder, other: str, what: str) -> Finding:
+def _ambiguous(at: OpenPart, other: str, what: str) -> Finding:
     where = at.in_step(METADATA)
     return Finding(
         "metadata.ambiguous",
@@ -139,7 +118,7 @@ def _ambiguous(at: PartFolder, other: str, what: str) -> Finding:
     )
 
 
-def _unfinished(at: PartFolder, files: Mapping[str, FileInfo]) -> Iterator[Finding]:
+def _unfinished(at: OpenPart, files: Mapping[str, FileInfo]) -> Iterator[Finding]:
     # A store without rename copies the temporary file and then deletes it: what
     # is left of that is equal. Anything else is a save over this step.
     tmp, final = files[METADATA_TMP], files[METADATA]
@@ -154,7 +133,7 @@ def _unfinished(at: PartFolder, files: Mapping[str, FileInfo]) -> Iterator[Findi
     yield _ambiguous(at, METADATA_TMP, "the one of a save over this step that did not end")
 
 
-def _missing_ranks(at: PartFolder, ranks: list[int]) -> Iterator[Finding]:
+def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
     missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
     if missing:
         shown = ", ".join(f"__{rank}.metadata" for rank in missing[:4])
@@ -168,7 +147,7 @@ def _missing_ranks(at: PartFolder, ranks: list[int]) -> Iterator[Finding]:
         )
 
 
-def _missing(at: PartFolder, *, tmp: bool) -> Finding:
+def _missing(at: OpenPart, *, tmp: bool) -> Finding:
     n_shards = len(at.part.files) - tmp
     found = f"{n_shards} shard file{'s' if n_shards != 1 else ''}"
     found += f" and {METADATA_TMP}" if tmp else ""

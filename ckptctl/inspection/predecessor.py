@@ -15,17 +15,13 @@ from dataclasses import dataclass
 
 from ckptctl.checks.identity import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
-from ckptctl.errors import (
-    MetadataUnreadable,
-    MetadataUnsafe,
-    StorageError,
-)
-from ckptctl.findings import Finding, Severity
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
+from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layouts import METADATA, StepName
-from ckptctl.inspection.parts import PartInspection
-from ckptctl.model import ByteRange, Metadata, Step, TensorEntry
+from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.model import ByteRange, Metadata, TensorEntry
 from ckptctl.records.opening import elements_crc
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Span, Store
@@ -41,33 +37,32 @@ Older = Callable[[], Sequence[StepName]]
 """The older steps under the same root, newest first; asked for where they are needed."""
 
 
-def check_step_before(
-    store: Store, step: Step, look: PartInspection, older: Older
-) -> Iterator[Finding]:
+def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
     """Yield a `shard.stale` for each shard file that stands as it is in the step before.
 
-    `look` is a part after `inspect_structure`. Nothing is said of one that has faults, that has
-    no shards whose tensors are split over several files, or that has no step before it.
+    `part` is one without faults. Nothing is said of one that has no shards whose tensors are
+    split over several files, or that has no step before it.
 
     Storage errors of the older step are passed over. Cost: a listing of the root, one
     metadata, and `FEW` short reads for each shard file; where one of them stands still,
     two times `MANY` more for each such file, and at worst the same of one more step.
     """
-    if not _can_be_told(look):
+    if len(part.metadata) != 1 or part.metadata[0].n_bytes > MAX_METADATA_BYTES:
         return
-    check = StaleShardCheck(look.ranges, look.crcs)
+    store = opened.store
+    check = StaleShardCheck(part.ranges, part.crcs)
     first = check.first()
     if not first:
         return
     steps = iter(older())
-    before = _compared(store, steps, look, first)
+    before = _compared(store, steps, part, first)
     if before is None:
         return
     suspects = check.suspects(before.crcs)
     if not suspects:
         return
     try:
-        before = before.with_more(store, look, check.closer(suspects, before.crcs))
+        before = before.with_more(store, part, check.closer(suspects, before.crcs))
     except (StorageError, MemoryError):
         return
     found = check.standing(suspects, before.crcs)
@@ -75,8 +70,8 @@ def check_step_before(
     still_before = None
     if unproven:
         numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(store, steps, look, numbers)
-    moved = {look.ranges.files[n] for n, crc in before.crcs.items() if crc != look.crcs[n]}
+        still_before = _compared(store, steps, part, numbers)
+    moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
         proven = one.has_moments or (
             one.n_mixed == 0
@@ -84,33 +79,22 @@ def check_step_before(
             and has_moved(one, before.crcs, still_before.crcs)
         )
         if proven:
-            command = shlex.join(["ckptctl", "diff", join_url(store.url, before.name), step.url])
-            yield stale(look.ranges, one, len(moved), look.part.path, before.name, command)
+            command = shlex.join(["ckptctl", "diff", join_url(store.url, before.name), opened.url])
+            yield stale(part.ranges, one, len(moved), part.path, before.name, command)
 
 
-def check_wrong_step(
-    store: Store, step: Step, parts: Sequence[PartInspection], number: int, older: Older
-) -> Finding | None:
-    """`step.wrong-step` for a step that is step `number`, where one that is as far lies beside it.
+def check_wrong_step(opened: OpenStep, number: int, older: Older) -> Iterator[Finding]:
+    """Yield `step.wrong-step` for what is step `number`, if one that is as far lies beside it.
 
     Cost: a listing of the root, and the metadata of `MAX_TRIED` steps at most.
     """
-    look = next(look for look in parts if look.own_number is not None)
+    part = next(part for part in opened.parts if part.own_number is not None)
     beside = [named for named in older() if named.number >= number]
     for named in beside[:MAX_TRIED]:
-        metadata = _metadata(store, _folder(named, look))
+        metadata = _metadata(opened.store, _folder(named, part))
         if metadata is not None and own_number(metadata) == named.number:
-            return wrong_step(step, number, named.name)
-    return None
-
-
-def _can_be_told(look: PartInspection) -> bool:
-    return (
-        len(look.metadata) == 1
-        and look.metadata[0].n_bytes <= MAX_METADATA_BYTES
-        and len(look.crcs) == len(look.ranges)
-        and not any(finding.severity is Severity.FAULT for finding in look.findings)
-    )
+            yield wrong_step(opened.step, number, named.name)
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,30 +106,30 @@ class _Before:
     metadata: Metadata
     crcs: dict[int, int]
 
-    def with_more(self, store: Store, look: PartInspection, numbers: Iterable[int]) -> _Before:
+    def with_more(self, store: Store, part: OpenPart, numbers: Iterable[int]) -> _Before:
         """The same with the checksums of more records."""
-        more = _crcs(store, self.folder, self.metadata, look.ranges, numbers)
+        more = _crcs(store, self.folder, self.metadata, part.ranges, numbers)
         return _Before(self.name, self.folder, self.metadata, {**self.crcs, **more})
 
 
 def _compared(
-    store: Store, steps: Iterator[StepName], look: PartInspection, numbers: Sequence[int]
+    store: Store, steps: Iterator[StepName], part: OpenPart, numbers: Sequence[int]
 ) -> _Before | None:
     """The checksums of records in the next of `steps` that can be read, None where none can."""
     for _, named in zip(range(MAX_TRIED), steps, strict=False):
-        folder = _folder(named, look)
+        folder = _folder(named, part)
         metadata = _metadata(store, folder)
         if metadata is None:
             continue
         with suppress(StorageError, MemoryError):
-            crcs = _crcs(store, folder, metadata, look.ranges, numbers)
+            crcs = _crcs(store, folder, metadata, part.ranges, numbers)
             if crcs:
                 return _Before(named.name, folder, metadata, crcs)
     return None
 
 
-def _folder(named: StepName, look: PartInspection) -> str:
-    return f"{named.name}/{look.part.path}" if look.part.path else named.name
+def _folder(named: StepName, part: OpenPart) -> str:
+    return f"{named.name}/{part.path}" if part.path else named.name
 
 
 def _metadata(store: Store, folder: str) -> Metadata | None:

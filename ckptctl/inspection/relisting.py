@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from ckptctl.checks.shape import check_unchanged
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Step
-from ckptctl.storage.contract import Kind, ShortRead, Span, Store
+from ckptctl.storage.contract import Kind, ShortRead, Span
 
 MAX_ASKED = 4
 """Missing files that are asked for by name; a listing that lacks one is told by any."""
@@ -24,25 +24,25 @@ MAX_ASKED = 4
 _MISSING = frozenset({"shard.missing", "metadata.missing", "file.missing"})
 
 
-def left_out(store: Store, step: Step, findings: Sequence[Finding]) -> Iterator[Finding]:
+def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a `step.unknown` where a file is there that the listing lacks.
 
     A local file system is taken at its word. Storage errors pass through. Cost: a read
     of one byte for each file that is missing, at most `MAX_ASKED`.
     """
-    if store.kind is Kind.LOCAL:
+    if opened.store.kind is Kind.LOCAL:
         return
-    listed = {file.path for file in step.files}
+    listed = {file.path for file in opened.files}
     missing = [f.where for f in findings if f.code in _MISSING and f.where not in listed]
     for where in missing[:MAX_ASKED]:
-        if _is_there(store, step, where):
-            yield _not_listed(step, where)
+        if _is_there(opened, where):
+            yield _not_listed(opened.step, where)
             return
 
 
-def _is_there(store: Store, step: Step, path: str) -> bool:
+def _is_there(opened: OpenStep, path: str) -> bool:
     try:
-        for _ in store.read_spans([Span(f"{step.name}/{path}", 0, 1)]):
+        for _ in opened.store.read_spans([Span(opened.in_store(path), 0, 1)]):
             pass
     except PathNotFound:
         return False
@@ -51,27 +51,28 @@ def _is_there(store: Store, step: Step, path: str) -> bool:
     return True
 
 
-def really_changed(store: Store, step: Step, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where each `step.changed` that no listing bears out is a `step.unknown`.
+def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | None:
+    """A `step.unknown` where a `step.changed` among the findings is not borne out; else None.
 
-    Storage errors pass through. Cost: one listing of the step where there is one, and a
-    read of one byte for each file that is gone from it, at most `MAX_ASKED`.
+    The step is listed once more: a change that no listing shows, and one that a read
+    contradicts, says that the storage cannot be trusted. Storage errors pass through.
+    Cost: nothing without a `step.changed`; else one listing, and a read of one byte for
+    each file that is gone from it, at most `MAX_ASKED`.
     """
-    said = [finding for finding in findings if finding.code == "step.changed"]
-    if not said:
-        return list(findings)
-    now = list_step(store, step.name)
+    said = next((finding for finding in findings if finding.code == "step.changed"), None)
+    if said is None:
+        return None
+    step = opened.listed
+    now = opened.list_again()
     gone = {file.path for file in step.files} - {file.path for file in now}
-    hidden = [path for path in sorted(gone)[:MAX_ASKED] if _is_there(store, step, path)]
+    hidden = [path for path in sorted(gone)[:MAX_ASKED] if _is_there(opened, path)]
     if hidden:
-        return [*findings, _not_listed(step, hidden[0])]
+        return _not_listed(step, hidden[0])
     # Where the first listing failed there is nothing that could have changed since.
     if step.files and any(check_unchanged(step, now)):
-        return list(findings)
-    others = [finding for finding in findings if finding.code != "step.changed"]
-    where = said[0].where
-    what = f"one answer has {where} gone or changed, and a listing shows it as it was"
-    return [*others, _unknown(step, where, what, said[0].found)]
+        return None
+    what = f"one answer has {said.where} gone or changed, and a listing shows it as it was"
+    return _unknown(step, said.where, what, said.found)
 
 
 def _not_listed(step: Step, where: str) -> Finding:

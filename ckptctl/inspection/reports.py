@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import inside
 from ckptctl.checks.state import check_required
 from ckptctl.checks.world_size import (
     check_saved_world_size,
@@ -21,92 +20,117 @@ from ckptctl.findings import (
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
     NOTHING_PROVEN,
-    ByStore,
     Finding,
-    Proven,
     Report,
     Verdict,
     in_order,
     verdict_of,
 )
 from ckptctl.formats.frameworks.layouts import is_own
-from ckptctl.inspection.parts import PartInspection
-from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
+from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.stages import Found
+from ckptctl.model import SHARDED, FileInfo, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.seals import Seal
 
 
-def report_on(
-    step: Step,
-    findings: Sequence[Finding],
-    parts: Sequence[PartInspection],
-    state: TrainState,
-    requirements: Requirements,
-    level: Level,
-    *,
-    seal: Seal | None = None,
-    n_read: int = 0,
-    proven: Proven = NOTHING_PROVEN,
-    by_store: ByStore | None = None,
-) -> Report:
-    """Add up what was found of a step, and hold it against the requirements.
+_REPLACES = {
+    # Metadata of another step is a suspicion, until the train state agrees with it.
+    "step.wrong-step": frozenset({"metadata.foreign"}),
+    # What a storage says that contradicts itself proves no change.
+    "step.unknown": frozenset({"step.changed"}),
+}
+"""Findings that explain others, which are left out then."""
 
-    `seal` is the one that speaks of the step, `n_read` how many bytes level `content`
-    has read, `proven` what it has proven, `by_store` what the store's checksums say.
-    """
-    looked = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
-    named = {look.part.path: look.ranges.file_names for look in parts if look.metadata}
+_SAID_AGAIN = frozenset({"record.crc", "record.framing"})
+"""Findings that structure and content have of the same file; the later one counts."""
+
+_SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
+"""Notes of shallower levels that reading every byte settles, one way or the other."""
+
+
+def settled(found: Found) -> list[Finding]:
+    """The findings of all stages, without those that a later one repeats or explains."""
+    replaced = {code for one in found.findings for code in _REPLACES.get(one.code, ())}
+    if found.content is not None and found.content.whole:
+        replaced |= _SAID_BETTER
+    by_content = found.content.findings if found.content is not None else ()
+    again = {(one.code, one.where) for one in by_content if one.code in _SAID_AGAIN}
+    latest = {id(one) for one in by_content}
+    return [
+        one
+        for one in found.findings
+        if id(one) in latest or not (one.code in replaced or (one.code, one.where) in again)
+    ]
+
+
+def report_on(opened: OpenStep, found: Found) -> Report:
+    """Add up what was found of a step, and hold it against the requirements."""
+    return _report(opened.step, opened.parts, found, settled(found))
+
+
+def report_failed(step: Step, found: Found, failed: Finding) -> Report:
+    """The report on a step that could not be inspected: `failed` alone says why."""
+    blank = Found(found.requirements, found.level)
+    return _report(step, (), blank, [failed])
+
+
+def _report(
+    step: Step, parts: Sequence[OpenPart], found: Found, findings: Sequence[Finding]
+) -> Report:
+    requirements, state = found.requirements, found.state
+    seal = found.notes.seal if found.notes else None
+    is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
+    named = {part.path: part.ranges.file_names for part in parts if part.metadata}
     saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
-    found = [*_in_flight(step, findings, requirements.grace_s)]
-    if looked and step.parts:
-        if _is_known(parts):
-            found += check_required(state, requirements.require, step.url)
+    findings = [*_in_flight(step, findings, requirements.grace_s)]
+    if is_known and step.parts:
+        if _holds_metadata(parts):
+            findings += check_required(state, requirements.require, step.url)
         if requirements.saved_world_size is not None:
-            found += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
+            findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
         if requirements.world_size is not None:
-            found += check_world_size(step.parts, state, saved, requirements.world_size, step.url)
-    verdict = verdict_of(found)
-    metadata = [(look.part.path, one) for look in parts for one in look.metadata]
+            findings += check_world_size(
+                step.parts, state, saved, requirements.world_size, step.url
+            )
+    verdict = verdict_of(findings)
+    metadata = [(part, one) for part in parts for one in part.metadata]
     files = _saved_files(step)
+    proven = found.content.proven if found.content else NOTHING_PROVEN
     return Report(
         url=step.url,
         number=step.number,
         layout=step.layout,
         verdict=verdict,
-        exit_code=_exit_code(verdict, found, state, requirements),
-        level=level,
-        findings=in_order(found),
+        exit_code=_exit_code(verdict, findings, state, requirements),
+        level=found.level,
+        findings=in_order(findings),
         state=state,
         world_size=saved,
         n_bytes=sum(file.size for file in files),
         n_files=len(files),
         n_tensors=sum(len(one.tensors) for _, one in metadata),
-        n_records=sum(len(look.ranges) for look in parts),
-        bytes_read=sum(look.bytes_read for look in parts) + n_read,
+        n_records=sum(len(part.ranges) for part in parts),
+        bytes_read=sum(part.bytes_read for part in parts)
+        + (found.content.n_read if found.content else 0),
         written_s=_newest(files),
         parts=tuple(part.path for part in step.parts),
-        digests=tuple((metadata_path(path, one.rank), one.digest) for path, one in metadata),
+        digests=tuple((part.metadata_path(one.rank), one.digest) for part, one in metadata),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
         seal=seal.kind if seal else None,
         bytes_in_records=proven.n_asked,
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,
         values_scanned=proven.n_values,
-        by_store=by_store,
+        by_store=found.by_store,
     )
 
 
-def _is_known(parts: Sequence[PartInspection]) -> bool:
+def _holds_metadata(parts: Sequence[OpenPart]) -> bool:
     # Without metadata there is nothing to say what a resume would restore.
-    return all(look.metadata or look.part.format not in SHARDED for look in parts)
-
-
-def metadata_path(part: str, rank: int | None) -> str:
-    """The path of a metadata file in its step: the global one of a part, or a rank's own."""
-    name = ".metadata" if rank is None else f"__{rank}.metadata"
-    return inside(part, name)
+    return all(part.metadata or part.part.format not in SHARDED for part in parts)
 
 
 def _saved_files(step: Step) -> list[FileInfo]:

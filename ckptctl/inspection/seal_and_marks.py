@@ -10,12 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import inside
 from ckptctl.checks.marks import check_marks
 from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_seal, speaks_of_step
+from ckptctl.checks.store_checksums import check_stored, without_seal
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
-from ckptctl.findings import Finding
+from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
@@ -26,13 +27,14 @@ from ckptctl.formats.own.marks import (
     parse_mark,
     standing,
 )
-from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, parse_seal
+from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, parse_seal
 from ckptctl.inspection.marks_file import read_marks_file
-from ckptctl.inspection.parts import PartInspection
-from ckptctl.inspection.reports import metadata_path
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Span, Store, TooLarge
+from ckptctl.storage.contract import Span, TooLarge
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.open_step import OpenStep
 
 MAX_MARKS = 256
 """So many marks of one step are read: those that rule it out first, then the newest."""
@@ -64,32 +66,25 @@ class Notes:
 
 
 def read_notes(
-    store: Store,
-    step: Step,
-    parts: Sequence[PartInspection],
-    requirements: Requirements,
-    known_faults: Collection[str] = (),
+    opened: OpenStep, requirements: Requirements, known_faults: Collection[str] = ()
 ) -> Notes:
-    """Read the seal and the marks of a step, and hold them against what was seen of it.
+    """The seal and the marks of a step, compared with what was read of it.
 
-    `known_faults` are the files that other findings speak of already. Storage errors
-    pass through. Cost: one read for the seal and one for each mark, where there are any.
+    `known_faults` are the files that have a finding already. Storage errors pass through.
+    Cost: one read for the seal and one for each mark, where there are any.
     """
-    metadata = {
-        metadata_path(look.part.path, one.rank): one.digest
-        for look in parts
-        for one in look.metadata
-    }
-    current = metadata_digest(tuple(metadata.items()))
-    marks, damaged = _marks_of(store, step, current)
+    step, digests = opened.step, opened.digests
+    current = metadata_digest(tuple(digests.items()))
+    marks, damaged = opened.marks
     if requirements.marks is not None:
         marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
     own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
-    named = {inside(look.part.path, name) for look in parts for name in look.ranges.file_names}
-    seal, about = _seal_of(store, step)
+    named = {part.in_step(name) for part in opened.parts for name in part.ranges.file_names}
+    seal, unread = opened.seal
+    about = [*unread]
     if seal is not None:
-        said = check_seal(seal, Seen(step, metadata, named), key=requirements.key)
+        said = check_seal(seal, Seen(step, digests, named), key=requirements.key)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in said if finding.where not in known_faults]
     if requirements.require_seal and (
@@ -101,29 +96,35 @@ def read_notes(
     return Notes(usable, own, (*found, *about), pins)
 
 
-def _seal_of(store: Store, step: Step) -> tuple[Seal | None, list[Finding]]:
-    file = next((file for file in step.files if file.path == SEAL), None)
+ReadSeal = tuple[Seal | None, tuple[Finding, ...]]
+"""A seal, None where there is none that can be read; and the finding that says why."""
+
+ReadMarks = tuple[tuple[Mark, ...], tuple[Finding, ...]]
+"""The marks on a step, and a finding for each file that could not be read as one."""
+
+
+def read_seal(opened: OpenStep) -> ReadSeal:
+    """The seal in a step. Cost: one read where there is one."""
+    file = next((file for file in opened.files if file.path == SEAL), None)
     if file is None:
-        return None, []
+        return None, ()
     try:
         if file.kind != "file":
             raise OwnFileUnreadable(f"it is a {file.kind}, not a file; it was not opened")
-        data = store.read(f"{step.name}/{SEAL}", limit=MAX_SEAL_BYTES)
-        return parse_seal(data), []
+        return parse_seal(opened.store.read(opened.in_store(SEAL), limit=MAX_SEAL_BYTES)), ()
     except OwnFileUnsupported as error:
-        return None, [_unreadable("seal.unsupported", SEAL, "the seal", error.message)]
+        return None, (_unreadable("seal.unsupported", SEAL, "the seal", error.message),)
     except (OwnFileUnreadable, TooLarge) as error:
-        return None, [_unreadable("seal.invalid", SEAL, "the seal", error.message)]
+        return None, (_unreadable("seal.invalid", SEAL, "the seal", error.message),)
 
 
-def _marks_of(
-    store: Store, step: Step, current: str | None
-) -> tuple[tuple[Mark, ...], tuple[Finding, ...]]:
-    """The marks on a step, and a finding for each file that could not be used as one.
+def read_marks(opened: OpenStep) -> ReadMarks:
+    """The marks in a step. Cost: one read for each.
 
     A mark that rules the step out counts by the name of its file where it cannot be
     read: neither damage nor many later marks let a step be taken that was rejected.
     """
+    step = opened.step
     files = [
         file
         for file in step.files
@@ -134,13 +135,14 @@ def _marks_of(
     read = [f for f in order[:MAX_MARKS] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
     marks: list[Mark] = []
     unread = {file.path: _why_not_read(file) for file in files if file not in read}
-    spans = (Span(f"{step.name}/{file.path}", 0, file.size) for file in read)
-    for span, data in store.read_spans(spans):
-        path = span.path.removeprefix(f"{step.name}/")
+    spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
+    for span, data in opened.store.read_spans(spans):
+        path = span.path.removeprefix(opened.in_store(""))
         try:
             marks.append(parse_mark(data))
         except OwnFileUnreadable as error:
             unread[path] = error.message
+    current = metadata_digest(tuple(opened.digests.items()))
     marks += [
         _by_name(path, word, why, step, current)
         for path, why in unread.items()
@@ -200,3 +202,40 @@ def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Findin
         if not reasons
         else f"ckptctl explain {reasons[0]}",
     )
+
+
+def ask_store(
+    opened: OpenStep, seal: Seal | None, findings: Sequence[Finding]
+) -> tuple[ByStore | None, tuple[Finding, ...]]:
+    """Compare the checksums that the store keeps with those in the step's seal.
+
+    A file that differs from the seal by the `findings` so far is left out, and so are
+    metadata files, which every inspection reads and compares. Storage errors pass
+    through. Cost: one HEAD for each sealed file, and no byte.
+    """
+    step = opened.step
+    if seal is None:
+        if any(file.path == SEAL for file in step.files):
+            why = "its seal does not speak of this save"
+            return None, (without_seal(step.url, why, there=True),)
+        return None, (without_seal(step.url, "the step has no seal", there=False),)
+    told = {finding.where for finding in findings if finding.code == "seal.digest"}
+    asked = _as_listed(step, seal, told)
+    prefix = opened.in_store("")
+    answers = opened.store.kept(prefix + file.path for file in asked)
+    kept = {answer.path.removeprefix(prefix): answer for answer in answers}
+    by_store, found = check_stored(asked, kept, step.url)
+    if any(finding.code == "seal.partial" for finding in findings):
+        why = "the seal does not list every file that the step needs"
+        found = (*found, without_seal(step.url, why, there=True))
+    return by_store, found
+
+
+def _as_listed(step: Step, seal: Seal, told: Collection[str]) -> list[SealedFile]:
+    sizes = {file.path: file.size for file in step.files if file.kind == "file"}
+    left_out = {path for path, _ in seal.step.metadata}.union(told)
+    return [
+        file
+        for file in seal.files
+        if file.path not in left_out and sizes.get(file.path) == file.size
+    ]

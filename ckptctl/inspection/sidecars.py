@@ -13,6 +13,7 @@ import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptctl.checks.formatting import inside
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
@@ -26,7 +27,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.state_keys import Kind, kind_of_file
 from ckptctl.formats.pickles.values import TensorStub, decode_value
-from ckptctl.model import ByteRange, FileInfo, Metadata
+from ckptctl.model import ByteRange, FileInfo, Metadata, Step
 from ckptctl.storage.contract import Span, Store
 
 MAX_SIDECAR_BYTES = 16 * 2**20
@@ -61,9 +62,7 @@ class Sidecar:
     finding: Finding | None = None
 
 
-def read_sidecars(
-    store: Store, folder: str, layout: str, sidecars: Sequence[FileInfo], url: str
-) -> Iterator[Sidecar]:
+def read_sidecars(store: Store, step: Step, sidecars: Sequence[FileInfo]) -> Iterator[Sidecar]:
     """Read the files that hold train state, as far as they are small; yield each.
 
     Of files that exist once per rank only the first is read: the others differ in
@@ -71,18 +70,20 @@ def read_sidecars(
     shows one that was cut short. Cost: at most `MAX_SIDECARS` reads, and two small ones
     for each of the other files, of which `MAX_ENDS` are looked at.
     """
-    held = [f for f in sidecars if f.kind == "file" and f.size and kind_of_file(layout, f.path)]
-    wanted = list(_worth_reading(layout, held))[:MAX_SIDECARS]
-    spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
+    held = [
+        f for f in sidecars if f.kind == "file" and f.size and kind_of_file(step.layout, f.path)
+    ]
+    wanted = list(_worth_reading(step.layout, held))[:MAX_SIDECARS]
+    spans = [Span(inside(step.name, file.path), 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         try:
             yield Sidecar(file.path, content_of(data, file.path))
         except CkptctlError as error:
-            yield Sidecar(file.path, finding=_damaged(file.path, error.message, url))
+            yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
     read = set(wanted)
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
-    for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
-        yield Sidecar(path, finding=_damaged(path, why, url))
+    for path, why in _cut_short(store, step.name, others[:MAX_ENDS]):
+        yield Sidecar(path, finding=_damaged(path, why, step.url))
 
 
 def check_documents(
@@ -96,7 +97,7 @@ def check_documents(
     """
     wanted = [f for f in sidecars if f.kind == "file" and 0 < f.size <= MAX_DOCUMENT_BYTES]
     wanted = [f for f in wanted if f.path.endswith(".json")][:MAX_SIDECARS]
-    spans = [Span(f"{folder}/{file.path}", 0, file.size) for file in wanted]
+    spans = [Span(inside(folder, file.path), 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         if not _ends_early(data):
             continue
@@ -142,7 +143,7 @@ def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator
     """The files that begin as `torch.save` writes them and do not end so, and why."""
     spans = []
     for file in files:
-        path, n_tail = f"{folder}/{file.path}", min(file.size, _TAIL)
+        path, n_tail = inside(folder, file.path), min(file.size, _TAIL)
         spans += [Span(path, 0, min(file.size, 2)), Span(path, file.size - n_tail, n_tail)]
     ends = iter(store.read_spans(spans))
     for file, (_, head), (_, tail) in zip(files, ends, ends, strict=True):
@@ -219,7 +220,7 @@ def read_numbers(
     for fqn, kind in kinds.items():
         found = _small_range(metadata, fqn) if kind.names[0] in ("step", "tokens") else None
         if found is not None and len(spans) < MAX_NUMBERS:
-            spans[Span(f"{folder}/{found.file}", found.offset, found.length)] = fqn
+            spans[Span(inside(folder, found.file), found.offset, found.length)] = fqn
     numbers = {}
     for span, record in store.read_spans(spans):
         value = number_in(record)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptctl.checks.formatting import inside
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
 from ckptctl.findings import Finding
-from ckptctl.model import FileInfo
+from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
+from ckptctl.inspection.sidecars import scalar
+from ckptctl.model import FileInfo, Metadata
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
 
@@ -64,3 +68,28 @@ def read_structure(
 def n_structure_reads(ranges: Ranges) -> int:
     """How many reads `read_structure` takes if no file is missing; none are made here."""
     return 0 if holds_safetensors(ranges) else n_reads(ranges, ranges.by_file())
+
+
+def optimizer_steps(metadatas: Sequence[Metadata]) -> Mapping[str, Sequence[str | int]]:
+    """The key paths of the `step` counts that the optimizers keep, by FQN."""
+    return {
+        fqn: entry.path or tuple(fqn.split("."))
+        for metadata in metadatas
+        for fqn, entry in metadata.tensors.items()
+        if entry.shape == () and is_optimizer_step(entry.path or tuple(fqn.split(".")))
+    }
+
+
+def steps_by_optimizer(
+    metadatas: Sequence[Metadata], structure: Structure, part_path: str
+) -> Mapping[str, Sequence[tuple[str, float]]]:
+    """For each optimizer, the shard file and the value of each parameter's `step`."""
+    paths = optimizer_steps(metadatas)
+    steps: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for value in structure.values:
+        stub = value.stub
+        number = None if stub is None else scalar(stub, value.data, value.byte_order)
+        if number is not None:
+            where = inside(part_path, value.byte_range.file)
+            steps[optimizer_of(paths[value.fqn])].append((where, number))
+    return steps

@@ -18,7 +18,7 @@ from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import parts_of
 from ckptctl.goodput.measuring import Measured, measured_in
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.model import Level
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds
 from ckptctl.preflight_checks.nodes import check_nodes, facts_of_this_node

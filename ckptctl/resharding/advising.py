@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import Level, Positive
 from ckptctl.options import Requirements
 from ckptctl.resharding.mesh import Mesh
@@ -86,7 +86,7 @@ def countable(store: Store, name: str) -> Source | None:
         if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
             return None
         asked = Requirements(grace_s=0.0)
-        source = source_of(inspect_step(store, name, asked, level=Level.LISTING, files=files))
+        source = source_of(inspect_step(OpenStep(store, name, files), asked, level=Level.LISTING))
     except (StorageError, UsageError):
         return None
     return source if source.parts else None

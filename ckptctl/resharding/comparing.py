@@ -72,9 +72,7 @@ def diff(
     ):
         sides = []
         for found in (found_a, found_b):
-            looked = inspect_step(
-                found.store, found.named, checked, level=Level.LISTING, files=found.files
-            )
+            looked = inspect_step(found, checked, level=Level.LISTING)
             sides.append(_Side(found, looked))
         compared = _Compared(*sides)
         found_different = [*compared.by_metadata()]

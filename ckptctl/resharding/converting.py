@@ -228,11 +228,9 @@ def _from_folder(
         # Only a seal can verify them, and that takes reading every byte.
         content = Asked(Limits())
         looked = inspect_step(
-            found.store,
-            found.named,
+            found,
             checked,
             level=Level.CONTENT,
-            files=found.files,
             content=content,
         )
     with target_place(asked.target, opening) as place:

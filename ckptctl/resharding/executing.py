@@ -17,7 +17,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.copying import FileCopy

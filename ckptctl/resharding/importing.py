@@ -18,7 +18,7 @@ from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.parts import folder_of, inspect_safetensors
+from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import FileInfo, Level, Part, PartFormat
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
@@ -121,14 +121,12 @@ def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converte
     report = looked.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    held = [part for part in looked.step.parts if part.format is PartFormat.SAFETENSORS]
+    held = [part for part in looked.parts if part.part.format is PartFormat.SAFETENSORS]
     # If the folder holds a model, folders below hold its shards again, or another model.
     parts = [part for part in held if not part.path] or held
     below = [part.path for part in held if part not in parts]
     read = [
-        read_safetensors(
-            found.store, folder_of(looked.step, part), found.url, part, under=into.under
-        )
+        read_safetensors(found.store, part.folder, found.url, part.part, under=into.under)
         for part in parts
     ]
     unnamed = [name for one in read for name in one.unnamed]

@@ -294,18 +294,14 @@ def inspect_whole(
     Their checksums are compared while copying, unless there are none: then only a seal
     can verify the step, and that takes reading every byte.
     """
-    looked = inspect_step(
-        found.store, found.named, checked, level=Level.STRUCTURE, files=found.files
-    )
+    looked = inspect_step(found, checked, level=Level.STRUCTURE)
     whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
     if whole and needs_content(looked.report):
         content = Asked(Limits())
         return inspect_step(
-            found.store,
-            found.named,
+            found,
             checked,
             level=Level.CONTENT,
-            files=found.files,
             content=content,
         )
     return looked
@@ -331,9 +327,7 @@ def _like(asked: _Asked, opening: Opening) -> Wanted:
     """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
     with opened_step(asked.like, None, 600.0, opening) as (found, checked):
-        looked = inspect_step(
-            found.store, found.named, checked, level=Level.LISTING, files=found.files
-        )
+        looked = inspect_step(found, checked, level=Level.LISTING)
         if refusal(looked.report, accept_unverifiable=True):
             raise UsageError(
                 f"--like {found.url}: the step is {looked.report.verdict.value}",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.records.byte_pass import Limits, OnProgress, Piece, read_runs
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.copying import FileCopy

@@ -75,9 +75,7 @@ def mark(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as found:
-        looked = inspect_step(
-            found.store, found.named, asked, level=Level.LISTING, files=found.files
-        )
+        looked = inspect_step(found, asked, level=Level.LISTING)
         report = looked.report
         check_inspected(report)
         stand = looked.notes.marks if looked.notes else ()

@@ -21,6 +21,7 @@ from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
 from ckptctl.inspection.marks_file import check_marks_file
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import Requirements, known_level, not_negative
 from ckptctl.selection.branches import Resume, left_behind, ruled_out
@@ -157,11 +158,9 @@ class CachingInspector:
         if known is None or known.report.level.depth < at_least.depth:
             tier = self._tiers[candidate.tier]
             known = inspect_step(
-                tier.store,
-                candidate.named,
+                OpenStep(tier.store, candidate.named, tier.trees.get(candidate.named.name)),
                 self._asked,
                 level=self._level(at_least),
-                files=tier.trees.get(candidate.named.name),
                 content=self.content,
                 older=partial(self._older, candidate),
                 confirm=self.confirm,
@@ -187,7 +186,8 @@ class CachingInspector:
         for tier in self._tiers:
             for named in tier.listing.steps if tier.store.url == root else ():
                 if named.number == report.number:
-                    other = inspect_step(tier.store, named, self._asked, level=Level.LISTING).report
+                    step = OpenStep(tier.store, named)
+                    other = inspect_step(step, self._asked, level=Level.LISTING).report
                     is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
                     if report.digests and other.digests == report.digests and not is_out:
                         return True

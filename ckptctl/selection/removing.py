@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
 from ckptctl.formats.frameworks.layouts import METADATA, REMOVING, is_flat_file, is_own
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 from ckptctl.storage.in_flight import act_in_flight

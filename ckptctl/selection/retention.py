@@ -19,7 +19,7 @@ from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, REMOVING, StepName, is_own, step_name
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.selection.choosing import (
@@ -155,7 +155,7 @@ class _Decision:
         self._fates: dict[str, PruneDecision] = {}
         # Looked at before anything goes: an error here must not hide what went.
         self._looks_aside = [
-            inspect_step(tier.store, named, rules.asked, level=Level.LISTING)
+            inspect_step(OpenStep(tier.store, named), rules.asked, level=Level.LISTING)
             for named in moved_aside(tier.store)
         ]
         self._aside: list[PruneDecision] = []
@@ -202,11 +202,9 @@ class _Decision:
             if files is not None and tuple(files) == known.step.files:
                 return known
         return inspect_step(
-            self._store,
-            named,
+            OpenStep(self._store, named, files),
             self._rules.asked,
             level=Level.LISTING,
-            files=files,
             older=lambda: older_steps(self._tier.listing.steps, named.number),
         )
 

@@ -31,8 +31,7 @@ from ckptctl.formats.own.seals import (
 )
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
-from ckptctl.inspection.relisting import really_changed
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.relisting import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
@@ -118,11 +117,9 @@ def seal_found(
     had_one = _check_place(found, replace=replace)
     first, second = _halves(on_progress)
     looked = inspect_step(
-        found.store,
-        found.named,
+        found,
         asked,
         level=LEVEL,
-        files=found.files,
         content=Asked(Limits(jobs, on_progress=first)),
     )
     refused = looked.report.verdict is not Verdict.COMPLETE and not (
@@ -134,14 +131,16 @@ def seal_found(
     sealed = [file for file in found.files if is_sealed(file)]
     limits = Limits(jobs, on_progress=second)
     try:
-        files, contradicted = digested(found.store, found.name, sealed, algorithm, limits)
+        files, unequal = digested(found.store, found.name, sealed, algorithm, limits)
     except (PathNotFound, ShortRead) as error:
-        gone = inspection_failed(found.store, error, looked.step)
+        gone = inspection_failed(found, error)
         return _refused(_with_findings(looked.report, [gone]))
-    unlike = [*check_unchanged(looked.step, list_step(found.store, found.name))]
-    changed = really_changed(found.store, looked.step, unlike)
-    if changed or contradicted:
-        return _refused(_with_findings(looked.report, [*changed, *contradicted]))
+    # Listed anew: what was digested is the step that was inspected, or nothing is sealed.
+    unlike = [*check_unchanged(looked.step, found.list_again())]
+    contradiction = contradicted(found, unlike)
+    changed = unlike if contradiction is None else [contradiction]
+    if changed or unequal:
+        return _refused(_with_findings(looked.report, [*changed, *unequal]))
     made = Seal(
         algorithm,
         identity_of(looked, saved_world_size),

@@ -11,7 +11,7 @@ from ckptctl.checks.formatting import inside
 from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.parts import PartInspection
+from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import DTYPE_SIZES, Level, Metadata, TensorEntry
 from ckptctl.options import Requirements
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
@@ -71,7 +71,7 @@ def _contents(looked: Inspection) -> Contents:
     )
 
 
-def _tensors(part: PartInspection) -> Iterator[TensorRow]:
+def _tensors(part: OpenPart) -> Iterator[TensorRow]:
     seen: set[str] = set()
     for metadata in part.metadata:
         kinds = entry_kinds(metadata, part.part.path)
@@ -92,7 +92,7 @@ def _n_bytes(entry: TensorEntry) -> int:
     return prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
 
 
-def _shards(part: PartInspection) -> Iterator[ShardRow]:
+def _shards(part: OpenPart) -> Iterator[ShardRow]:
     records = part.records_by_file
     for file in part.part.files:
         path = inside(part.part.path, file.path)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import PathNotFound, UsageError
@@ -15,7 +14,7 @@ from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.marks_file import check_marks_file
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements, known_level, not_negative
 from ckptctl.selection.lone_files import check_no_lone_file
@@ -23,7 +22,7 @@ from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.targets import check_is_step, named_step, parse_target
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from ckptctl.distributed.process_group import ProcessGroup
@@ -177,39 +176,31 @@ def inspect_target(
         timeout_s=timeout_s,
     ) as found:
         return inspect_step(
-            found.store,
-            found.named,
+            found,
             asked,
             level=level,
-            files=found.files,
             content=content,
             older=found.older,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTarget:
-    """A step that an argument names: the store of its root, its name there, its listing."""
+class OpenTarget(OpenStep):
+    """A step that an argument names, in the store of its root; `pattern` finds older ones."""
 
-    store: Store
-    named: StepName | str
-    files: tuple[FileInfo, ...]
-    pattern: re.Pattern[str] | None = None
-
-    @property
-    def name(self) -> str:
-        """The step's folder under the root."""
-        return self.named if isinstance(self.named, str) else self.named.name
+    def __init__(
+        self,
+        store: Store,
+        named: StepName | str,
+        files: Sequence[FileInfo] | None = None,
+        pattern: re.Pattern[str] | None = None,
+    ) -> None:
+        super().__init__(store, named, files)
+        self._pattern = pattern
 
     @property
     def is_file(self) -> bool:
         """The step is one file, and no folder."""
         return [file.path for file in self.files if is_flat_file(file)] == [self.name]
-
-    @property
-    def url(self) -> str:
-        """The step's address."""
-        return join_url(self.store.url, self.name)
 
     def older(self) -> tuple[StepName, ...]:
         """The steps under the root that are older by their number, newest first.
@@ -218,7 +209,7 @@ class OpenTarget:
         """
         if isinstance(self.named, str):
             return ()
-        return older_steps(list_root(self.store, self.pattern).steps, self.named.number)
+        return older_steps(list_root(self.store, self._pattern).steps, self.named.number)
 
 
 @contextmanager
@@ -261,9 +252,9 @@ def open_target(
         endpoint_url=endpoint_url,
         timeout_s=timeout_s,
     ) as store:
-        found = OpenTarget(store, named_step(store, target, compiled), (), compiled)
+        found = OpenTarget(store, named_step(store, target, compiled), None, compiled)
         try:
-            files = list_step(store, found.name)
+            files = found.files
         except PathNotFound as error:
             hint = "; behind an @ stands a step number, latest or auto" if "@" in step else ""
             message = f"{found.url} does not exist{hint}"
@@ -271,4 +262,4 @@ def open_target(
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)
-        yield replace(found, files=files)
+        yield found

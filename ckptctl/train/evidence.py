@@ -21,6 +21,7 @@ from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, step_name
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import Requirements
 from ckptctl.selection.fencing import Token, check_token
@@ -296,4 +297,4 @@ def move_aside(folders: Folders, token: Token, name: str) -> str:
 
 
 def _inspect(store: Store, named: StepName) -> Inspection:
-    return inspect_step(store, named, Requirements(grace_s=0.0), level=Level.LISTING)
+    return inspect_step(OpenStep(store, named), Requirements(grace_s=0.0), level=Level.LISTING)

@@ -33,7 +33,7 @@ from ckptctl.formats.frameworks.layouts import name_of_attempt, shard_rank, step
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
 from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits
@@ -128,7 +128,7 @@ class StepSave:
             if found.number != self.number:
                 continue
             asked = Requirements(grace_s=_NO_GRACE_S)
-            report = inspect_step(self._store, found, asked).report
+            report = inspect_step(OpenStep(self._store, found), asked).report
             verify = f"ckptctl verify {shlex.quote(report.url)}"
             if report.verdict in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
                 raise UsageError(
@@ -287,8 +287,7 @@ class StepSave:
             )
         # Level `listing`: the bytes were digested while they were written, and all ranks wait.
         inspected = inspect_step(
-            self._store,
-            step_name(self.name) or self.name,
+            OpenStep(self._store, step_name(self.name) or self.name),
             Requirements(saved_world_size=self._group.size, grace_s=_NO_GRACE_S),
             level=Level.LISTING,
         )

@@ -21,7 +21,8 @@ from ckptctl.errors import (
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layouts import METADATA, rank_local_rank
-from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, PartFolder, read_metadata
+from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, read_metadata
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import (
     BytesEntry,
     Chunk,
@@ -79,7 +80,7 @@ def _inspected(store: Store, error: CkptctlError) -> RankLocal:
         raise StepDamaged(store.url, Finding("format.unsupported", "", message)) from error
     part = Part("", PartFormat.DCP, tuple(files))
     by_rank: dict[int, Metadata] = {}
-    for found in read_metadata(PartFolder(store, "", part, store.url)):
+    for found in read_metadata(OpenPart(OpenStep(store, ""), part)):
         if isinstance(found, Metadata) and found.rank is not None:
             by_rank[found.rank] = found
         elif isinstance(found, Finding) and found.severity is Severity.FAULT:

@@ -25,6 +25,7 @@ import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.errors import AccessDenied, CkptctlError, PathNotFound, StorageUnavailable
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
 from ckptctl.selection import marking, sealing, tiers, verifying
 from ckptctl.storage import descriptors, local
@@ -203,7 +204,7 @@ def changing(number: int, chance: Random, subject: Sound, step: Path, outcome: O
     """Look at a step that somebody changes meanwhile: never damaged, and never whole."""
     level = (Level.STRUCTURE, Level.CONTENT)[number % 2]
     quiet = _Disturbed(step.parent, 0, lambda: None)
-    inspect_step(quiet, step.name, Requirements(), level=level)
+    inspect_step(OpenStep(quiet, step.name), Requirements(), level=level)
     nth = chance.randint(1, quiet.n_calls)
     name = chance.choice([*subject.shards, ".metadata"])
     data = subject.files[name]
@@ -219,7 +220,7 @@ def changing(number: int, chance: Random, subject: Sound, step: Path, outcome: O
     }
     outcome.about = f"{what} ({name}) before call {nth} of {quiet.n_calls} at {level.value}"
     store = _Disturbed(step.parent, nth, acts[what])
-    report = inspect_step(store, step.name, Requirements(), level=level).report
+    report = inspect_step(OpenStep(store, step.name), Requirements(), level=level).report
     outcome.verdict = report.verdict.value
     outcome.codes = sorted({f.code for f in report.findings if f.verdict is not None})
     if nth == 1:

@@ -86,7 +86,7 @@ def test_a_tool_that_refuses_everything_would_be_caught(
     from ckptctl.findings import Finding
 
     refused = [Finding("coverage.gap", "w", "a gap")]
-    monkeypatch.setattr("ckptctl.inspection.parts.check_part_coverage", lambda *args: refused)
+    monkeypatch.setattr("ckptctl.inspection.stages.check_part_coverage", lambda *args: refused)
     outcome = bench.run("O", 1)
     assert outcome.problem == "false alarm"
     assert "asked again, pick refuses it" in outcome.said

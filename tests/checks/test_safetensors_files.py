@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptctl.findings import Finding
-from ckptctl.inspection.parts import inspect_safetensors
+from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import Part, PartFormat
 from ckptctl.storage.local import LocalStore
 

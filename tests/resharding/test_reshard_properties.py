@@ -65,7 +65,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
     with open_target(str(source), asked=Requirements()) as found:
         checked = Requirements()
-        looked = inspect_step(found.store, found.named, checked, level=Level.STRUCTURE)
+        looked = inspect_step(found, checked, level=Level.STRUCTURE)
         assert looked.report.exit_code == 0, looked.report.findings
         planned = plan(source_of(looked), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)

@@ -22,6 +22,7 @@ from ckptctl import Level, Report, Severity, UsageError, Verdict
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.subsets import parse_subset
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Stop
@@ -256,7 +257,7 @@ def test_a_step_that_another_process_changes_meanwhile_is_changed_and_not_corrup
         "cut": ["truncate", "-s", "100", str(step / "__2_0.distcp")],
     }[doing]
     store = Disturbed(step.parent, lambda: subprocess.run(command, check=True))
-    report = inspect_step(store, "step_500", Requirements(), level=Level.CONTENT).report
+    report = inspect_step(OpenStep(store, "step_500"), Requirements(), level=Level.CONTENT).report
     assert (report.verdict, report.exit_code) == (Verdict.CHANGED, 26)
 
 

@@ -22,7 +22,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import Verdict
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
 from ckptctl.selection import pruning, removing
 from ckptctl.storage.contract import Store

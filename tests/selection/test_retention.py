@@ -26,6 +26,7 @@ import ckptctl
 from ckptctl import Level
 from ckptctl.errors import AccessDenied, PathEscape, UsageError
 from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.selection import pruning
 from ckptctl.selection.proofs import write_proof
 from ckptctl.storage.contract import Store
@@ -409,9 +410,9 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(
     deep: list[str] = []
     real = picking.inspect_step
 
-    def seen(store: object, named: object, *args: object, **options: object) -> object:
-        deep.append(named.name)
-        return real(store, named, *args, **options)
+    def seen(opened: OpenStep, *args: object, **options: object) -> object:
+        deep.append(opened.name)
+        return real(opened, *args, **options)
 
     monkeypatch.setattr(picking, "inspect_step", seen)
     ckptctl.prune(str(root), 2)

@@ -20,6 +20,7 @@ from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.dcp.writing import SavedChunk, SavedTensor, metadata_bytes
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind
 from ckptctl.storage.local import LocalStore
@@ -240,7 +241,8 @@ def test_on_an_object_store_it_costs_a_few_short_reads_for_each_shard_file(tmp_p
     def counts(older: Sequence[str]) -> Mapping[str, int]:
         store = FaultyStore(LocalStore(str(tmp_path)), kind=Kind.OBJECT)
         steps = [one for name in older if (one := step_name(name))]
-        inspect_step(store, named, Requirements(), level=Level.STRUCTURE, older=lambda: steps)
+        step = OpenStep(store, named)
+        inspect_step(step, Requirements(), level=Level.STRUCTURE, older=lambda: steps)
         return store.calls
 
     alone, compared = counts([]), counts(["step_10"])
@@ -258,8 +260,9 @@ def test_a_storage_that_fails_at_the_older_step_says_nothing_of_this_one(tmp_pat
     def report(path: str) -> Report:
         store = FaultyStore(LocalStore(str(tmp_path)))
         store.fail("read", StorageUnavailable("no answer"), path=path)
+        step = OpenStep(store, named)
         return inspect_step(
-            store, named, Requirements(), level=Level.STRUCTURE, older=lambda: [older]
+            step, Requirements(), level=Level.STRUCTURE, older=lambda: [older]
         ).report
 
     assert report("step_10/.metadata").verdict is Verdict.COMPLETE

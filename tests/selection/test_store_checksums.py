@@ -14,7 +14,7 @@ from services.plugin import S3Server
 import ckptctl
 from ckptctl import Level, Report, Severity
 from ckptctl.formats.own.seals import SEAL, Seal, parse_seal, seal_bytes
-from ckptctl.inspection.step_listing import list_step
+from ckptctl.inspection.open_step import list_step
 from ckptctl.model import Checksum, Kept
 from ckptctl.options import Requirements
 from ckptctl.selection.sealing import seal_found

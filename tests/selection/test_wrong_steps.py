@@ -13,6 +13,7 @@ import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind
 from ckptctl.storage.local import LocalStore
@@ -107,9 +108,8 @@ def test_on_an_object_store_the_count_is_asked_where_the_name_is_odd(root: Path)
         named, older = step_name(name), step_name("step_400")
         assert named is not None
         assert older is not None
-        found = inspect_step(
-            store, named, Requirements(), level=Level.LISTING, older=lambda: [older]
-        )
+        step = OpenStep(store, named)
+        found = inspect_step(step, Requirements(), level=Level.LISTING, older=lambda: [older])
         return told(found.report), store.calls["span"]
 
     assert looked("step_500") == ([], 0)

@@ -1,0 +1,265 @@
+"""One step of an open store: what is read of it is read on first use, and kept.
+
+Every command that works on a step takes this handle, so that its listing, its metadata
+and its sidecars are read and decoded once, however many checks, plans or loads use them.
+A second look at the storage is never hidden in it: whoever must detect that the step
+changed calls `list_again`, which reads anew and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ckptctl.checks.formatting import inside
+from ckptctl.checks.identity import own_number
+from ckptctl.checks.shape import sidecars_of
+from ckptctl.errors import PathNotFound
+from ckptctl.findings import Finding
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.inspection.metadata_files import read_metadata
+from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
+from ckptctl.inspection.structure import (
+    Structure,
+    n_structure_reads,
+    optimizer_steps,
+    read_structure,
+)
+from ckptctl.model import SHARDED, FileInfo, Metadata, Part, Step
+from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.seal_and_marks import ReadMarks, ReadSeal
+
+
+class OpenStep:
+    """A step under the root that `store` is opened on.
+
+    `named` is its folder, with the number in its name where it has one; an empty name is
+    the root itself. `files` is its listing where the caller has one. Attributes that read
+    raise `StorageError`; after an error the next use reads again.
+    """
+
+    def __init__(
+        self, store: Store, named: StepName | str, files: Sequence[FileInfo] | None = None
+    ) -> None:
+        self.store = store
+        self.named = named
+        self._given = files
+
+    @property
+    def name(self) -> str:
+        """The step's folder under the root."""
+        return self.named if isinstance(self.named, str) else self.named.name
+
+    @property
+    def url(self) -> str:
+        """The step's address."""
+        return join_url(self.store.url, self.name) if self.name else self.store.url
+
+    def in_store(self, path: str) -> str:
+        """The path in the store of a file of the step."""
+        return inside(self.name, path)
+
+    @cached_property
+    def files(self) -> tuple[FileInfo, ...]:
+        """The files of the step, paths relative to it. Cost: one listing."""
+        return self.list_again() if self._given is None else tuple(self._given)
+
+    def list_again(self) -> tuple[FileInfo, ...]:
+        """The files as they are now; kept nowhere. Cost: one listing."""
+        return list_step(self.store, self.name)
+
+    @cached_property
+    def step(self) -> Step:
+        """The step by its names: layout, parts and files. Cost: one listing."""
+        files = self.files
+        number, layout = None, "dcp"
+        if isinstance(self.named, StepName):
+            number, layout = self.named.number, layouts.layout_of(self.named, files)
+        return Step(self.url, self.name, number, layout, layouts.parts_of(files), files)
+
+    @property
+    def listed(self) -> Step:
+        """The step as far as it is known without reading: with files if it was listed."""
+        if "files" in self.__dict__:
+            return self.step
+        number = None if isinstance(self.named, str) else self.named.number
+        return Step(self.url, self.name, number, "dcp", (), ())
+
+    @cached_property
+    def parts(self) -> tuple[OpenPart, ...]:
+        """The folders of tensors in the step."""
+        return tuple(OpenPart(self, part) for part in self.step.parts)
+
+    @cached_property
+    def sidecars(self) -> tuple[Sidecar, ...]:
+        """The files that hold train state, as far as they are small; see `read_sidecars`."""
+        step = self.step
+        return tuple(read_sidecars(self.store, step, sidecars_of(step)))
+
+    @cached_property
+    def seal(self) -> ReadSeal:
+        """The seal in the step, of whichever save it is; see `read_seal`."""
+        from ckptctl.inspection.seal_and_marks import read_seal
+
+        return read_seal(self)
+
+    @cached_property
+    def marks(self) -> ReadMarks:
+        """The marks in the step, on whichever save they are; see `read_marks`."""
+        from ckptctl.inspection.seal_and_marks import read_marks
+
+        return read_marks(self)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each metadata file that decodes, by its path in the step."""
+        return {
+            part.metadata_path(one.rank): one.digest for part in self.parts for one in part.metadata
+        }
+
+
+class OpenPart:
+    """A folder of tensors in an open step; a part of another format than DCP has no metadata."""
+
+    def __init__(self, opened: OpenStep, part: Part) -> None:
+        self.opened = opened
+        self.part = part
+
+    @property
+    def path(self) -> str:
+        """Where the part is in the step; empty for the step's own folder."""
+        return self.part.path
+
+    @property
+    def folder(self) -> str:
+        """Where the part is in the store."""
+        return self.opened.in_store(self.path) if self.path else self.opened.name
+
+    @property
+    def store(self) -> Store:
+        """The store of the step's root."""
+        return self.opened.store
+
+    @property
+    def url(self) -> str:
+        """The address of the step, for messages."""
+        return self.opened.url
+
+    def in_store(self, name: str) -> str:
+        """The path of one of the part's files in the store."""
+        return inside(self.folder, name)
+
+    def in_step(self, name: str) -> str:
+        """The path of one of the part's files in the step: what findings name."""
+        return inside(self.path, name)
+
+    def metadata_path(self, rank: int | None) -> str:
+        """The path of a metadata file in the step: the global one, or a rank's own."""
+        return self.in_step(layouts.METADATA if rank is None else f"__{rank}.metadata")
+
+    @cached_property
+    def _decoded(self) -> tuple[Metadata | Finding, ...]:
+        return tuple(read_metadata(self)) if self.part.format in SHARDED else ()
+
+    @cached_property
+    def metadata(self) -> tuple[Metadata, ...]:
+        """The decoded metadata: one, or one for each rank, or none that could be decoded.
+
+        Cost: one read for each metadata file.
+        """
+        return tuple(one for one in self._decoded if isinstance(one, Metadata))
+
+    @property
+    def metadata_findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the metadata files; see `read_metadata`."""
+        return tuple(one for one in self._decoded if isinstance(one, Finding))
+
+    @property
+    def own_number(self) -> int | None:
+        """The step that the metadata names as its own, None where it names none."""
+        return own_number(self.metadata[0]) if self.metadata else None
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The byte ranges of all metadata of the part."""
+        return Ranges(self.metadata)
+
+    @property
+    def source(self) -> RecordSource:
+        """The records of the part, for the record engine."""
+        return RecordSource(self.store, self.folder, self.ranges)
+
+    @property
+    def records_by_file(self) -> Mapping[str, int]:
+        """How many records lie in each shard file that the metadata names."""
+        names = self.ranges.file_names
+        return {name: len(held) for name, held in zip(names, self.ranges.by_file(), strict=True)}
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The values of the `step` and `tokens` entries, by FQN. Cost: one read for each."""
+        if not self.metadata:
+            return {}
+        metadata = self.metadata[0]
+        kinds = entry_kinds(metadata, self.path)
+        return read_numbers(self.store, self.folder, metadata, kinds)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What the heads and tails of the records hold. Cost: `n_structure_reads` reads."""
+        wanted = optimizer_steps(self.metadata)
+        return read_structure(self.source, self.part.files, self.path, wanted=wanted.__contains__)
+
+    @property
+    def n_structure_reads(self) -> int:
+        """How many reads the structure takes."""
+        return n_structure_reads(self.ranges) if self.metadata else 0
+
+    @property
+    def crcs(self) -> Sequence[int]:
+        """The checksums that the records state of their elements, once `structure` was read."""
+        return self.structure.crcs if "structure" in self.__dict__ else array("q")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of metadata and, once it was read, of structure."""
+        n_bytes = sum(one.n_bytes for one in self.metadata)
+        return n_bytes + (self.structure.n_bytes if "structure" in self.__dict__ else 0)
+
+
+def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
+    """The files of a step, paths relative to it. Cost: one listing.
+
+    A step that is one file is listed as that file. Raises `PathNotFound` where
+    there is neither a folder nor a file of that name.
+    """
+    prefix = f"{name}/" if name else ""
+    found = True
+    try:
+        files = tuple(_below(file, prefix) for file in store.list_tree(name))
+    except PathNotFound:
+        files, found = (), False
+    if files or not name:
+        return files
+    for entry in store.list_dir(""):
+        if entry.path == name and entry.kind != "dir":
+            return (entry,)
+        if entry.path == name:
+            # Not there a moment ago, and there now: no empty folder before it is asked again.
+            return () if found else tuple(_below(file, prefix) for file in store.list_tree(name))
+    url = join_url(store.url, name)
+    raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
+
+
+def _below(file: FileInfo, prefix: str) -> FileInfo:
+    path = file.path.removeprefix(prefix)
+    return FileInfo(path, file.size, file.mtime_s, file.identity, file.kind, file.link)

@@ -1,0 +1,277 @@
+"""The stages of an inspection, in order.
+
+Each stage takes the open step and what was found so far, and yields findings; what
+later stages and the report need besides, it writes into `Found`. A stage that does not
+apply (at this level, or without a seal) yields nothing. Replacing one finding by
+another that explains it is left to the report, see `reports.settled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptctl.checks.coverage import check_part_coverage
+from ckptctl.checks.identity import check_identity, claims_further, earlier_step
+from ckptctl.checks.presence import check_holds_anything, check_presence
+from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
+from ckptctl.checks.sizes import check_sizes
+from ckptctl.checks.state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.checks.times import check_times
+from ckptctl.findings import ByStore, Finding, Severity
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formats.own.seals import SEAL
+from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.relisting import contradicted, left_out
+from ckptctl.inspection.sidecars import check_documents
+from ckptctl.inspection.structure import steps_by_optimizer
+from ckptctl.model import Level, Part, PartFormat, TrainState
+from ckptctl.options import Requirements
+from ckptctl.records.reads import read_headers, read_indexes
+from ckptctl.storage.contract import Kind, Store
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.content import Asked, ContentInspection
+    from ckptctl.inspection.predecessor import Older
+    from ckptctl.inspection.seal_and_marks import Notes
+
+
+@dataclass(slots=True)
+class Found:
+    """What an inspection was asked for, and what its stages have found so far.
+
+    `readable` are the paths of parts without a fault in listing and metadata, `sound`
+    those without one in their records too. `notes` are there where ckptctl has noted
+    anything, `content` once the bytes were read.
+    """
+
+    requirements: Requirements
+    level: Level
+    asked: Asked | None = None
+    older: Older | None = None
+    confirm: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    readable: set[str] = field(default_factory=set)
+    sound: set[str] = field(default_factory=set)
+    state: TrainState = NO_STATE
+    notes: Notes | None = None
+    content: ContentInspection | None = None
+    by_store: ByStore | None = None
+
+    @property
+    def is_deep(self) -> bool:
+        """The level asks for more than the listing and the metadata."""
+        return self.level.depth >= Level.STRUCTURE.depth
+
+    def places(self, code: str) -> set[str]:
+        """Where the findings of a code are."""
+        return {finding.where for finding in self.findings if finding.code == code}
+
+
+Stage = Callable[[OpenStep, Found], Iterable[Finding]]
+
+
+def names(opened: OpenStep, _found: Found) -> Iterator[Finding]:
+    """Check the names in the step directory."""
+    unfinished = isinstance(opened.named, StepName) and opened.named.unfinished
+    return check_shape(opened.step, unfinished=unfinished)
+
+
+def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Check each part by its metadata, or by the headers of its safetensors files."""
+    for part in opened.parts:
+        findings = [*_check_part(opened, part)]
+        if not _has_fault(findings):
+            found.readable.add(part.path)
+        yield from findings
+    yield from check_holds_anything([part.metadata for part in opened.parts])
+
+
+def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
+    if part.part.format is PartFormat.SAFETENSORS:
+        yield from inspect_safetensors(opened.store, part.folder, part.part)
+    yield from part.metadata_findings
+    if part.metadata:
+        yield from check_identity(opened.step, part.part, part.metadata[0])
+        yield from check_times(opened.step, part.part, part.ranges.file_names)
+        yield from check_presence(part.ranges, part.part.files, part.path)
+        yield from check_sizes(part.ranges, part.path)
+        yield from check_part_coverage(part.metadata, part.path)
+
+
+def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Finding]:
+    """Yield what the headers and indexes of a part of safetensors say against it.
+
+    `folder` is where the part is in the store. Storage errors pass through. Cost: one
+    read for each file and each index; a second one for headers of more than 64 KiB.
+    """
+    from ckptctl.checks.safetensors import check_safetensors
+
+    headers = read_headers(store, folder, part.files)
+    return check_safetensors(part, headers, read_indexes(store, folder, part.files))
+
+
+def structure(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Check the head and the tail of each record, and the steps that the optimizers count."""
+    for part in opened.parts if found.is_deep else ():
+        if part.metadata:
+            findings = [*_check_structure(opened, part)]
+            if part.path in found.readable and not _has_fault(findings):
+                found.sound.add(part.path)
+            yield from findings
+
+
+def _has_fault(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity is Severity.FAULT for finding in findings)
+
+
+def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
+    yield from part.structure.findings
+    steps = steps_by_optimizer(part.metadata, part.structure, part.path)
+    yield from check_optimizer_steps(steps, opened.url)
+
+
+def stale_shards(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Compare a few records of each shard file with those of the step before."""
+    if found.older is None or not found.is_deep:
+        return
+    from ckptctl.inspection.predecessor import check_step_before
+
+    for part in opened.parts:
+        if part.path in found.sound:
+            yield from check_step_before(opened, part, found.older)
+
+
+def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Find the train state, in the entries and in the files beside the shards."""
+    # A request for each file on an object store: there they wait for a deeper level, or
+    # for a reason.
+    is_cheap = found.is_deep or opened.store.kind is not Kind.OBJECT
+    is_cheap = is_cheap or _claims_further(opened)
+    step, sidecars = opened.step, sidecars_of(opened.step)
+    contents: dict[str, object] = {}
+    if is_cheap:
+        for sidecar in opened.sidecars:
+            if sidecar.finding is not None:
+                yield sidecar.finding
+            if sidecar.content is not None:
+                contents[sidecar.path] = sidecar.content
+        needed = layouts.written_last(step.layout, step.parts, step.files)
+        others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
+        yield from check_documents(opened.store, opened.name, needed, others)
+    found.state = train_state(
+        Sources(
+            step.layout,
+            [(part.path, one) for part in opened.parts for one in part.metadata],
+            sidecars,
+            contents,
+            {
+                (part.path, fqn): value
+                for part in opened.parts
+                if is_cheap and part.path in found.readable
+                for fqn, value in part.numbers.items()
+            },
+        )
+    )
+
+
+def _claims_further(opened: OpenStep) -> bool:
+    return any(claims_further(opened.step, part.own_number) for part in opened.parts)
+
+
+def notes(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Compare the step with its seal, and read the marks on it."""
+    asked = found.requirements.require_seal or found.requirements.marks is not None
+    if asked or any(layouts.is_own(file.path) for file in opened.files):
+        from ckptctl.inspection.seal_and_marks import read_notes
+
+        faults = [one.where for one in found.findings if one.severity is Severity.FAULT]
+        found.notes = read_notes(opened, found.requirements, frozenset(faults))
+        yield from found.notes.findings
+
+
+def wrong_step(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Find a step that lies under another step's number, by its metadata and its train state."""
+    if found.older is None or not _claims_further(opened):
+        return
+    # Who has accepted the step knows, and a seal that names another step says so already.
+    if (found.notes is not None and found.notes.accepted) or found.places("step.foreign"):
+        return
+    own = {number for part in opened.parts if (number := part.own_number) is not None}
+    number = earlier_step(opened.step, own, found.state.step.value)
+    if number is not None:
+        from ckptctl.inspection.predecessor import check_wrong_step
+
+        yield from check_wrong_step(opened, number, found.older)
+
+
+def content(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Compare every byte with the checksums of the records and with the seal."""
+    if found.level is not Level.CONTENT:
+        return
+    from ckptctl.inspection.content import inspect_content
+
+    seal = found.notes.seal if found.notes else None
+    found.content = inspect_content(opened, found.asked, seal, found.places("seal.digest"))
+    yield from found.content.findings
+    if not found.content.whole:
+        found.level = Level.STRUCTURE
+    elif seal is None and not _has_seal(opened) and not (found.asked and found.asked.is_helper):
+        yield Finding(
+            "seal.missing",
+            SEAL,
+            "there is no seal: a shard that is valid and belongs to another step would not be seen",
+            expected=SEAL,
+            found="no seal",
+            next_command=f"ckptctl seal {opened.url}",
+        )
+
+
+def _has_seal(opened: OpenStep) -> bool:
+    return any(file.path == SEAL for file in opened.files)
+
+
+def store_checksums(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Compare the checksums that the store keeps with those in the seal."""
+    if found.requirements.remote_checksums:
+        from ckptctl.inspection.seal_and_marks import ask_store
+
+        seal = found.notes.seal if found.notes else None
+        found.by_store, findings = ask_store(opened, seal, found.findings)
+        yield from findings
+
+
+def unchanged(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """List the step a second time: what was read is one step only if nobody wrote meanwhile."""
+    if found.is_deep:
+        yield from check_unchanged(opened.step, opened.list_again())
+
+
+def contradictions(opened: OpenStep, found: Found) -> Iterator[Finding]:
+    """Ask once more for what a stale listing could explain: changes, and missing files."""
+    contradiction = contradicted(opened, found.findings)
+    if contradiction is not None:
+        yield contradiction
+    if found.confirm:
+        yield from left_out(opened, found.findings)
+
+
+STAGES: tuple[Stage, ...] = (
+    names,
+    metadata,
+    structure,
+    stale_shards,
+    state,
+    notes,
+    wrong_step,
+    content,
+    store_checksums,
+    unchanged,
+    contradictions,
+)
+
+HELPER_STAGES: tuple[Stage, ...] = (content,)
+"""Those of a process that reads a share of the bytes for another one, which reports."""
