@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
-from ckptctl.cli.app import COMMANDS, build_app
+from ckptctl.cli.app import build_app
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
 from ckptctl.findings import CODES
@@ -75,12 +75,10 @@ def _commands() -> Iterator[str]:
     yield "| command | answers |"
     yield "|---|---|"
     for name in COMMANDS:
-        doc = getattr(import_module(f"ckptctl.cli.{name}"), name).__doc__
-        yield f"| [`{name}`](#{name}) | {doc.splitlines()[0]} |"
+        yield f"| [`{name}`](#{name}) | {SUMMARIES[name]} |"
 
 
 def _command(name: str) -> Iterator[str]:
-    module = import_module(f"ckptctl.cli.{name}")
     arguments = [p for p in parameters(name) if p.param_type_name == "argument"]
     usage = " ".join(p.metavar if p.required else f"[{p.metavar}]" for p in arguments)
     yield f"`ckptctl {name} [OPTIONS] {usage}`"
@@ -92,7 +90,7 @@ def _command(name: str) -> Iterator[str]:
         yield ""
         yield from _rows(options)
     yield ""
-    codes = ", ".join(f"{code} {EXIT_CODES[code].title}" for code in module.EXIT_CODES)
+    codes = ", ".join(f"{code} {EXIT_CODES[code].title}" for code in load(name).exit_codes)
     yield f"Exit codes: {codes}."
 
 

@@ -13,13 +13,13 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from inspect import cleandoc
 from typing import Annotated
 
 import typer
 
 import ckptctl
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.options import with_common
@@ -28,30 +28,7 @@ from ckptctl.cli.repeating import TRUE
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 
-COMMANDS = (
-    "scan",
-    "verify",
-    "pick",
-    "show",
-    "seal",
-    "reject",
-    "accept",
-    "pin",
-    "prune",
-    "preflight",
-    "run",
-    "cost",
-    "reshard",
-    "convert",
-    "diff",
-    "runbook",
-    "classify",
-    "loss",
-    "doctor",
-    "explain",
-)
-"""In the order in which help lists them; each is a module of `cli` with a function of its name."""
-
+_COMPLETION = "_CKPTCTL_COMPLETE"
 _USAGE = 2
 _PATIENT_S = 120
 _READER_LEFT = 128 + signal.SIGPIPE
@@ -66,7 +43,9 @@ def run(argv: Sequence[str]) -> int:
     command = _command(argv)
     out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
-        app = build_app(COMMANDS if command is None else (command,), out)
+        # Completion asks for the options of a command that no argument names.
+        whole = command is not None or _COMPLETION in os.environ
+        app = build_app(COMMANDS if command is None else (command,), out, whole=whole)
         exit_code: int = app(
             args=list(argv or ["--help"]), prog_name="ckptctl", standalone_mode=False
         )
@@ -94,8 +73,8 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
     return option in own or value in TRUE
 
 
-def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
-    """The command line with the commands named."""
+def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> typer.Typer:
+    """The command line with the commands named, or with no more than their names and summaries."""
     app = typer.Typer(
         help="Which checkpoint do we resume from, and did the resume work?",
         epilog="Every finding code, verdict and exit code is explained by: ckptctl explain",
@@ -118,15 +97,17 @@ def build_app(commands: Sequence[str], out: Output) -> typer.Typer:
             raise UsageError("no command is given", next_command="ckptctl --help")
 
     for name in commands:
-        module = import_module(f"ckptctl.cli.{name}")
-        command = getattr(module, name)
+        if not whole:
+            app.command(name, short_help=SUMMARIES[name])(lambda: None)
+            continue
+        command = load(name)
         app.command(
             name,
-            help=cleandoc(command.__doc__),
-            epilog=_end(module.EXAMPLES, module.EXIT_CODES),
-            short_help=command.__doc__.splitlines()[0],
+            help=cleandoc(command.function.__doc__ or ""),
+            epilog=_end(command.examples, command.exit_codes),
+            short_help=SUMMARIES[name],
             context_settings=_HELP_NAMES,
-        )(with_common(command, out))
+        )(with_common(command.function, out))
     return app
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from enum import Enum
-from importlib import import_module
 from inspect import signature
 from typing import Annotated
 
 import typer
 
 import ckptctl
+from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import Storage, with_common
 from ckptctl.cli.output import Output
@@ -69,15 +69,12 @@ def doctor(
 
 def _own_variables() -> frozenset[str]:
     """The variables of all options, the key of seals, and what runbooks hand to their commands."""
-    from ckptctl.cli.app import COMMANDS
     from ckptctl.distributed.launcher import RESTART_COUNT
 
     options = (
         about
         for name in COMMANDS
-        for each in signature(
-            with_common(getattr(import_module(f"ckptctl.cli.{name}"), name), Output())
-        ).parameters.values()
+        for each in signature(with_common(load(name).function, Output())).parameters.values()
         for about in getattr(each.annotation, "__metadata__", ())
     )
     return frozenset(str(getattr(about, "envvar", None)) for about in options) | {

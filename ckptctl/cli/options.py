@@ -12,11 +12,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
+from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.output import Color, Output
 from ckptctl.cli.repeating import definition_of, given_options, with_options
 from ckptctl.cli.text import Line, line
@@ -413,11 +413,9 @@ def _takes(own: str | None, command: str, definition: object) -> bool:
     """Whether a command takes an option that was given to the command `own`."""
     if command == own:
         return True
-    try:
-        function = getattr(import_module(f"ckptctl.cli.{command}"), command)
-    except (ImportError, AttributeError):
+    if command not in COMMANDS:
         return False
-    parameters = inspect.signature(function, eval_str=True).parameters
+    parameters = inspect.signature(load(command).function, eval_str=True).parameters
     taken = [definition_of(each.annotation) for each in parameters.values()]
     if "storage" in parameters:
         taken += [definition_of(each) for each, _ in _STORAGE.values()]

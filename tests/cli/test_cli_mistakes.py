@@ -10,7 +10,6 @@ import re
 import shlex
 import struct
 import subprocess
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from command_line import clean_environment, validated
 from next_commands import follow
 
 from ckptctl.cli.app import run
+from ckptctl.cli.commands import load
 
 _PLACEHOLDER = re.compile(
     r"\b(ROOT|STEP|SRC|DST|LOG|FILE|CMD|NAME|CODE|DIR|TIME|SIZE|TARGET)\b(?!=)"
@@ -205,4 +205,4 @@ def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder
     name, *more = command.split()
     exit_code, _, err = called(capsys, f"{name} nothing@auto {' '.join(more)}")
     assert (exit_code, next_of(err)) == (10, "ckptctl pick nothing --allow-fresh")
-    assert exit_code in import_module(f"ckptctl.cli.{name}").EXIT_CODES
+    assert exit_code in load(name).exit_codes

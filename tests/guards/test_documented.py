@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
-from ckptctl.cli.app import COMMANDS, build_app
+from ckptctl.cli.app import build_app
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.options import COMMAND_LINE_ONLY
 from ckptctl.cli.output import Output
@@ -88,20 +89,21 @@ def test_one_variable_means_one_option():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_begins_with_a_statement_and_ends_with_the_exit_codes(command):
-    module = import_module(f"ckptctl.cli.{command}")
+    loaded = load(command)
     text, end = commands()[command].help, commands()[command].epilog
-    assert text.splitlines()[0].endswith(".")
-    assert len(module.EXAMPLES) in (2, 3)
+    assert text.splitlines()[0] == SUMMARIES[command]
+    assert SUMMARIES[command].endswith(".")
+    assert len(loaded.examples) in (2, 3)
     shown = " ".join(end.replace("\\\n", " ").split())
-    for example in module.EXAMPLES:
+    for example in loaded.examples:
         assert f"ckptctl {command} " in example
         assert example in shown
     assert max(map(len, end.splitlines())) <= 78
     assert [int(each.split()[0]) for each in end.split("Exit codes:\n")[1].splitlines()] == [
-        *module.EXIT_CODES
+        *loaded.exit_codes
     ]
-    assert 0 in module.EXIT_CODES
-    assert 2 in module.EXIT_CODES
+    assert 0 in loaded.exit_codes
+    assert 2 in loaded.exit_codes
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)
@@ -113,7 +115,7 @@ def test_every_exit_code_is_documented_and_explained(number):
 def test_every_exit_code_that_something_can_have_is_in_the_table():
     used = {verdict.exit_code for verdict in Verdict}
     used |= {error.exit_code for error in every_error(CkptctlError)}
-    used |= {code for name in COMMANDS for code in import_module(f"ckptctl.cli.{name}").EXIT_CODES}
+    used |= {code for name in COMMANDS for code in load(name).exit_codes}
     assert used <= set(EXIT_CODES)
 
 

@@ -12,7 +12,8 @@ from typer.main import get_command
 
 import ckptctl
 import ckptctl.train
-from ckptctl.cli.app import COMMANDS, build_app
+from ckptctl.cli.app import build_app
+from ckptctl.cli.commands import COMMANDS
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
 from ckptctl.loss.verdict import LossVerdict

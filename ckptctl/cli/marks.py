@@ -1,0 +1,115 @@
+"""`ckptctl reject`, `accept` and `pin`: put a mark on a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import ckptctl
+from ckptctl.cli.documents import document
+from ckptctl.cli.options import (
+    ByOpt,
+    EvidenceOpt,
+    MarksOpt,
+    PatternOpt,
+    ReasonOpt,
+    StepArg,
+    Storage,
+    option,
+)
+from ckptctl.cli.output import Output
+from ckptctl.cli.views.notes import marked_lines
+from ckptctl.formats.own.marks import MarkKind
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "reject": (
+        'ckptctl reject /shared/ckpt/run-1234@1400 --reason "loss spike after the resume"',
+        'ckptctl reject s3://bucket/run-1234/step_1400 --reason "NaN" --marks marks.jsonl',
+    ),
+    "accept": (
+        'ckptctl accept /shared/ckpt/run-1234@1400 --reason "the spike came from the data"',
+        "ckptctl accept s3://bucket/run-1234/step_1400 --marks marks.jsonl",
+    ),
+    "pin": (
+        'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',
+        "ckptctl pin s3://bucket/run-1234/step_1200 --off",
+    ),
+}
+EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
+
+
+def reject(
+    step: StepArg,
+    reason: ReasonOpt,
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Reject a step, so that nothing resumes from it.
+
+    pick passes over it from then on. The mark lies in .ckptctl/marks/ of the step, or in the file
+    of --marks, and lapses when the step is saved anew. With --quiet the address of the mark is
+    printed.
+    """
+    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
+    return _mark(step, MarkKind.REJECTED, given, storage, out)
+
+
+def accept(
+    step: StepArg,
+    reason: ReasonOpt = "",
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Lift a rejection, so that the step may be used again.
+
+    Lifts every rejection of the step that stands now, and superseded as well; they stay on record.
+    With --quiet the address of the mark is printed.
+    """
+    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
+    return _mark(step, MarkKind.ACCEPTED, given, storage, out)
+
+
+def pin(
+    step: StepArg,
+    reason: ReasonOpt = "",
+    off: Annotated[
+        bool,
+        option("--off", help="Take the pin off the step."),
+    ] = False,
+    evidence: EvidenceOpt = None,
+    by: ByOpt = None,
+    marks: MarksOpt = None,
+    pattern: PatternOpt = None,
+    *,
+    storage: Storage,
+    out: Output,
+) -> int:
+    """Pin a step, so that retention keeps it.
+
+    No command of ckptctl removes a pinned step. A pin says nothing about whether it is good. With
+    --quiet the address of the mark is printed.
+    """
+    given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
+    return _mark(step, MarkKind.UNPINNED if off else MarkKind.PINNED, given, storage, out)
+
+
+def _mark(step: str, word: MarkKind, given: dict[str, Any], storage: Storage, out: Output) -> int:
+    """Put the mark on the step, and print it, or with `--quiet` where it lies."""
+    given["evidence"] = given["evidence"] or ()
+    marked = ckptctl.mark(step, word, **given, **storage)
+    out.answer(
+        lambda: document("marked", marked),
+        lambda: marked_lines(marked),
+        bare=() if marked.path is None else (marked.path,),
+    )
+    return marked.exit_code
