@@ -1,4 +1,4 @@
-"""Digest bytes in the pass that reads them.
+"""Digest bytes, or compute their CRC-32, in the pass that reads them.
 
 A `DigestRun` reads bytes that nothing else reads, or wraps a run that reads them for
 another reason, so that they are read once. `checks.sealed_bytes` compares the digests.
@@ -128,3 +128,25 @@ class BlockDigests:
 def _blocks(path: str, size: int) -> Iterator[Stretch]:
     for start in range(0, max(1, size), BLOCK_BYTES):
         yield Stretch(path, start, min(BLOCK_BYTES, size - start))
+
+
+class CrcRun:
+    """Computes the `crc` of `n_bytes` bytes of a file; see `byte_pass.Run`."""
+
+    def __init__(self, path: str, start: int, n_bytes: int) -> None:
+        self.path = path
+        self.n_bytes = n_bytes
+        self.crc = 0
+        self._start = start
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """See `byte_pass.Run`."""
+        end = self._start + self.n_bytes
+        for at in range(self._start, end, limit):
+            yield Piece(at, min(limit, end - at))
+
+    def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
+        """See `byte_pass.Run`."""
+        from zlib_ng.zlib_ng import crc32
+
+        self.crc = crc32(data, self.crc)

@@ -20,8 +20,7 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
-from ckptctl.resharding.plain_values import read_values
-from ckptctl.resharding.reading import Buffers, Damage, SliceReader, SourceFiles
+from ckptctl.resharding.reading import Buffers, Damage, SliceReader, SourceFiles, read_values
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
     SourceBytes,

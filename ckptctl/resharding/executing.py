@@ -21,9 +21,8 @@ from ckptctl.inspection.open_step import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.copying import FileCopy
-from ckptctl.resharding.journal import entry_path, note, noted, work_folder
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.proving import prove
+from ckptctl.resharding.proving import entry_path, note, noted, prove, work_folder
 from ckptctl.resharding.reading import Damage, Piece, SourceFiles
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import (

@@ -23,8 +23,7 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.executing import Place
-from ckptctl.resharding.plain_values import read_values
-from ckptctl.resharding.reading import SourceFiles
+from ckptctl.resharding.reading import SourceFiles, read_values
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart
 from ckptctl.resharding.whole_files import WholeFile, WholeTensor, write_whole
 from ckptctl.resharding.writing import Budget

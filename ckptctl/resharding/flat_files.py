@@ -25,7 +25,7 @@ from ckptctl.formats.archive.directory import (
     wrong_crcs,
 )
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened, pickled_value
-from ckptctl.formats.archive.writing import WRITABLE, strides_of, value_record
+from ckptctl.formats.archive.writing import WRITABLE, value_record
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.model import (
@@ -39,7 +39,7 @@ from ckptctl.model import (
 )
 from ckptctl.records.slices import TensorSlice
 from ckptctl.records.strided_copy import aligned
-from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held
+from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held, opened_at
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.storage.contract import Span, Store
@@ -207,7 +207,7 @@ def _part(
         stub = leaf.value
         if isinstance(stub, TensorStub):
             member = _storage(leaf.fqn, stub, members)
-            opened = _view(stub, member)
+            opened = opened_at(stub, member, member.crc)
             # What is held is verified when it is read; otherwise once for each storage.
             answers = not opened.is_row_major or member.name not in proven
             if opened.is_row_major:
@@ -261,20 +261,6 @@ def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Membe
             f"{fqn} is expanded: fewer elements are stored than its shape has; save a copy"
         )
     return member
-
-
-def _view(stub: TensorStub, member: Member) -> Opened:
-    itemsize = DTYPE_SIZES[stub.dtype]
-    usual = zip(stub.shape, stub.strides, strides_of(stub.shape), strict=True)
-    in_order = not prod(stub.shape) or all(n == 1 or s == u for n, s, u in usual)
-    return Opened(
-        member.start,
-        member.size,
-        member.crc,
-        stub.storage_offset * itemsize,
-        tuple(stride * itemsize for stride in stub.strides),
-        in_order,
-    )
 
 
 def _metadata(leaves: Sequence[Leaf], stubs: Mapping[str, TensorStub]) -> Metadata:

@@ -2,20 +2,29 @@
 
 The runs of a record, combined in order, must have the checksum that was saved with it.
 Records of which parts were gathered from between others are read whole instead, once.
+The runs of each written file are noted in a journal: a later call with the same plan
+continues from there, another plan has another work folder. Nothing else reads these files.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckptctl.errors import PathNotFound
+from ckptctl.formats.bounded_json import read_json
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.byte_pass import Piece as ReadPiece
 from ckptctl.records.checksums import CrcPart, combined_crc
+from ckptctl.records.digest_runs import CrcRun
 from ckptctl.resharding.reading import Damage, Opened, Piece, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
-from ckptctl.storage.contract import Span
+from ckptctl.storage.contract import Store
+
+SCHEMA = "ckptctl.reshard-journal/1"
+MAX_BYTES = 64 << 20
 
 
 class Record(NamedTuple):
@@ -52,13 +61,14 @@ def prove(
         runs = by_record.get((place.file, place.offset), ())
         crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), opened.n_bytes)
         if crc is None:
-            unproven.append(_WholeRun(record, opened, files))
+            run = CrcRun(files.in_store(place.file), opened.start, opened.n_bytes)
+            unproven.append((record, opened, run))
         elif crc != opened.crc:
             raise damage(files, record, opened, crc)
-    n_read = read_runs(files.store, unproven, limits)
-    for run in unproven:
-        if run.crc != run.opened.crc:
-            raise damage(files, run.record, run.opened, run.crc)
+    n_read = read_runs(files.store, [run for *_, run in unproven], limits)
+    for record, opened, run in unproven:
+        if run.crc != opened.crc:
+            raise damage(files, record, opened, run.crc)
     return n_read
 
 
@@ -80,34 +90,38 @@ def damage(files: SourceFiles, record: Record, opened: Opened, crc: int) -> Dama
     return Damage(files.finding("record.crc", place, message))
 
 
-class _WholeRun:
-    """Reads the elements of one record; see `byte_pass.Run`."""
+# What an interrupted call has written: one JSON file for each complete shard file
 
-    def __init__(self, record: Record, opened: Opened, files: SourceFiles) -> None:
-        self.record = record
-        self.opened = opened
-        self.crc = 0
-        place = record.tensor.chunks[record.number].record
-        self._span = Span(files.in_store(place.file), opened.start, opened.n_bytes)
 
-    @property
-    def path(self) -> str:
-        """See `byte_pass.Run`."""
-        return self._span.path
+def work_folder(identity: str) -> str:
+    """The work folder of a plan, below the root that holds the new step."""
+    return f"{OWN_FOLDER}/resharding/{identity}"
 
-    @property
-    def n_bytes(self) -> int:
-        """See `byte_pass.Run`."""
-        return self._span.length
 
-    def pieces(self, limit: int) -> Iterator[ReadPiece]:
-        """See `byte_pass.Run`."""
-        start, end = self._span.offset, self._span.offset + self._span.length
-        for at in range(start, end, limit):
-            yield ReadPiece(at, min(limit, end - at))
+def note(
+    store: Store, identity: str, name: str, path: str, size: int, proof: Sequence[Piece]
+) -> None:
+    """Record that a file of the new step `name` is written, and the runs that went into it."""
+    document = {"schema": SCHEMA, "path": path, "size": size, "proof": [list(p) for p in proof]}
+    data = json.dumps(document, separators=(",", ":")).encode()
+    store.put(entry_path(identity, name, path), data, replace=True)
 
-    def take(self, piece: ReadPiece, data: memoryview) -> None:  # noqa: ARG002 - in order
-        """See `byte_pass.Run`."""
-        from zlib_ng.zlib_ng import crc32
 
-        self.crc = crc32(data, self.crc)
+def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
+    """The runs that went into a written file; None if it is not recorded."""
+    try:
+        document = read_json(store, entry_path(identity, name, path), max_bytes=MAX_BYTES)
+        if not isinstance(document, dict):
+            return None
+        if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):
+            return None
+        return [
+            Piece(str(f), int(s), int(a), int(n), int(c)) for f, s, a, n, c in document["proof"]
+        ]
+    except (PathNotFound, ValueError, TypeError, KeyError):
+        return None
+
+
+def entry_path(identity: str, name: str, path: str) -> str:
+    """The path of the journal entry for a file of the new step `name`."""
+    return f"{work_folder(identity)}/{name}.written/{path.replace('/', '+')}.json"

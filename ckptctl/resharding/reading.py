@@ -1,19 +1,24 @@
 """Open the source's records, and read slices of their tensors.
 
 A record is opened once. Row-major records are read by ranges; transposed and
-compressed ones are held in memory while they are read.
+compressed ones are held in memory while they are read. The value of an entry that is no
+tensor is read whole, and its pickle is decoded without running it: numbers, strings,
+bytes, dtypes and containers of them can be written again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ckptctl.errors import RecordUnreadable, UsageError
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.writing import strides_of
+from ckptctl.formats.archive.directory import Member, read_member
+from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
+from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.model import DTYPE_SIZES, ByteRange
 from ckptctl.records.opening import (
     Expected,
@@ -27,11 +32,15 @@ from ckptctl.records.reads import open_one_record
 from ckptctl.records.slices import Dims, TensorSlice, is_contiguous, position, row_major
 from ckptctl.records.strided_copy import Strided, aligned, copy_strided
 from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
-from ckptctl.resharding.sources import SourceChunk, SourceTensor
+from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
 _MAX_OPEN = 8
 _WASTE = 4
+
+
+MAX_VALUE_BYTES = 64 << 20
+"""The longest record of a value that is read; it is held in memory."""
 
 
 class Damage(Exception):
@@ -139,7 +148,7 @@ class SourceFiles:
                 record.length,
                 lambda view: open_record(view, expected),
             )
-            opened = _described(found, chunk.elements.sizes)
+            opened = _described(found)
         except (RecordUnreadable, Unfit) as error:
             raise self.damage(record, error) from error
         if opened.is_row_major:
@@ -176,7 +185,7 @@ class SourceFiles:
         packed = self._read(chunk.record, 0, chunk.record.length)
         data = unpack(packed, chunk.record.transforms, length)
         _, found = open_whole(data, Expected(tensor.entry.dtype, sizes))
-        opened = _described(found, sizes)
+        opened = _described(found)
         elements = data[opened.start : opened.start + opened.n_bytes]
         self.check_held_crc(chunk.record, opened, elements)
         return opened._replace(start=0, held=aligned(elements))
@@ -192,7 +201,7 @@ class SourceFiles:
         return self._near
 
 
-def _described(found: OpenRecord, sizes: Dims) -> Opened:
+def _described(found: OpenRecord) -> Opened:
     """Where the elements of an open record lie; raises `Unfit` if they cannot be copied."""
     stub, elements = found.stub, found.elements
     assert stub is not None and elements is not None  # noqa: S101, PT018 - a tensor was expected
@@ -200,19 +209,21 @@ def _described(found: OpenRecord, sizes: Dims) -> Opened:
         raise Unfit("format.unsupported", "it was written on a big-endian machine")
     if stub.signs:
         raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
+    return opened_at(stub, elements, found.crc if elements.size else None)
+
+
+def opened_at(stub: TensorStub, elements: Member, crc: int | None) -> Opened:
+    """The tensor that `stub` describes, whose elements lie in a member of an archive."""
     item_bytes = DTYPE_SIZES[stub.dtype]
-    n_elements = prod(sizes)
-    is_row_major = all(
-        size == 1 or stride == usual
-        for size, stride, usual in zip(sizes, stub.strides, strides_of(sizes), strict=True)
-    )
+    usual = zip(stub.shape, stub.strides, row_major(stub.shape), strict=True)
+    is_row_major = all(size == 1 or stride == step for size, stride, step in usual)
     return Opened(
         elements.start,
         elements.size,
-        found.crc if elements.size else None,
+        crc,
         stub.storage_offset * item_bytes,
         tuple(stride * item_bytes for stride in stub.strides),
-        is_row_major or not n_elements,
+        is_row_major or not prod(stub.shape),
     )
 
 
@@ -346,3 +357,52 @@ class SliceReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+# Entries that are no tensors
+
+
+def read_values(
+    files: SourceFiles, entries: Sequence[SourceBytes]
+) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
+    """Each entry with its value, ready to be written again, or with why it cannot be.
+
+    Raises `Damage`. Cost: one read for each, several in flight where that is faster.
+    """
+    small = [entry for entry in entries if entry.record.length <= MAX_VALUE_BYTES]
+    spans = [
+        Span(files.in_store(entry.record.file), entry.record.offset, entry.record.length)
+        for entry in small
+    ]
+    for entry, (_, data) in zip(small, files.store.read_spans(spans), strict=True):
+        yield entry, _value(files, entry, data)
+    for entry in entries:
+        if (n_bytes := entry.record.length) > MAX_VALUE_BYTES:
+            why = f"{entry.fqn} takes {n_bytes:,} bytes, of which {MAX_VALUE_BYTES:,} are read"
+            yield entry, NotPlain(why)
+
+
+def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | NotPlain:
+    record = entry.record
+    try:
+        return written(Leaf((entry.fqn,), decode_state(_pickle(entry, data))))
+    except NotPlain as error:
+        return error
+    except (RecordUnreadable, Unfit) as error:
+        raise files.damage(record, error) from error
+    except MetadataUnsafe as error:
+        raise Damage(files.finding("record.unsafe", record, error.message)) from error
+    except MetadataUnreadable as error:
+        return NotPlain(f"{entry.fqn}: {error.message}")
+
+
+def _pickle(entry: SourceBytes, data: bytes) -> bytes:
+    data = unpack(data, entry.record.transforms, MAX_VALUE_BYTES)
+    if not data.startswith(b"PK"):
+        # A plain pickle has neither frame nor checksums; inspection reports that.
+        return data
+    view, found = open_whole(data, None)
+    pickle = read_member(found.directory, "data.pkl", view)
+    if pickle is None:
+        raise RecordUnreadable("it holds no pickle")
+    return pickle

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.inspection.open_step import list_step
-from ckptctl.records.byte_pass import Limits, OnProgress, Piece, read_runs
+from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
+from ckptctl.records.digest_runs import CrcRun
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.copying import FileCopy
 from ckptctl.resharding.executing import Place, check_space
-from ckptctl.resharding.journal import work_folder
 from ckptctl.resharding.planning import TargetFile
-from ckptctl.resharding.proving import prove
+from ckptctl.resharding.proving import prove, work_folder
 from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
@@ -130,12 +130,12 @@ class _Work:
 
     def read_again(self, copies: Sequence[_Copy], limits: Limits) -> None:
         """Raise `StorageUnavailable` if a file does not read back as it was written."""
-        runs = [_Again(self.path(copy.file.name), copy) for copy in copies]
+        runs = [CrcRun(self.path(copy.file.name), 0, copy.file.n_bytes) for copy in copies]
         read_runs(self._place.store, runs, limits)
-        for run in runs:
-            if run.crc != run.copy.crc:
+        for copy, run in zip(copies, runs, strict=True):
+            if run.crc != copy.crc:
                 end = "nothing was published" if self._place.is_moved else "remove what is there"
-                named = run.copy.file.name or self._place.name
+                named = copy.file.name or self._place.name
                 raise StorageUnavailable(
                     f"{self._place.url}: {named} reads other bytes than were written; {end}"
                 )
@@ -225,24 +225,3 @@ class _Copy:
                     Limits(self._room.jobs),
                     only=[t.tensor.entry.fqn for t in self.file.tensors if t.part is part],
                 )
-
-
-class _Again:
-    """Reads a file that was written; see `byte_pass.Run`."""
-
-    def __init__(self, path: str, copy: _Copy) -> None:
-        self.path = path
-        self.copy = copy
-        self.n_bytes = copy.file.n_bytes
-        self.crc = 0
-
-    def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`."""
-        for at in range(0, self.n_bytes, limit):
-            yield Piece(at, min(limit, self.n_bytes - at))
-
-    def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
-        """See `byte_pass.Run`."""
-        from zlib_ng.zlib_ng import crc32
-
-        self.crc = crc32(data, self.crc)
