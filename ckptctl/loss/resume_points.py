@@ -14,6 +14,7 @@ from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.sources import StorageAccess
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, parent_url
 
 SCHEMA = "ckptctl.resume/1"
@@ -63,9 +64,12 @@ class NamedCheckpoint:
         """The checkpoint, and the report where one was named.
 
         `step` outweighs the report, whose counts and time apply to its own step only.
-        Raises `UsageError` where the report does not exist or records a fresh start.
+        Raises `UsageError` where the report does not exist or records a fresh start. Where
+        `step` is given, a root may be without a report: not every job writes one.
         """
-        report = None if self.report is None else read_resume_report(self.report, storage)
+        report = None
+        if self.report is not None:
+            report = read_resume_report(self.report, storage, or_none=self.step is not None)
         reported = None if report is None else report.resume_point
         if self.step is None:
             if report is not None and reported is None:
@@ -80,10 +84,13 @@ class NamedCheckpoint:
         return replace(reported, source="asked", **given), report
 
 
-def read_resume_report(path: str, storage: StorageAccess) -> ResumeReport:
+def read_resume_report(
+    path: str, storage: StorageAccess, *, or_none: bool = False
+) -> ResumeReport | None:
     """The report at `path`, which is its file or a checkpoint root: then the newest one.
 
-    Raises `UsageError` where there is none, or where the file is not a resume report.
+    None, with `or_none`, for a root without reports. Raises `UsageError` where there is none
+    otherwise, and where the file is not a resume report.
     """
     if base_name(path).endswith(".json"):
         folder, attempts, names = parent_url(path), "", [base_name(path)]
@@ -92,9 +99,10 @@ def read_resume_report(path: str, storage: StorageAccess) -> ResumeReport:
         attempts = _ATTEMPTS if base_name(path) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
     with storage.open(folder) as store:
         try:
-            if not names:
-                listed = (entry.path.rpartition("/")[2] for entry in store.list_dir(attempts))
-                names = sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
+            names = names or _newest_in(store, attempts)
+            if not names and or_none:
+                store.list_dir()  # a root that does not exist is a mistake all the same
+                return None
             if not names:
                 raise PathNotFound(folder)
             file = f"{attempts}/{names[0]}" if attempts else names[0]
@@ -107,6 +115,15 @@ def read_resume_report(path: str, storage: StorageAccess) -> ResumeReport:
                 f"{path}: there is no resume report here; name the step of the checkpoint with "
                 "--resume-step"
             ) from error
+
+
+def _newest_in(store: Store, attempts: str) -> list[str]:
+    """The name of the newest report in a folder; none where there is none, or no folder."""
+    try:
+        listed = [entry.path.rpartition("/")[2] for entry in store.list_dir(attempts)]
+    except PathNotFound:
+        return []
+    return sorted(name for name in listed if name.endswith(_SUFFIX))[-1:]
 
 
 def _parsed(url: str, report: object) -> ResumeReport:

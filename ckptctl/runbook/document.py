@@ -33,7 +33,18 @@ _INPUTS_HEAD = ("input", "what it is", "if not given")
 _OUTCOMES_HEAD = ("ends with", "says", "then", "because")
 _EVENTS = ("not run", "too often", "dry run", "other")
 _OF_A_BLOCK = frozenset(
-    ("name", "reads", "changes", "attended", "decides", "needs", "runs", "sets", "at-most")
+    (
+        "name",
+        "reads",
+        "changes",
+        "attended",
+        "repeats",
+        "decides",
+        "needs",
+        "runs",
+        "sets",
+        "at-most",
+    )
 )
 _START = "[*]"
 
@@ -92,7 +103,8 @@ class Block:
     """One named command block: what bash runs, and what follows.
 
     `changes` says that it changes something, so that a person is asked first; with `attended`
-    `--yes` does not agree to it. `decides` names an input in which a person states a decision:
+    `--yes` does not agree to it; with `repeats` it may run again, so that its end in a record
+    that was found is not believed. `decides` names an input in which a person states a decision:
     it runs once that input is given. It is not run unless every input of `needs` is given;
     those of `runs` are commands that it hands to a program.
     `sets` takes the last line that it prints on standard output, or all lines where it names a
@@ -103,6 +115,7 @@ class Block:
     code: str
     changes: bool
     attended: bool
+    repeats: bool
     decides: str | None
     needs: tuple[str, ...]
     runs: tuple[str, ...]
@@ -328,6 +341,7 @@ class _Reader:
             code,
             "changes" in given,
             "attended" in given,
+            "repeats" in given,
             given.get("decides"),
             tuple(filter(None, given.get("needs", "").split(","))),
             tuple(filter(None, given.get("runs", "").split(","))),

@@ -123,7 +123,8 @@ class Place:
     `found` are the names whose values come from events that were found, and were neither
     given nor determined again since. `begun` are the blocks that started and whose end is not
     known. `after_change` is the place behind the last block that may change something, with
-    `times` as it was there: a record that was found is believed up to that place.
+    `times` as it was there: a record that was found is believed up to that place. `repeats`
+    is the state and the name of the first block whose end in a record is never believed.
     """
 
     state: str
@@ -136,6 +137,7 @@ class Place:
     because: str = ""
     after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
     leads: str = ""
+    repeats: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +221,11 @@ def _apply(
     elif kind == "began":
         place.begun.add(str(event["block"]))
     elif kind == "ended":
-        block = _block(book, place)
+        block, state = _block(book, place), place.state
         _take_end(book, place, event, found=found)
-        if block.changes and (attended or not (found and block.attended)):
+        if found and block.repeats:
+            place.repeats = place.repeats or (state, block.name)
+        elif block.changes and (attended or not (found and block.attended)):
             place.after_change = (place.state, place.block, dict(place.times))
     elif kind == "finished":
         place.over = int(str(event["exit_code"]))
@@ -379,6 +383,13 @@ def _read_again(book: Runbook, place: Place, record: Record, talk: Talk) -> None
     """
     state, number, _ = place.after_change
     if (place.state, place.block) == (state, number):
+        return
+    if talk.attended and place.repeats is not None:
+        state, name = place.repeats
+        because = f"{name} is run again, whatever the record says of its end"
+        talk.told(f"back to {state}: {because}")
+        event = record.add("back", state=state, block=name, because=because)
+        _apply(book, place, event, found=False)
         return
     if talk.attended:
         talk.told(f"continued in {place.state}; what was read before is as the record gives it")

@@ -113,8 +113,8 @@ def _block(book: Runbook, block: Block) -> Iterator[str]:
         yield "the table has no row `other`, so an unexpected end leads nowhere"
     elif block.outcomes[-1].event != "other" and block.on("other") is not None:
         yield "rows behind `other` are never reached"
-    if block.attended and not block.changes:
-        yield "`attended` is for a block that `changes`"
+    if (block.attended or block.repeats) and not block.changes:
+        yield "`attended` and `repeats` are for a block that `changes`"
     if block.decides is not None and (book.input(block.decides) is None):
         yield f"it decides {block.decides}, which is no input"
     if (block.needs or block.changes or block.decides) and block.on("not run") is None:

@@ -16,7 +16,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from typing import NoReturn
 
 from ckptctl.errors import AlreadyExists, CkptctlError, PathNotFound
@@ -36,6 +37,8 @@ MAX_TEXT = 32 << 10
 """Characters of one text in an event, the lines of a command excepted: Linux passes 128 KiB."""
 
 _RUN_NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
+_STAMP = "%Y%m%dT%H%M%SZ"
+_LAST_YEAR = 9999
 _EVENT_NAME = re.compile(r"[0-9]{6}\.json")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
@@ -108,22 +111,42 @@ class Unwritten(Record):
 
 
 def begun(store: Store, runbook: str) -> Record:
-    """A new, empty run."""
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return Record(store, f"{RUNS_FOLDER}/{runbook}/{stamp}-{os.urandom(3).hex()}")
+    """A new, empty run.
+
+    Its name follows that of the newest run, also where the clock of another host was ahead or
+    a name is dated in the future: the run that was begun last is always the newest.
+    """
+    at = datetime.now(timezone.utc)
+    last = _newest_name(store, runbook)
+    if last is not None:
+        at = max(at, _began_at(last) + timedelta(seconds=1))
+    return Record(store, f"{RUNS_FOLDER}/{runbook}/{at.strftime(_STAMP)}-{os.urandom(3).hex()}")
 
 
 def newest(store: Store, runbook: str) -> Record | None:
     """The newest run of this runbook, with its events; raises `RecordUnreadable`."""
-    folder = f"{RUNS_FOLDER}/{runbook}"
+    last = _newest_name(store, runbook)
+    return None if last is None else _loaded(store, f"{RUNS_FOLDER}/{runbook}/{last}")
+
+
+def _newest_name(store: Store, runbook: str) -> str | None:
     try:
-        names = [
-            entry.path.rpartition("/")[2] for entry in store.list_dir(folder) if entry.kind == "dir"
-        ]
+        entries = store.list_dir(f"{RUNS_FOLDER}/{runbook}")
     except PathNotFound:
         return None
-    runs = [name for name in names if _RUN_NAME.fullmatch(name)]
-    return _loaded(store, f"{folder}/{max(runs)}") if runs else None
+    names = (entry.path.rpartition("/")[2] for entry in entries if entry.kind == "dir")
+    return max((name for name in names if _is_run_name(name)), default=None)
+
+
+def _is_run_name(name: str) -> bool:
+    """Whether a name is that of a run, with a date that another run can follow."""
+    with suppress(ValueError):
+        return bool(_RUN_NAME.fullmatch(name)) and _began_at(name).year < _LAST_YEAR
+    return False
+
+
+def _began_at(name: str) -> datetime:
+    return datetime.strptime(name.partition("-")[0], _STAMP).replace(tzinfo=timezone.utc)
 
 
 def _loaded(store: Store, folder: str) -> Record:

@@ -111,6 +111,14 @@ def test_the_resume_report_gives_the_resume_point_and_the_next_commands(tmp_path
     assert pick == f"ckptctl pick {tmp_path / 'run'}"
 
 
+def test_a_root_without_a_report_is_no_error_where_the_step_is_given(tmp_path, log):
+    given = ("--resume-step", SAVED, "--resume-report")
+    assert f"resumed after step {SAVED}" in run_ckptctl("loss", log(), *given, tmp_path).stdout
+    wrong = run_ckptctl("loss", log(), *given, tmp_path / "no-such-root")
+    assert (wrong.returncode, "no resume report" in wrong.stderr) == (2, True)
+    assert run_ckptctl("loss", log(), *given, tmp_path / "no.resume.json").returncode == 2
+
+
 def test_a_root_without_a_report_is_a_usage_error(tmp_path, log):
     done = run_ckptctl("loss", log(), "--resume-report", tmp_path)
     assert done.returncode == 2

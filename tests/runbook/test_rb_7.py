@@ -251,14 +251,16 @@ def loss_at(step: int) -> float:
 
 
 def rows(first: int, last: int, *, pace: float = 1.0) -> str:
-    """What a job logs of these steps."""
+    """What a job logs of these steps; no two attempts have the same throughput."""
     return "".join(
         json.dumps(
             {
                 "step": step,
                 "loss": loss_at(step),
                 "tokens": step * 4096,
-                "tokens_per_second": 1000 * pace * (1 + random.Random(-step).gauss(0, 0.01)),
+                "tokens_per_second": 1000
+                * pace
+                * (1 + random.Random(f"{step} {first}").gauss(0, 0.01)),
             }
         )
         + "\n"
@@ -288,6 +290,50 @@ def test_no_jump_is_no_success(root, tmp_path):
     ended = watched(root, tmp_path, rows(401, 500), rows(501, 600), CONFIRMED="alice, the picture")
     assert ended[0] == 0
     assert ended[1]["confirmed"]["lines"] == ["confirmed: alice, the picture"]
+
+
+CANARY_ENDS = {
+    "the same values": (rows(496, 500), 0, "the replay gives the values that were logged"),
+    "other values": (
+        rows(496, 500).replace('"loss": 2.', '"loss": 3.'),
+        30,
+        "the replay gives other values than were logged",
+    ),
+    "other steps": (rows(601, 605), 32, "nothing proves that the resume was correct"),
+}
+
+
+@pytest.mark.parametrize("canary", CANARY_ENDS)
+def test_a_replay_proves_the_resume_or_that_it_was_wrong(root, tmp_path, canary):
+    text, wanted, because = CANARY_ENDS[canary]
+    replay = log(tmp_path, "canary.log", text)
+    logs = (rows(401, 500), rows(501, 600))
+    exit_code, ended, document = watched(root, tmp_path, *logs, CANARY=replay)
+    assert exit_code == wanted, document["because"]
+    assert because in ended["canary"]["because"] + document["because"]
+
+
+def report(root: Path, step: int, tokens: int) -> None:
+    """The report of the newest resume, as ckptctl.train writes it."""
+    attempts = root / ".ckptctl" / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    fields = {"schema": "ckptctl.resume/1", "step": step, "tokens": tokens, "root": str(root)}
+    name = "20261121T000000.000000Z-00000000"
+    (attempts / f"{name}.resume.json").write_text(json.dumps(fields))
+    events = [{"event": "started"}, {"event": "resumed", "step": step}]
+    lines = (json.dumps({**event, "attempt": name}) + "\n" for event in events)
+    (attempts / f"{name}.jsonl").write_text("".join(lines))
+
+
+def test_the_resume_report_of_the_job_gives_the_tokens_of_the_checkpoint(root, tmp_path):
+    """The log of before lacks them, so that nothing else tells where the count goes on."""
+    logs = (rows(401, 540).replace('"tokens":', '"other":'), rows(501, 600))
+    report(root, 500, 500 * 4096)
+    assert watched(root, tmp_path, *logs)[0] == 0
+    report(root, 500, 480 * 4096)
+    exit_code, ended, document = watched(root, tmp_path, *logs)
+    assert exit_code == 30, document["because"]
+    assert ended["verdict"]["exit_code"] == 30
 
 
 def test_a_job_that_loaded_another_step_is_stopped_and_no_step_rejected(root, tmp_path):

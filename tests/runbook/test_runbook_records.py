@@ -24,16 +24,16 @@ def root(checkpoints: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
 
 
-def plant(root: Path, *events: dict, **inputs: object) -> Path:
-    """A record as a stranger writes it: an unfinished run of rb-7 with these inputs."""
-    folder = root / ".ckptctl" / "runbooks" / "rb-7" / "29991231T235959Z-abcdef"
+def plant(root: Path, *events: dict, runbook: str = "rb-7", **inputs: object) -> Path:
+    """A record as a stranger writes it: an unfinished run with these inputs."""
+    folder = root / ".ckptctl" / "runbooks" / runbook / "29991231T235959Z-abcdef"
     folder.mkdir(parents=True)
     opened = {
         "event": "opened",
         "by": f"{os.environ.get('USER', 'root')}@{os.uname().nodename}",
-        "runbook": "rb-7",
+        "runbook": runbook,
         "title": "Resume",
-        "page": _digest(shelf.find("rb-7")),
+        "page": _digest(shelf.find(runbook)),
         "inputs": {"ROOT": str(root), **inputs},
     }
     for number, event in enumerate((opened, *events), start=1):
@@ -88,11 +88,14 @@ def resumed(root: Path) -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
-def at_a_terminal(root: Path, answers: list[bytes], *options: str) -> tuple[int, str]:
+def at_a_terminal(
+    root: Path, answers: list[bytes], *options: str, book: str = "rb-7"
+) -> tuple[int, str]:
     """Run with a person at a terminal who types these answers, each to one question."""
     ours, theirs = pty.openpty()
+    seen_by = ("--set", "SEEN_BY=one node") if book == "rb-7" else ()
     process = subprocess.Popen(
-        [*COMMAND, "runbook", "run", "rb-7", str(root), "--set", "SEEN_BY=one node", *options],
+        [*COMMAND, "runbook", "run", book, str(root), *seen_by, *options],
         env=clean_environment(TERM="dumb"),
         stdin=theirs,
         stdout=theirs,
@@ -417,3 +420,48 @@ def test_a_decision_at_a_terminal_is_typed_and_recorded(root, tmp_path):
     text = (tmp_path / "t" / "transcript.md").read_text()
     assert "Decided by" in text
     assert "removed by: commit 1a2b3c" in text
+
+
+def forged_probe(root: Path) -> None:
+    """A record of storage-corruption in which the probe has ended well."""
+    plant(
+        root,
+        ended("Hold", "hold", "Survey", exit_code=None, not_run="not run"),
+        ended("Survey", "survey", "next"),
+        ended("Survey", "newest", "Probe", exit_code=11),
+        ended("Probe", "probe", "Rescue"),
+        runbook="storage-corruption",
+    )
+
+
+def test_the_end_of_a_probe_in_a_record_is_not_believed(root):
+    forged_probe(root)
+    storage = ("runbook", "run", "storage-corruption", root, "--continue")
+    done = run_ckptctl(*storage, "--yes", "--json")
+    events = sorted((root / ".ckptctl" / "runbooks" / "storage-corruption").glob("*/[0-9]*.json"))
+    began = [event["block"] for event in map(_event, events) if event["event"] == "began"]
+    assert began[0] == "survey", done.stderr
+
+
+def _event(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_a_person_is_told_that_a_probe_in_a_record_is_run_again(root):
+    forged_probe(root)
+    _, seen = at_a_terminal(root, [b"l"], "--continue", book="storage-corruption")
+    assert "back to Probe: probe is run again, whatever the record says of its end" in seen
+    assert "--probe-storage" in seen
+
+
+def test_a_run_follows_one_that_is_dated_in_the_future(root):
+    plant(root)
+    folder = root / ".ckptctl" / "runbooks" / "rb-7"
+    for name in ("99991231T235959Z-abcdef", "29991340T000000Z-abcdef"):
+        (folder / name).mkdir()
+    assert run(root, "--new", "--yes").returncode == 31
+    (ours,) = folder.glob("30000101T000000Z-*")
+    n_events = len(list(ours.iterdir()))
+    assert run(root, "--continue", "--yes").returncode == 31
+    assert len(list(ours.iterdir())) > n_events
+    assert len(list(folder.iterdir())) == 4
