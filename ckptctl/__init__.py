@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
+    from ckptctl.options import ContentOptions, PickPolicy, Requirements, StorageOptions
     from ckptctl.preflight_checks.results import Check, Preflight
     from ckptctl.preflight_checks.running import preflight
     from ckptctl.resharding.comparing import diff
@@ -57,6 +58,7 @@ __all__ = [
     "Check",
     "CkptctlError",
     "Classification",
+    "ContentOptions",
     "Contents",
     "Converted",
     "Diagnosis",
@@ -75,18 +77,21 @@ __all__ = [
     "PassedOver",
     "PathNotFound",
     "Pick",
+    "PickPolicy",
     "Preflight",
     "PruneDecision",
     "Pruned",
     "RankShare",
     "RecoveryCost",
     "Report",
+    "Requirements",
     "Reshard",
     "Scan",
     "Sealed",
     "Severity",
     "StatePart",
     "StorageError",
+    "StorageOptions",
     "StorageUnavailable",
     "Supervised",
     "TrainState",
@@ -137,6 +142,7 @@ _HOMES = {
     "ckptctl.selection.sealing": "seal",
     "ckptctl.selection.showing": "show",
     "ckptctl.selection.verifying": "verify",
+    "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions",
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",

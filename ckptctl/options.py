@@ -1,36 +1,74 @@
 """The options that functions take together, as frozen objects.
 
-Made once at the edge (command line, public function, `Checkpointer`) and passed on
-whole, so that no function on the way can drop one of them. An object checks its values
+They are made once at the edge (command line, public function, `Checkpointer`) and passed
+on whole, so that no function on the way can drop one of them. An object checks its values
 when it is made and raises `UsageError` with the option's name on the command line.
+
+A public function that takes such an object takes each of its fields as a keyword, too:
+`pick(root, endpoint_url=…)` is `pick(root, storage=StorageOptions(endpoint_url=…))`. The
+`…Keywords` classes tell type checkers so; `options_from` puts keywords and objects together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict, TypeVar, overload
 
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
+
+TIMEOUT_S = 30.0
+"""How long one answer of a storage is waited for, where nobody says how long."""
 
 MIN_KEY_BYTES = 16
 """A key for seals has at least so many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """Conditions on a step beyond being complete.
+class StorageOptions:
+    """How to reach a storage; a folder of this machine needs none of it.
 
-    `require` names kinds of train state that must be there, as a list or as
-    `model,optimizer`. `world_size` is how many ranks will load the step,
-    `saved_world_size` how many wrote it and must each have left a shard file. An
-    unfinished save counts as running until `grace_s` seconds after its last write.
-    `require_seal` demands a seal that proves the step; `key` is the key that seals must
-    have been made with, at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
-    store's own checksums with the seal. `marks` is the path of a file of marks that
-    apply beside those in the steps.
+    `storage_options` go to the client of an object store as they are, and win over its
+    environment and configuration; `endpoint_url` is the address of a service that is not
+    Amazon's. `timeout_s` bounds each connection and each wait for bytes, in seconds. A
+    request that failed in a way that may pass is repeated `retries` times, and then until
+    `retry_for_s` seconds have passed.
     """
 
+    storage_options: Mapping[str, object] | None = field(default=None, repr=False)
+    endpoint_url: str | None = None
+    timeout_s: float = TIMEOUT_S
+    retries: int = 4
+    retry_for_s: float = 0.0
+
+
+class StorageKeywords(TypedDict, total=False):
+    """The fields of `StorageOptions` as keywords of a function."""
+
+    storage_options: Mapping[str, object] | None
+    endpoint_url: str | None
+    timeout_s: float
+    retries: int
+    retry_for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What counts as a step, and what is required of it beyond being complete.
+
+    `pattern` is a regular expression for the names of step directories that ckptctl does
+    not know; its group `step` is the number. `require` names kinds of train state that
+    must be there, as a list or as `model,optimizer`. `world_size` is how many ranks will
+    load the step, `saved_world_size` how many wrote it and must each have left a shard
+    file. An unfinished save counts as running until `grace_s` seconds after its last write.
+    `require_seal` demands a seal that proves the step; `key` is the key that seals must
+    have been made with, of at least `MIN_KEY_BYTES` bytes. `remote_checksums` compares the
+    store's own checksums with the seal. `marks` is the path of a file of marks that apply
+    beside those in the steps.
+    """
+
+    pattern: str | None = None
     require: Collection[str] = ()
     world_size: int | None = None
     saved_world_size: int | None = None
@@ -62,6 +100,120 @@ class Requirements:
                 "more",
                 next_command="openssl rand -hex 32",
             )
+
+
+class StepKeywords(StorageKeywords, total=False):
+    """The fields of `Requirements` and `StorageOptions` as keywords of a function."""
+
+    pattern: str | None
+    require: Collection[str]
+    world_size: int | None
+    saved_world_size: int | None
+    grace_s: float
+    require_seal: bool
+    key: bytes | None
+    remote_checksums: bool
+    marks: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickPolicy:
+    """Which step `pick` takes of those that are there.
+
+    `level` is how deep each step is inspected; None is as deep as is cheap on its storage.
+    `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
+    how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
+    train state which an older one holds, `accept_unverifiable` one that nothing in it can
+    prove good.
+    """
+
+    level: Level | None = None
+    before: int | None = None
+    skip: Collection[int] = ()
+    max_fallback: int = 2
+    allow_missing_state: bool = False
+    accept_unverifiable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "level", known_level(self.level))
+        object.__setattr__(self, "skip", frozenset(self.skip))
+        object.__setattr__(
+            self, "max_fallback", int(not_negative("max-fallback", self.max_fallback))
+        )
+
+
+class PickKeywords(StepKeywords, total=False):
+    """The fields of `PickPolicy`, `Requirements` and `StorageOptions` as keywords."""
+
+    level: Level | str | None
+    before: int | None
+    skip: Collection[int]
+    max_fallback: int
+    allow_missing_state: bool
+    accept_unverifiable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentOptions:
+    """How much of a step's bytes level `content` compares, and how.
+
+    `subset` compares a part of the records, `3/7` or `10%` of the bytes. After `deadline_s`
+    seconds no further byte is read. `jobs` is how many threads read a file system; None
+    chooses a number that is good for it. `nan_scan` looks for NaN and infinity in the
+    values of floating-point tensors.
+    """
+
+    subset: str | None = None
+    deadline_s: float | None = None
+    jobs: int | None = None
+    nan_scan: bool = False
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None:
+            not_negative("deadline", self.deadline_s)
+        if self.jobs is not None and self.jobs < 1:
+            raise UsageError(f"--jobs is {self.jobs}; it must be 1 or more")
+
+
+class VerifyKeywords(StepKeywords, total=False):
+    """The fields of `ContentOptions`, `Requirements` and `StorageOptions` as keywords."""
+
+    subset: str | None
+    deadline_s: float | None
+    jobs: int | None
+    nan_scan: bool
+
+
+_A = TypeVar("_A", bound="Options")
+_B = TypeVar("_B", bound="Options")
+_C = TypeVar("_C", bound="Options")
+Options = StorageOptions | Requirements | PickPolicy | ContentOptions
+
+
+@overload
+def options_from(keywords: Mapping[str, Any], first: _A, /) -> _A: ...
+@overload
+def options_from(keywords: Mapping[str, Any], first: _A, second: _B, /) -> tuple[_A, _B]: ...
+@overload
+def options_from(
+    keywords: Mapping[str, Any], first: _A, second: _B, third: _C, /
+) -> tuple[_A, _B, _C]: ...
+def options_from(
+    keywords: Mapping[str, Any], /, *options: Options
+) -> Options | tuple[Options, ...]:
+    """The options, each with those of its fields that a caller gave as keywords.
+
+    A keyword wins over the field of an object. Raises `TypeError` for a keyword that is a
+    field of none, as Python does for a parameter that a function does not have.
+    """
+    left = dict(keywords)
+    made = []
+    for one in options:
+        own = {each.name: left.pop(each.name) for each in fields(one) if each.name in left}
+        made.append(replace(one, **own) if own else one)
+    if left:
+        raise TypeError(f"unexpected keyword argument {next(iter(left))!r}")
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def not_negative(name: str, value: float) -> float:

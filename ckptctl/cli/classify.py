@@ -9,9 +9,10 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import Storage, option
+from ckptctl.cli.options import option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.failures import classification_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl classify --print-nodes slurm-4711.out dmesg-node017.log --exit-code 1",
@@ -76,7 +77,7 @@ def classify(
         ),
     ] = False,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Classify a failure by the logs of a job, and print what to do.
@@ -92,7 +93,7 @@ def classify(
         exit_code=exit_code,
         state=state,
         scheduler=scheduler.value if scheduler else None,
-        **storage,
+        storage=storage,
     )
     out.answer(
         lambda: document("classify", answer),

@@ -16,13 +16,13 @@ from ckptctl.cli.options import (
     MemoryOpt,
     OnlyOpt,
     PatternOpt,
-    Storage,
     option,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.reshard import only_model
 from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import convert_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl convert /shared/ckpt/run-1234@latest /models/run-1234 --only model",
@@ -89,7 +89,7 @@ def convert(
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Convert a step to one torch.save file or to safetensors, or either of them to a step.
@@ -114,7 +114,7 @@ def convert(
         on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
         pattern=pattern,
         grace_s=grace,
-        **storage,
+        storage=storage,
     )
     out.answer(
         lambda: document("convert", answer),

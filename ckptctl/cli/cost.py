@@ -8,10 +8,11 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import PatternOpt, Storage, option
+from ckptctl.cli.options import PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.cost import cost_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl cost /shared/ckpt/run-1234 --mtbf 8h --load 4m --reschedule 5m",
@@ -85,7 +86,7 @@ def cost(
         ),
     ] = False,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Estimate what a failure of a run costs, and the best interval between saves.
@@ -108,7 +109,7 @@ def cost(
         compile_s=parse_duration(compiling, "--compile") or 0.0,
         n_gpus=gpus,
         pattern=pattern,
-        **storage,
+        storage=storage,
     )
     bare = () if found.daly_s is None else (f"{found.daly_s:.0f}",)
     out.answer(

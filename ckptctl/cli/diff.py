@@ -8,9 +8,10 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import PatternOpt, Storage, option
+from ckptctl.cli.options import PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.resharding import diff_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl diff /shared/ckpt/run-1234@1200 /shared/ckpt/run-1235@1200",
@@ -34,7 +35,7 @@ def diff(
     ] = False,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Compare two steps: entries, shapes, dtypes, values.
@@ -48,7 +49,7 @@ def diff(
         values=values,
         pattern=pattern,
         on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
-        **storage,
+        storage=storage,
     )
     out.answer(
         lambda: document("diff", answer),

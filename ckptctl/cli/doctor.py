@@ -12,10 +12,11 @@ import typer
 import ckptctl
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import Storage, with_common
+from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import SEAL_KEY
 from ckptctl.cli.views.diagnosis import diagnosis_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl doctor slurm train.sbatch",
@@ -48,7 +49,7 @@ def doctor(
         ),
     ] = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Find mistakes in a job script, an environment or a storage.
@@ -58,7 +59,9 @@ def doctor(
     the names of what is wrong are printed.
     """
     known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))
-    found = ckptctl.doctor(what.value, target, known_variables=known | _own_variables(), **storage)
+    found = ckptctl.doctor(
+        what.value, target, known_variables=known | _own_variables(), storage=storage
+    )
     out.answer(
         lambda: document("doctor", found),
         lambda: diagnosis_lines(found),

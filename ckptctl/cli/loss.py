@@ -9,7 +9,7 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import Storage, option
+from ckptctl.cli.options import option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.cli.views.loss import canary_lines, loss_lines
@@ -19,7 +19,7 @@ from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.reading import LogFormat
 from ckptctl.loss.resume_points import NamedCheckpoint
-from ckptctl.loss.sources import StorageAccess
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl loss train.log",
@@ -190,7 +190,7 @@ def loss(
         ),
     ] = False,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Check that the loss continued across a resume.
@@ -220,7 +220,7 @@ def loss(
             ),
             follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
             log_format=LogFormat(format, pattern, keys),
-            storage=StorageAccess(**storage),
+            storage=storage,
             strict=strict,
         )
         report = _last(reports, out)
@@ -239,7 +239,7 @@ def loss(
             format=format,
             pattern=pattern,
             keys=keys,
-            **storage,
+            storage=storage,
         )
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)

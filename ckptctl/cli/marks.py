@@ -14,12 +14,12 @@ from ckptctl.cli.options import (
     PatternOpt,
     ReasonOpt,
     StepArg,
-    Storage,
     option,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.notes import marked_lines
 from ckptctl.formats.own.marks import MarkKind
+from ckptctl.options import StorageOptions
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "reject": (
@@ -46,7 +46,7 @@ def reject(
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Reject a step, so that nothing resumes from it.
@@ -67,7 +67,7 @@ def accept(
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Lift a rejection, so that the step may be used again.
@@ -91,7 +91,7 @@ def pin(
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Pin a step, so that retention keeps it.
@@ -103,10 +103,12 @@ def pin(
     return _mark(step, MarkKind.UNPINNED if off else MarkKind.PINNED, given, storage, out)
 
 
-def _mark(step: str, word: MarkKind, given: dict[str, Any], storage: Storage, out: Output) -> int:
+def _mark(
+    step: str, word: MarkKind, given: dict[str, Any], storage: StorageOptions, out: Output
+) -> int:
     """Put the mark on the step, and print it, or with `--quiet` where it lies."""
     given["evidence"] = given["evidence"] or ()
-    marked = ckptctl.mark(step, word, **given, **storage)
+    marked = ckptctl.mark(step, word, **given, storage=storage)
     out.answer(
         lambda: document("marked", marked),
         lambda: marked_lines(marked),

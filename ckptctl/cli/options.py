@@ -23,11 +23,8 @@ from ckptctl.cli.text import Line, line
 from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
+from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.storage.watchdog import Watchdog
-
-Storage = dict[str, Any]
-"""The keyword arguments of the library that say how to reach a storage."""
-
 
 COMMAND_LINE_ONLY = frozenset(
     {
@@ -326,12 +323,10 @@ _DebugOpt = Annotated[
     option("--debug", help="Show the traceback of an error."),
 ]
 
-_TIMEOUT_S = 30.0
-
 _STORAGE = {
     "storage_option": (_StorageOptionOpt, None),
     "endpoint_url": (_EndpointUrlOpt, None),
-    "timeout": (_TimeoutOpt, _TIMEOUT_S),
+    "timeout": (_TimeoutOpt, TIMEOUT_S),
 }
 _COMMON = {
     "as_json": (_JsonOpt, False),
@@ -363,18 +358,18 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
 
     def run(**given: Any) -> int:
         common = {name: given.pop(name) for name in added}
-        timeout_s = common.get("timeout") or given.get("timeout") or _TIMEOUT_S
+        timeout_s = common.get("timeout") or given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
         # How an answer is shown is no part of what was asked.
         asked = [each for each in parameters if each.name not in _COMMON]
         repeated = given_options(asked, {**given, **common})
         if takes_storage:
-            given["storage"] = {
-                "storage_options": parse_storage_options(common["storage_option"] or ()),
-                "endpoint_url": common["endpoint_url"],
-                "timeout_s": timeout_s,
-            }
+            given["storage"] = StorageOptions(
+                storage_options=parse_storage_options(common["storage_option"] or ()),
+                endpoint_url=common["endpoint_url"],
+                timeout_s=timeout_s,
+            )
         out.configure(
             as_json=common["as_json"],
             quiet=common["quiet"],

@@ -25,7 +25,6 @@ from ckptctl.cli.options import (
     RootsArg,
     SavedWorldSizeOpt,
     SkipOpt,
-    Storage,
     WeightsOpt,
     WorldSizeOpt,
     option,
@@ -33,6 +32,7 @@ from ckptctl.cli.options import (
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.pick import pick_lines
+from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Answer, Pick
 
 EXAMPLES = (
@@ -82,7 +82,7 @@ def pick(
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Choose the step to resume from.
@@ -109,7 +109,7 @@ def pick(
         require_seal=require_seal,
         key=seal_key(key_file),
         marks=marks,
-        **storage,
+        storage=storage,
     )
     fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK
     exit_code = _FELL_BACK if fell_back else found.exit_code

@@ -26,7 +26,6 @@ from ckptctl.cli.options import (
     RootsArg,
     SavedWorldSizeOpt,
     SkipOpt,
-    Storage,
     WeightsOpt,
     WorldSizeOpt,
     option,
@@ -42,6 +41,7 @@ from ckptctl.cli.values import (
 )
 from ckptctl.cli.views.preflight import preflight_lines
 from ckptctl.errors import UsageError
+from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 
 EXAMPLES = (
@@ -146,7 +146,7 @@ def preflight(
         ),
     ] = False,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Check that a job can start here and now, and choose its step.
@@ -189,9 +189,9 @@ def preflight(
             key=seal_key(key_file),
             marks=marks,
             logs=log or (),
-            launchers=parse_launchers(launcher, storage["timeout_s"]),
+            launchers=parse_launchers(launcher, storage.timeout_s),
             group=group,
-            **storage,
+            storage=storage,
         )
     answer = partial(document, "preflight", found)
     out.save(answer)

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import LevelOpt, MarksOpt, PatternOpt, RootArg, Storage, option
+from ckptctl.cli.options import LevelOpt, MarksOpt, PatternOpt, RootArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of
 from ckptctl.cli.views.prune import prune_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl prune /shared/ckpt/run-1234 --keep 3",
@@ -36,7 +37,7 @@ def prune(
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Remove old steps that are no longer needed.
@@ -56,7 +57,7 @@ def prune(
         pattern=pattern,
         on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
         on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
-        **storage,
+        storage=storage,
     )
     out.answer(
         lambda: document("pruned", found),

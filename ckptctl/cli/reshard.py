@@ -6,7 +6,7 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,12 +21,12 @@ from ckptctl.cli.options import (
     OnlyOpt,
     PatternOpt,
     StepArg,
-    Storage,
     option,
 )
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.values import parse_size, seal_key
 from ckptctl.cli.views.resharding import reshard_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
@@ -101,7 +101,7 @@ def reshard(
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Rewrite a step for another world size in constant memory.
@@ -110,7 +110,7 @@ def reshard(
     torchrun or srun the processes share the files. Called again after an interruption it goes on.
     With --quiet the address of the new step is printed once it is there.
     """
-    wanted = {
+    wanted: dict[str, Any] = {
         "world_size": world_size,
         "mesh": mesh,
         "shard": shard or (),
@@ -121,7 +121,7 @@ def reshard(
         "memory": parse_size("memory", memory),
         "pattern": pattern,
         "grace_s": grace,
-        **storage,
+        "storage": storage,
     }
     with ExitStack() as stack:
         if apply:

@@ -8,12 +8,13 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import OptionalRootOpt, PatternOpt, Storage, option
+from ckptctl.cli.options import OptionalRootOpt, PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.run import life_lines, supervised_lines
 from ckptctl.errors import UsageError
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
@@ -89,7 +90,7 @@ def run(
     ] = "15m",
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Run a job, and start it again after failures within a budget.
@@ -115,7 +116,7 @@ def run(
         on_life=lambda life: out.lines(life_lines(life), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
         pattern=pattern,
-        **storage,
+        storage=storage,
     )
     out.save(lambda: document("supervised", found))
     if out.as_json:

@@ -11,12 +11,13 @@ from typing import Annotated
 import typer
 
 from ckptctl.cli.documents import Document, ShownRunbook, document
-from ckptctl.cli.options import OptionalRootOpt, Storage, option
+from ckptctl.cli.options import OptionalRootOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.prompts import BLOCK_INDENT, TerminalPrompts
 from ckptctl.cli.views.explain import page_lines
 from ckptctl.cli.views.runbook import lint_lines, list_lines, ran_lines
 from ckptctl.errors import UsageError
+from ckptctl.options import StorageOptions
 from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.linting import problems
@@ -100,7 +101,7 @@ def runbook(
         option("--folder", metavar="DIR", help="A folder of runbooks of your own."),
     ] = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """List, show and run runbooks.
@@ -144,7 +145,7 @@ def runbook(
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,
         columns=out.err.columns_inside(BLOCK_INDENT),
-        **storage,
+        storage=storage,
     )
     if transcript is not None:
         write_transcript(Path(transcript), ran.events, ran.step)

@@ -23,7 +23,6 @@ from ckptctl.cli.options import (
     RootsArg,
     SavedWorldSizeOpt,
     SkipOpt,
-    Storage,
     WeightsOpt,
     WorldSizeOpt,
     option,
@@ -32,6 +31,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
 from ckptctl.findings import Report
+from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
 
@@ -61,7 +61,7 @@ def scan(
     key_file: KeyFileOpt = None,
     marks: MarksOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """List the steps of a root with their verdicts and the step that pick would take.
@@ -93,7 +93,7 @@ def scan(
         world_size=world_size,
         saved_world_size=saved_world_size,
         on_report=shown.on_report,
-        **storage,
+        storage=storage,
     )
     shown.finish(found)
     return found.exit_code

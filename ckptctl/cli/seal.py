@@ -16,12 +16,12 @@ from ckptctl.cli.options import (
     PatternOpt,
     SavedWorldSizeOpt,
     StepArg,
-    Storage,
     option,
 )
 from ckptctl.cli.output import Output
 from ckptctl.cli.values import seal_key
 from ckptctl.cli.views.notes import sealed_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",
@@ -53,7 +53,7 @@ def seal(
     pattern: PatternOpt = None,
     grace: GraceOpt = 600.0,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Verify a step and record its digests.
@@ -73,7 +73,7 @@ def seal(
         on_progress=lambda done, total: out.progress("digested", done, total),
         pattern=pattern,
         grace_s=grace,
-        **storage,
+        storage=storage,
     )
     if key_file is not None and sealed.path is not None:
         with_key = f"{sealed.next_command} --key-file {shlex.quote(key_file)}"

@@ -7,9 +7,10 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.formatting import safe
-from ckptctl.cli.options import PatternOpt, StepArg, Storage, option
+from ckptctl.cli.options import PatternOpt, StepArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.views.show import contents_lines
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",
@@ -29,14 +30,14 @@ def show(
     ] = False,
     pattern: PatternOpt = None,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
 
     Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
     """
-    contents = ckptctl.show(step, pattern=pattern, **storage)
+    contents = ckptctl.show(step, pattern=pattern, storage=storage)
     out.answer(
         lambda: document("show", contents),
         lambda: contents_lines(contents, every_tensor=tensors, width=out.out.width),

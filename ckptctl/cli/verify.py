@@ -19,7 +19,6 @@ from ckptctl.cli.options import (
     RequireSealOpt,
     SavedWorldSizeOpt,
     StepArg,
-    Storage,
     WorldSizeOpt,
     option,
 )
@@ -28,6 +27,7 @@ from ckptctl.cli.stopping import ended_by_signals
 from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.findings import Report
+from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -93,7 +93,7 @@ def verify(
         ),
     ] = False,
     *,
-    storage: Storage,
+    storage: StorageOptions,
     out: Output,
 ) -> int:
     """Inspect one step and report every finding.
@@ -127,7 +127,7 @@ def verify(
             stop=stop,
             group=group,
             on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
-            **storage,
+            storage=storage,
         )
         stopped = stop.exit_code if stop is not None else 0
         code = stopped or report.exit_code

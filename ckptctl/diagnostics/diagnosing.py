@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ckptctl.diagnostics.environment import check_environment
 from ckptctl.diagnostics.results import Diagnosis, diagnosis
@@ -12,8 +12,13 @@ from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.diagnostics.storage_traits import check_storage
 from ckptctl.errors import UsageError
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.log_lines import read_text
 from ckptctl.storage.opening import absolute_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 SUBJECTS = ("slurm", "env", "storage")
 _MAX_SCRIPT = 1 << 20
@@ -24,9 +29,8 @@ def doctor(
     target: str | None = None,
     *,
     known_variables: frozenset[str] = frozenset(),
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Diagnosis:
     """Look at `what`: `slurm` with a job script, `env`, or `storage` with a root.
 
@@ -56,8 +60,7 @@ def doctor(
         found = check_script(os.path.basename(target), script)
         n_trainings = str(len(script.trainings))
         return diagnosis(what, target, found, (("commands that train", n_trainings),))
-    advice, facts = check_storage(
-        target, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    )
+    storage = options_from(keywords, storage)
+    advice, facts = check_storage(target, storage)
     following = f"ckptctl scan {shlex.quote(absolute_url(target))}"
     return diagnosis(what, target, advice, facts, following)

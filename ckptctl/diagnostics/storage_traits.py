@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ckptctl.diagnostics.results import Advice
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError
 from ckptctl.findings import Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.options import StorageOptions
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import check_root_there
 from ckptctl.storage.contract import Span, Store
@@ -30,11 +31,7 @@ _CLOCK_S = 60.0
 
 
 def check_storage(
-    url: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    url: str, storage: StorageOptions
 ) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
     """What is wrong with the storage under a root, and what it was found to keep.
 
@@ -42,10 +39,7 @@ def check_storage(
     let us write, `PathNotFound` and `UsageError` where there is no such root. What was written
     is removed, also then.
     """
-    options = dict(storage_options or {})
-    with open_store(
-        url, storage_options=options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
+    with open_store(url, storage) as store:
         begun = time.monotonic()
         check_root_there(store.url, list_root(store))
         answered = time.monotonic() - begun
@@ -54,7 +48,7 @@ def check_storage(
         try:
             advice = [each for each in _observations(store, folder, facts) if each is not None]
         finally:
-            left = _removed(store, url, folder, options, endpoint_url)
+            left = _removed(store, url, folder, storage)
     if left is not None:
         advice.append(left)
     return tuple(advice), tuple(facts)
@@ -212,8 +206,7 @@ def _removed(
     store: Store,
     url: str,
     folder: str,
-    options: Mapping[str, object],
-    endpoint_url: str | None,
+    storage: StorageOptions,
 ) -> Advice | None:
     """Remove what was written; what could not be removed is named."""
     try:
@@ -223,7 +216,7 @@ def _removed(
                     store.remove(info.path)
             store.remove(folder)
         else:
-            _remove_objects(join_url(url, folder), options, endpoint_url)
+            _remove_objects(join_url(url, folder), storage)
     except (StorageError, OSError, ImportError) as error:
         return Advice(
             "storage.left",
@@ -235,12 +228,12 @@ def _removed(
     return None
 
 
-def _remove_objects(url: str, options: Mapping[str, object], endpoint_url: str | None) -> None:
+def _remove_objects(url: str, storage: StorageOptions) -> None:
     from fsspec.core import url_to_fs
 
-    given = dict(options)
-    if endpoint_url:
-        given["endpoint_url"] = endpoint_url
+    given = dict(storage.storage_options or {})
+    if storage.endpoint_url:
+        given["endpoint_url"] = storage.endpoint_url
     client, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **given)
     with suppress(FileNotFoundError):
         client.rm(path, recursive=True)

@@ -6,7 +6,8 @@ Reads the logs, in one pass and with bounded memory, and puts the answer togethe
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.failures.classes import CLASSES, Action, Domain, FailureClass, Restart
@@ -16,7 +17,12 @@ from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_o
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import Classification
 from ckptctl.failures.suspects import suspects_in
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.log_lines import logs_below, read_blocks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 _FINISHED = ("COMPLETED", "Completed", "Succeeded", "SUCCEEDED")
 _SHOWN = 50
@@ -28,9 +34,8 @@ def classify(
     exit_code: int | str | None = None,
     state: str | None = None,
     scheduler: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Classification:
     """Say whether infrastructure or the job failed, with the evidence.
 
@@ -56,12 +61,8 @@ def classify(
             instead="--scheduler slurm",
         )
     given = _given(exit_code, state, scheduler)
-    storage = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
-    files = [file for name in names for file in logs_below(name, **storage)]  # type: ignore[arg-type]
+    storage = options_from(keywords, storage)
+    files = [file for name in names for file in logs_below(name, storage)]
     readers = [LogReader(file) for file in files]
     counts = [0]
     found = (*folded(_readings(readers, storage, counts)), *given)
@@ -84,10 +85,10 @@ def _is_zero(exit_code: int | str | None) -> bool:
 
 
 def _readings(
-    readers: Sequence[LogReader], storage: Mapping[str, object], counts: list[int]
+    readers: Sequence[LogReader], storage: StorageOptions, counts: list[int]
 ) -> Iterator[tuple[LogReader, Evidence]]:
     for reader in readers:
-        for block in read_blocks(reader.name, **storage):  # type: ignore[arg-type]
+        for block in read_blocks(reader.name, storage):
             counts[0] += len(block)
             for found in reader.take(block):
                 yield reader, found

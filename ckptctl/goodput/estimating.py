@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.goodput.durations import duration
@@ -24,6 +25,10 @@ from ckptctl.goodput.model import (
     young_interval,
 )
 from ckptctl.model import ExitCode, Fraction, NonNegative
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,8 @@ def recovery_cost(
     compile_s: float = 0.0,
     n_gpus: int | None = None,
     pattern: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> RecoveryCost:
     """The time that one failure costs, T = T0 + T1 + T2 + T3 + T4, and the best interval.
 
@@ -117,13 +121,8 @@ def recovery_cost(
     _check(times, n_nodes, n_gpus, root)
     seen = Measured(0)
     if root is not None:
-        seen = measured(
-            root,
-            pattern=pattern,
-            storage_options=storage_options,
-            endpoint_url=endpoint_url,
-            timeout_s=timeout_s,
-        )
+        storage = options_from(keywords, storage)
+        seen = measured(root, storage, pattern=pattern)
     given: list[Given] = []
     interval_s = _known(given, "interval", interval_s, seen.interval_s)
     save_s = _known(given, "save", save_s, seen.save_s or None)

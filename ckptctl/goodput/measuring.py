@@ -9,11 +9,12 @@ whole is not asked.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ckptctl.formats.frameworks.layouts import compile_pattern
+from ckptctl.options import StorageOptions
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
@@ -54,21 +55,14 @@ class _Saved:
 
 
 def measured(
-    root: str,
-    *,
-    pattern: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    root: str, storage: StorageOptions = StorageOptions(), *, pattern: str | None = None
 ) -> Measured:
     """What the steps under a root say about its saves.
 
     Raises `StorageError`, and `UsageError` for a path that is no root.
     Cost: two listings, and one for each of at most `MOST_STEPS` steps.
     """
-    with open_store(
-        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
+    with open_store(root, storage) as store:
         compiled = compile_pattern(pattern)
         check_has_steps(store, list_root(store, compiled), compiled)
         return measured_in(store, pattern)

@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
@@ -30,10 +31,14 @@ from ckptctl.loss.resumes import (
 )
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
-from ckptctl.loss.sources import STDIN, StorageAccess
+from ckptctl.loss.sources import STDIN
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.opening import is_local
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +114,8 @@ def check_loss(
     format: str | None = None,  # noqa: A002 - the name of the option on the command line
     pattern: str | None = None,
     keys: Mapping[str, str] | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> LossReport:
     """Check from the logs of the run whether the loss continued across a resume.
 
@@ -135,7 +139,7 @@ def check_loss(
     paths = each_once([logs] if isinstance(logs, str) else logs)
     if canary is not None and len(each_once([*paths, canary])) == len(paths):
         raise UsageError(f"{canary}: the log of the canary is one of the logs of the run")
-    storage = StorageAccess(storage_options or {}, endpoint_url, timeout_s)
+    storage = options_from(keywords, storage)
     checkpoint = NamedCheckpoint(
         resume_step, resume_tokens, resume_samples, report, world_size, saved_world_size
     )

@@ -23,8 +23,9 @@ from ckptctl.loss.resume_points import NamedCheckpoint
 from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, Splitter
-from ckptctl.loss.sources import STDIN, StorageAccess
+from ckptctl.loss.sources import STDIN
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
+from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import is_local
 
 POLL_S = 1.0
@@ -168,7 +169,7 @@ def follow_loss(
     *,
     follow: FollowOptions | None = None,
     log_format: LogFormat | None = None,
-    storage: StorageAccess | None = None,
+    storage: StorageOptions = StorageOptions(),
     strict: bool = False,
 ) -> Iterator[LossReport]:
     """Yield a report after each read; the last one is settled, or `follow` ended the wait.
@@ -180,7 +181,7 @@ def follow_loss(
     Raises `UsageError` for a log that cannot be watched, and as `NamedCheckpoint.resolve`.
     """
     checkpoint, follow = checkpoint or NamedCheckpoint(), follow or FollowOptions()
-    resume_point, found = checkpoint.resolve(storage or StorageAccess())
+    resume_point, found = checkpoint.resolve(storage)
     options = CheckOptions(resume_point, found, strict=strict)
     logs = each_once(logs)
     tails = [_tail(path, log_format) for path in logs]

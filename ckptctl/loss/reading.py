@@ -20,8 +20,9 @@ from ckptctl.loss.formats.records import TrainerState, is_document
 from ckptctl.loss.formats.tensorboard import EventFile, is_event_file
 from ckptctl.loss.formats.wandb_offline import MAGIC, WandbFile
 from ckptctl.loss.rows import Marker, Row
-from ckptctl.loss.sources import STDIN, StorageAccess, expanded, natural, read_pieces
+from ckptctl.loss.sources import STDIN, expanded, natural, read_pieces
 from ckptctl.loss.text_logs import TEXT_FORMATS, TextLog
+from ckptctl.options import StorageOptions
 
 FORMATS: tuple[str, ...] = (
     *dict.fromkeys(form.name for form in TEXT_FORMATS),
@@ -207,7 +208,7 @@ def read_logs(
     paths: Sequence[str],
     log_format: LogFormat | None = None,
     *,
-    storage: StorageAccess | None = None,
+    storage: StorageOptions = StorageOptions(),
     on_damage: Callable[[str], None] | None = None,
 ) -> Iterator[Row | Marker]:
     """Yield the rows and markers of the logs, the oldest log first.
@@ -224,7 +225,6 @@ def read_logs(
     """
     if not paths:
         raise UsageError("no log was named")
-    storage = storage or StorageAccess()
     log_format = log_format or LogFormat()
     readers: list[LogReader] = []
     n_losses = 0
@@ -239,7 +239,7 @@ def read_logs(
 
 
 def _read(
-    reader: LogReader, storage: StorageAccess, on_damage: Callable[[str], None] | None
+    reader: LogReader, storage: StorageOptions, on_damage: Callable[[str], None] | None
 ) -> Iterator[Row | Marker]:
     damage: LogUnreadable | None = None
     try:
@@ -258,7 +258,9 @@ def _read(
     on_damage(damage.message)
 
 
-def _in_order(paths: Sequence[str], storage: StorageAccess, log_format: LogFormat) -> Sequence[str]:
+def _in_order(
+    paths: Sequence[str], storage: StorageOptions, log_format: LogFormat
+) -> Sequence[str]:
     if len(paths) < 2 or STDIN in paths:
         return paths
     first = {path: _first_clock(LogReader(path, log_format), storage) for path in paths}
@@ -270,7 +272,7 @@ def _in_order(paths: Sequence[str], storage: StorageAccess, log_format: LogForma
     return sorted(paths, key=natural) if len(shapes) == 1 else paths
 
 
-def _first_clock(reader: LogReader, storage: StorageAccess) -> float | None:
+def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:
     for item in _read(reader, storage, lambda _: None):
         if isinstance(item, Row):
             return item.at

@@ -13,9 +13,9 @@ from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.loss.resumes import ResumePoint
-from ckptctl.loss.sources import StorageAccess
+from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, join_url, parent_url
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
 SCHEMA = "ckptctl.resume/1"
 _ATTEMPTS = "attempts"
@@ -60,7 +60,7 @@ class NamedCheckpoint:
                 "that step"
             )
 
-    def resolve(self, storage: StorageAccess) -> tuple[ResumePoint | None, ResumeReport | None]:
+    def resolve(self, storage: StorageOptions) -> tuple[ResumePoint | None, ResumeReport | None]:
         """The checkpoint, and the report where one was named.
 
         `step` outweighs the report, whose counts and time apply to its own step only.
@@ -85,7 +85,7 @@ class NamedCheckpoint:
 
 
 def read_resume_report(
-    path: str, storage: StorageAccess, *, or_none: bool = False
+    path: str, storage: StorageOptions, *, or_none: bool = False
 ) -> ResumeReport | None:
     """The report at `path`, which is its file or a checkpoint root: then the newest one.
 
@@ -97,7 +97,7 @@ def read_resume_report(
     else:
         folder, names = path, []
         attempts = _ATTEMPTS if base_name(path) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
-    with storage.open(folder) as store:
+    with open_store(folder, storage) as store:
         try:
             names = names or _newest_in(store, attempts)
             if not names and or_none:

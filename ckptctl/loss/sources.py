@@ -15,9 +15,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptctl.errors import (
@@ -27,7 +26,7 @@ from ckptctl.errors import (
     PathNotFound,
     StorageUnavailable,
 )
-from ckptctl.storage.contract import Store
+from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
 
 STDIN = "-"
@@ -61,27 +60,7 @@ _MAX_METRICS = 500
 _LINES_PER_PIECE = 4_000
 
 
-@dataclass(frozen=True, slots=True)
-class StorageAccess:
-    """How a storage is reached where logs are not on this machine."""
-
-    storage_options: Mapping[str, object] = field(default_factory=dict)
-    endpoint_url: str | None = None
-    timeout_s: float = 30.0
-    retries: int = 4
-
-    def open(self, url: str) -> Store:
-        """Open the store of a folder."""
-        return open_store(
-            url,
-            storage_options=self.storage_options,
-            endpoint_url=self.endpoint_url,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-        )
-
-
-def read_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
+def read_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
     """Yield the bytes of a log, decompressed, in pieces of about 1 MiB.
 
     Raises `LogUnreadable` where compressed data is damaged. Compressed data that only ends
@@ -94,7 +73,7 @@ def read_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
         yield from _decompressed(path, _raw_pieces(path, storage))
 
 
-def expanded(paths: Sequence[str], storage: StorageAccess) -> tuple[str, ...]:
+def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
     """The logs that the paths stand for; a folder stands for its files with the name of a log."""
     found: list[str] = []
     for path in paths:
@@ -104,14 +83,14 @@ def expanded(paths: Sequence[str], storage: StorageAccess) -> tuple[str, ...]:
         elif is_local(path):
             found += _in_folder(path, storage)
         else:
-            with storage.open(parent_url(path)) as store:
+            with open_store(parent_url(path), storage) as store:
                 names = {info.path for info in store.list_dir() if info.kind == "file"}
             found += [path] if base_name(path) in names else _in_folder(path, storage)
     return tuple(found)
 
 
-def _in_folder(path: str, storage: StorageAccess) -> list[str]:
-    with storage.open(path) as store:
+def _in_folder(path: str, storage: StorageOptions) -> list[str]:
+    with open_store(path, storage) as store:
         names = sorted((info.path for info in store.list_tree()), key=natural)
     for kind in _LOG_NAMES:
         found = [name for name in names if kind.fullmatch(name.rpartition("/")[2])]
@@ -139,7 +118,7 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def _raw_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
+def _raw_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
     if path == STDIN:
         # Unbuffered, so that the bytes of a pipe are read as soon as they arrive.
         with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as file:
@@ -172,9 +151,9 @@ def _storage_errors(path: str) -> Iterator[None]:
         raise StorageUnavailable(f"{path}: {error.strerror or error}") from error
 
 
-def _remote_pieces(path: str, storage: StorageAccess) -> Iterator[bytes]:
+def _remote_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
     name = base_name(path)
-    with storage.open(parent_url(path)) as store:
+    with open_store(parent_url(path), storage) as store:
         sizes = {info.path: info.size for info in store.list_dir() if info.kind == "file"}
         if name not in sizes:
             raise PathNotFound(f"{path}: the object does not exist")

@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
+from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import facts_of_this_node
 from ckptctl.preflight_checks.probing import Compared, StorageProbe, Written
 from ckptctl.preflight_checks.results import NodeFacts
@@ -199,7 +200,7 @@ def probe_of(token: str) -> Written:
 
 
 def report_from_here(
-    roots: Sequence[str], step: str, probe: str | None, to_storage: Mapping[str, object]
+    roots: Sequence[str], step: str, probe: str | None, storage: StorageOptions
 ) -> dict[str, object]:
     """What this process sees of the roots, as a document.
 
@@ -208,10 +209,7 @@ def report_from_here(
     compared, and files of this process are written and left for the one who asked.
     """
     with ExitStack() as stack:
-        stores = [
-            stack.enter_context(open_store(root, **to_storage))  # type: ignore[arg-type]
-            for root in roots
-        ]
+        stores = [stack.enter_context(open_store(root, storage)) for root in roots]
         facts = [
             facts_of_this_node(one, base_name(step) if holds(one, step) else None) for one in stores
         ]
@@ -229,21 +227,20 @@ def holds(store: Store, step: str) -> bool:
 
 
 def arguments(
-    roots: Sequence[str], step: str, probe: Written | None, to_storage: Mapping[str, object]
+    roots: Sequence[str], step: str, probe: Written | None, storage: StorageOptions
 ) -> list[str]:
     """The arguments of the `preflight` that reports from a node."""
     words = [_absolute(root) for root in roots]
     words += ["--node-report", f"{_absolute(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
-    if to_storage.get("endpoint_url"):
-        words += ["--endpoint-url", str(to_storage["endpoint_url"])]
-    options = to_storage.get("storage_options")
-    for key, value in options.items() if isinstance(options, Mapping) else ():
+    if storage.endpoint_url:
+        words += ["--endpoint-url", storage.endpoint_url]
+    for key, value in (storage.storage_options or {}).items():
         words += [
             "--storage-option",
             f"{key}={value if isinstance(value, str) else json.dumps(value)}",
         ]
-    return [*words, "--timeout", f"{to_storage.get('timeout_s', 30.0)}"]
+    return [*words, "--timeout", f"{storage.timeout_s}"]
 
 
 def _absolute(url: str) -> str:

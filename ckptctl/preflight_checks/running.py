@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
@@ -20,6 +21,7 @@ from ckptctl.formats.frameworks.layouts import parts_of
 from ckptctl.goodput.measuring import Measured, measured_in
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import Level
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds
 from ckptctl.preflight_checks.nodes import check_nodes, facts_of_this_node
 from ckptctl.preflight_checks.probing import StorageProbe, Written, check_probe
@@ -42,38 +44,29 @@ from ckptctl.selection.tiers import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
 _DEEP_LOOK = 20
 
 
 def preflight(
     *roots: str,
     optional_roots: Collection[str] = (),
-    level: Level | None = None,
-    require: Collection[str] = (),
-    allow_missing_state: bool = False,
-    accept_unverifiable: bool = False,
-    before: int | None = None,
-    skip: Collection[int] = (),
-    max_fallback: int = 2,
     allow_fresh: bool = False,
     create: bool = False,
-    world_size: int | None = None,
     world_sizes: Collection[int] = (),
-    saved_world_size: int | None = None,
     mtbf_s: float | None = None,
     room_for: int = 1,
     probe_storage: bool = False,
-    pattern: str | None = None,
-    grace_s: float = 600.0,
-    require_seal: bool = False,
-    key: bytes | None = None,
-    marks: str | None = None,
     logs: Sequence[str] = (),
     launchers: Sequence[Launcher] = (),
     group: ProcessGroup | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    policy: PickPolicy = PickPolicy(),
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[PickKeywords],
 ) -> Preflight:
     """Look at everything that a job needs from its storage before it starts.
 
@@ -81,14 +74,15 @@ def preflight(
     on every node, and the one that holds the chosen step; saves go into the first, so that is
     where there must be room and what a probe writes to.
 
-    `world_size` is how many ranks will load; None takes what torchrun or SLURM say.
+    The required `world_size` is how many ranks will load; None takes what torchrun or SLURM say.
     `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
     and compares, and looks at the newest 20 steps for what damaged ones share. `logs`
     are those of the job that died: the work behind the chosen step is counted. `launchers`
     start the same look on other nodes, and what they see is compared. `group` are
-    the processes of the job, each of which must call this. The rest is `pick`'s.
+    the processes of the job, each of which must call this. The rest is `pick`'s; each field of
+    the three options objects is a keyword of this function, too.
 
     The exit code is that of the first check that failed, else `pick`'s; only with 0 is
     there a path. Raises `UsageError`, and `StorageError` where the root cannot be listed.
@@ -98,6 +92,7 @@ def preflight(
     more where the ranks are not those that saved.
     """
     group = group or ProcessGroup()
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     if mtbf_s is not None and not 0 < mtbf_s < float("inf"):
         raise UsageError(f"--mtbf is {mtbf_s}; it must be above 0")
     if any(size < 1 for size in world_sizes):
@@ -108,35 +103,21 @@ def preflight(
         raise UsageError(f"--room-for is {room_for}; it must be 0 or more")
     cluster = cluster_context()
     told = ranks_in(cluster)
-    asked_size = world_size if world_size is not None else told[0] if told else None
-    source = "" if world_size is not None or told is None else f" ({told[1]})"
-    to_storage = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
+    source = ""
+    if requirements.world_size is None and told is not None:
+        requirements = replace(requirements, world_size=told[0])
+        source = f" ({told[1]})"
+    n_ranks = requirements.world_size
 
     def choose() -> Pick:
         return pick(
             *roots,
             optional_roots=optional_roots,
-            level=level,
-            require=require,
-            allow_missing_state=allow_missing_state,
-            accept_unverifiable=accept_unverifiable,
-            before=before,
-            skip=skip,
-            max_fallback=max_fallback,
             allow_fresh=allow_fresh,
             create=create,
-            world_size=asked_size,
-            saved_world_size=saved_world_size,
-            pattern=pattern,
-            grace_s=grace_s,
-            require_seal=require_seal,
-            key=key,
-            marks=marks,
-            **to_storage,  # type: ignore[arg-type]
+            policy=policy,
+            requirements=requirements,
+            storage=storage,
         )
 
     picked = group.from_first(choose)
@@ -145,7 +126,7 @@ def preflight(
     with ExitStack() as stack:
         # Steps are saved into the first root; the chosen step may be in an optional one.
         opened = {
-            url: stack.enter_context(open_store(url, **to_storage))  # type: ignore[arg-type]
+            url: stack.enter_context(open_store(url, storage))
             for url in dict.fromkeys((named.first, *named.urls))
         }
         stores = {
@@ -160,7 +141,7 @@ def preflight(
         }
 
         def launch(probe: Written | None) -> tuple[NodeReport, ...]:
-            words = arguments(list(stores), step, probe, to_storage)
+            words = arguments(list(stores), step, probe, storage)
             return tuple(
                 one for launcher in launchers for one in launcher.reports(words, len(stores))
             )
@@ -179,30 +160,33 @@ def preflight(
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
             if probe_storage and reports:
+                # The policy says which step is taken, not which ones are damaged.
                 deep = scan(
                     *roots,
                     optional_roots=optional_roots,
-                    level=Level.LISTING,
                     last=_DEEP_LOOK,
-                    pattern=pattern,
-                    **to_storage,  # type: ignore[arg-type]
+                    policy=PickPolicy(level=Level.LISTING),
+                    requirements=requirements,
+                    storage=storage,
                 )
                 known = {one.url for one in reports}
                 reports += tuple(one for one in deep.reports if one.url not in known)
-            seen = measured_in(store, pattern) if picked.chosen else Measured(0)
-            sizes = _sizes(stores, picked.chosen, (asked_size, *world_sizes), seen)
-            advice = next((one.resharding for one in sizes if one.world_size == asked_size), None)
+            seen = measured_in(store, requirements.pattern) if picked.chosen else Measured(0)
+            sizes = _sizes(stores, picked.chosen, (n_ranks, *world_sizes), seen)
+            advice = next((one.resharding for one in sizes if one.world_size == n_ranks), None)
             checks = [
                 _check_pick(picked),
                 _check_state(picked),
                 *_check_roots(named, nodes, room),
                 probe,
                 check_damage(store, reports, f"ckptctl scan {named.words} --level content"),
-                check_writers(store, picked.chosen) if saved_world_size is None else None,
-                check_capacity(asked_size, source, picked.chosen, seen),
+                check_writers(store, picked.chosen)
+                if requirements.saved_world_size is None
+                else None,
+                check_capacity(n_ranks, source, picked.chosen, seen),
                 *(check_sizes(sizes) if world_sizes else ()),
-                _check_resharding(stores, picked.chosen, advice, endpoint_url),
-                _check_recomputed(logs, picked.chosen, to_storage) if logs else None,
+                _check_resharding(stores, picked.chosen, advice, storage),
+                _check_recomputed(logs, picked.chosen, storage) if logs else None,
                 check_cadence(named.first, mtbf_s, seen) if picked.chosen else None,
             ]
             return tuple(one for one in checks if one is not None), advice, sizes
@@ -210,7 +194,7 @@ def preflight(
         checks, advice, sizes = group.from_first(judge)
     everyone = tuple(one for each in nodes.values() for one in each)
     answer = _answer(named.first, picked, checks, everyone, advice)
-    return replace(answer, capacity=capacity_of(asked_size, picked.chosen), sizes=sizes)
+    return replace(answer, capacity=capacity_of(n_ranks, picked.chosen), sizes=sizes)
 
 
 def _check_roots(
@@ -306,17 +290,17 @@ def _check_resharding(
     stores: Mapping[str, Store],
     chosen: Report | None,
     advice: Advice | None,
-    endpoint: str | None,
+    storage: StorageOptions,
 ) -> Check | None:
     """Whether resharding first would pay, where the ranks are not those that saved."""
     if chosen is None or advice is None:
         return None
     root, name = _root_of(stores, chosen), base_name(chosen.url)
-    return check_resharding(advice, command(root, name, advice.world_size, endpoint))
+    return check_resharding(advice, command(root, name, advice.world_size, storage.endpoint_url))
 
 
 def _check_recomputed(
-    logs: Sequence[str], chosen: Report | None, to_storage: Mapping[str, object]
+    logs: Sequence[str], chosen: Report | None, storage: StorageOptions
 ) -> Check | None:
     """The work that is done again from the chosen step, by the logs of the job that died."""
     if chosen is None or chosen.number is None:
@@ -324,9 +308,7 @@ def _check_recomputed(
     from ckptctl.loss.reading import read_logs
     from ckptctl.loss.resumes import recomputed_from
     from ckptctl.loss.segments import split
-    from ckptctl.loss.sources import StorageAccess
 
-    storage = StorageAccess(**to_storage)  # type: ignore[arg-type]
     try:
         parts = split(read_logs(logs, storage=storage), around=chosen.number)
     except LogWithoutLoss as error:

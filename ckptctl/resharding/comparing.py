@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_DIFFERS
@@ -18,6 +19,7 @@ from ckptctl.formats.archive.state_file import Written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.resharding.reading import Buffers, Damage, SliceReader, SourceFiles, read_values
@@ -29,10 +31,14 @@ from ckptctl.resharding.sources import (
     check_format,
     source_of,
 )
-from ckptctl.resharding.steps import Opening, opened_step
+from ckptctl.resharding.steps import opened_step
 from ckptctl.resharding.writing import WriteProgress, in_threads
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Span
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 _BUFFERS = Buffers(1 << 20, 1 << 20, 64 << 20)
 _THREADS = 2
@@ -47,9 +53,8 @@ def diff(
     values: bool = False,
     pattern: str | None = None,
     on_progress: OnProgress | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Diff:
     """Compare the steps `a` and `b`, named as for `verify`.
 
@@ -60,14 +65,11 @@ def diff(
     Cost: two listings and the metadata; with `values` two short reads for each record,
     and all bytes of tensors that are sharded differently.
     """
-    opening: Opening = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
+    storage = options_from(keywords, storage)
+    checked = Requirements(pattern=pattern)
     with (
-        opened_step(a, pattern, 600.0, opening) as (found_a, checked),
-        opened_step(b, pattern, 600.0, opening) as (found_b, _),
+        opened_step(a, checked, storage) as found_a,
+        opened_step(b, checked, storage) as found_b,
     ):
         sides = []
         for found in (found_a, found_b):

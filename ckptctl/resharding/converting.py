@@ -13,8 +13,8 @@ with the command that expresses it. `importing` and `exporting` do the work.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.formatting import counted
 from ckptctl.errors import UsageError
@@ -24,7 +24,7 @@ from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_ra
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import SHARDED, Level, PartFormat
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions
 from ckptctl.resharding.exporting import (
@@ -46,7 +46,6 @@ from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
-    Opening,
     inspect_whole,
     target_place,
     with_finding,
@@ -55,6 +54,9 @@ from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import base_name, join_url, parent_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def convert(
@@ -73,9 +75,8 @@ def convert(
     on_progress: OnProgress | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Converted:
     """Write a step in another format, or make a step of sharded DCP from another format.
 
@@ -105,11 +106,7 @@ def convert(
     Cost: every byte of the source read once, twice where records are cut across rows; of
     the result, written once and read once.
     """
-    opening: Opening = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
+    storage = options_from(keywords, storage)
     if world_size is not None and world_size < 1:
         raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
     asked = _Asked(
@@ -129,21 +126,21 @@ def convert(
             instead_of=target,
             instead=path,
         )
-    with one_file(source, opening) as file:
+    with one_file(source, storage) as file:
         if file is not None:
-            return _from_file(asked, file, opening)
-    checked = Requirements(grace_s=grace_s)
-    with open_target(source, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
+            return _from_file(asked, file, storage)
+    checked = Requirements(grace_s=grace_s, pattern=pattern)
+    with open_target(source, checked, storage) as found:
         if found.is_file:
-            return _from_file(asked, OneFile(found.store, found.files[0]), opening)
+            return _from_file(asked, OneFile(found.store, found.files[0]), storage)
         looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
         if PartFormat.SAFETENSORS in formats and not formats & SHARDED:
-            return _from_folder(asked, found, looked, checked, opening)
+            return _from_folder(asked, found, looked, checked, storage)
         if formats == {PartFormat.FLAT}:
             raise _names_no_file(asked, looked)
         check_format(looked)
-        return _from_step(asked, found, looked, opening)
+        return _from_step(asked, found, looked, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ class _Asked:
         return shlex.join([*words, "--accept-unverifiable"])
 
 
-def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
+def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Converted:
     """Make a step from a file."""
     name = file.file.path
     if name == METADATA or shard_rank(name) is not None:
@@ -202,7 +199,7 @@ def _from_file(asked: _Asked, file: OneFile, opening: Opening) -> Converted:
             "what lies below which",
             without=("--under",),
         )
-    with target_place(asked.target, opening) as place:
+    with target_place(asked.target, storage) as place:
         into = _into(asked, place)
         return import_file(file, into) if is_safetensors else import_flat(file, into)
 
@@ -220,7 +217,11 @@ def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
 
 
 def _from_folder(
-    asked: _Asked, found: OpenTarget, looked: Inspection, checked: Requirements, opening: Opening
+    asked: _Asked,
+    found: OpenTarget,
+    looked: Inspection,
+    checked: Requirements,
+    storage: StorageOptions,
 ) -> Converted:
     """Make a step from a folder of safetensors."""
     _check_makes_step(asked, "a folder of safetensors")
@@ -233,7 +234,7 @@ def _from_folder(
             level=Level.CONTENT,
             content=content,
         )
-    with target_place(asked.target, opening) as place:
+    with target_place(asked.target, storage) as place:
         return import_folder(found, looked, _into(asked, place))
 
 
@@ -270,10 +271,12 @@ def _into(asked: _Asked, place: Place) -> Into:
     )
 
 
-def _from_step(asked: _Asked, found: OpenTarget, looked: Inspection, opening: Opening) -> Converted:
+def _from_step(
+    asked: _Asked, found: OpenTarget, looked: Inspection, storage: StorageOptions
+) -> Converted:
     """Write a step as files of another format."""
     _check_makes_files(asked)
-    with target_place(asked.target, opening) as place:
+    with target_place(asked.target, storage) as place:
         if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
             return not_converted(found.url, place.url, looked.report)
         source = source_of(looked)

@@ -302,10 +302,8 @@ class _Work:
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),
             Requirements(saved_world_size=saved, key=options.key),
-            key=options.key,
             replace=True,
             accept_unverifiable=options.accept_unverifiable,
-            saved_world_size=saved,
             jobs=self._budget.jobs,
             on_progress=on_progress,
         )

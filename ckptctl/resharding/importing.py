@@ -20,6 +20,7 @@ from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import FileInfo, Level, Part, PartFormat
+from ckptctl.options import StorageOptions
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.mesh import Mesh
@@ -28,7 +29,7 @@ from ckptctl.resharding.reading import Damage, SourceFiles
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.safetensors_files import files_of_index, read_safetensors
 from ckptctl.resharding.sources import Source, refusal
-from ckptctl.resharding.steps import Opening, with_finding
+from ckptctl.resharding.steps import with_finding
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
@@ -63,13 +64,13 @@ class Into:
 
 
 @contextmanager
-def one_file(source: str, opening: Opening) -> Iterator[OneFile | None]:
+def one_file(source: str, storage: StorageOptions) -> Iterator[OneFile | None]:
     """The file at an address; None if there is none, or it is a folder."""
     name = base_name(source)
     if not name or source.endswith("/"):
         yield None
         return
-    with open_store(parent_url(source), **opening) as store:  # type: ignore[arg-type]
+    with open_store(parent_url(source), storage) as store:
         yield OneFile(store, found) if (found := _found(store, name)) else None
 
 

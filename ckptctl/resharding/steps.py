@@ -7,10 +7,10 @@ these is a module of its own.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
@@ -19,7 +19,7 @@ from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import Level
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, WriteOptions, write
@@ -32,6 +32,9 @@ from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def plan_reshard(
@@ -48,9 +51,8 @@ def plan_reshard(
     memory: int = DEFAULT_MEMORY,
     pattern: str | None = None,
     grace_s: float = 600.0,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Reshard:
     """Plan how the step `source` would be resharded; nothing is written.
 
@@ -70,15 +72,8 @@ def plan_reshard(
         source,
         target,
         _asked(world_size, mesh, shard, like, per_rank, only_model),
-        _Access(
-            pattern,
-            grace_s,
-            {
-                "storage_options": storage_options,
-                "endpoint_url": endpoint_url,
-                "timeout_s": timeout_s,
-            },
-        ),
+        Requirements(pattern=pattern, grace_s=grace_s),
+        options_from(keywords, storage),
         WriteOptions(accept_unverifiable, memory),
         write_it=False,
     )
@@ -102,9 +97,8 @@ def reshard(
     on_progress: OnProgress | None = None,
     pattern: str | None = None,
     grace_s: float = 600.0,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Reshard:
     """Write the step `source` at `target`, sharded for another world size.
 
@@ -127,29 +121,11 @@ def reshard(
         source,
         target,
         _asked(world_size, mesh, shard, like, per_rank, only_model),
-        _Access(
-            pattern,
-            grace_s,
-            {
-                "storage_options": storage_options,
-                "endpoint_url": endpoint_url,
-                "timeout_s": timeout_s,
-            },
-        ),
+        Requirements(pattern=pattern, grace_s=grace_s),
+        options_from(keywords, storage),
         WriteOptions(accept_unverifiable, memory, jobs, key, group or ProcessGroup(), on_progress),
         write_it=True,
     )
-
-
-Opening = Mapping[str, object]
-
-
-class _Access(NamedTuple):
-    """How the source step is found under its root, and how stores are opened."""
-
-    pattern: str | None
-    grace_s: float
-    opening: Opening
 
 
 class _Asked:
@@ -205,7 +181,8 @@ def _reshard(
     source: str,
     target: str,
     asked: _Asked,
-    where: _Access,
+    requirements: Requirements,
+    storage: StorageOptions,
     options: WriteOptions,
     *,
     write_it: bool,
@@ -213,17 +190,16 @@ def _reshard(
     jobs, accept_unverifiable = options.jobs, options.accept_unverifiable
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
-    pattern, grace_s, opening = where
     with (
-        opened_step(source, pattern, grace_s, opening) as (found, checked),
-        target_place(target, opening) as place,
+        opened_step(source, requirements, storage) as found,
+        target_place(target, storage) as place,
     ):
-        _same_number(found, place, target, pattern)
-        looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
+        _same_number(found, place, target, requirements.pattern)
+        looked = inspect_whole(found, requirements, accept_unverifiable=accept_unverifiable)
         check_format(looked)
         if refusal(looked.report, accept_unverifiable=accept_unverifiable):
             return _refused(found.url, place.url, asked, looked.report)
-        wanted = asked.wanted or _like(asked, opening)
+        wanted = asked.wanted or _like(asked, requirements, storage)
         source_step = source_of(looked)
         if wanted.like is None:
             check_mesh(wanted.mesh, wanted.rules, _shapes(source_step))
@@ -273,17 +249,16 @@ def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | Non
 
 @contextmanager
 def opened_step(
-    step: str, pattern: str | None, grace_s: float, opening: Opening
-) -> Iterator[tuple[OpenTarget, Requirements]]:
-    """The step that an argument names, open, and the conditions for its inspection."""
-    checked = Requirements(grace_s=grace_s)
-    with open_target(step, asked=checked, pattern=pattern, **opening) as found:  # type: ignore[arg-type]
+    step: str, requirements: Requirements, storage: StorageOptions
+) -> Iterator[OpenTarget]:
+    """The step that an argument names, open; raises `UsageError` where it is one file."""
+    with open_target(step, requirements, storage) as found:
         if found.is_file:
             raise UsageError(
                 f"{found.url} is one file, not a step of sharded DCP that can be resharded",
                 next_command=f"ckptctl show {shlex.quote(found.url)}",
             )
-        yield found, checked
+        yield found
 
 
 def inspect_whole(
@@ -308,7 +283,7 @@ def inspect_whole(
 
 
 @contextmanager
-def target_place(target: str, opening: Opening) -> Iterator[Place]:
+def target_place(target: str, storage: StorageOptions) -> Iterator[Place]:
     """The place of the new step; its root is created if its parent folder exists."""
     named = parse_target(target)
     if named.name is None:
@@ -319,15 +294,15 @@ def target_place(target: str, opening: Opening) -> Iterator[Place]:
             instead=path,
         )
     url = target.rstrip("/") or target
-    with open_store(parent_url(url), **opening) as store:  # type: ignore[arg-type]
+    with open_store(parent_url(url), storage) as store:
         yield Place(store, base_name(url))
 
 
-def _like(asked: _Asked, opening: Opening) -> Wanted:
+def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) -> Wanted:
     """The layout of the step that `--like` names: its slices, and the ranks that wrote them."""
     assert asked.like is not None  # noqa: S101 - asked for where there is no mesh
-    with opened_step(asked.like, None, 600.0, opening) as (found, checked):
-        looked = inspect_step(found, checked, level=Level.LISTING)
+    with opened_step(asked.like, requirements, storage) as found:
+        looked = inspect_step(found, requirements, level=Level.LISTING)
         if refusal(looked.report, accept_unverifiable=True):
             raise UsageError(
                 f"--like {found.url}: the step is {looked.report.verdict.value}",

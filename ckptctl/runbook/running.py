@@ -14,6 +14,7 @@ from typing import Literal
 
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.model import ExitCode
+from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_reader, place_of, proceed, who
 from ckptctl.runbook.executing import dropped_variables
@@ -27,9 +28,6 @@ How = Literal["auto", "new", "continue", "dry"]
 """`auto` asks whether a run that was left in the middle is continued, and starts one where there
 is none; `new` always starts one; `continue` continues the last one without asking, also one that
 stopped; `dry` changes nothing."""
-
-TIMEOUT_S = 30.0
-"""How long a request to the storage may take, where a caller does not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,7 @@ def run_runbook(
     *,
     how: How = "auto",
     take_over: bool = False,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    storage: StorageOptions = StorageOptions(),
     columns: int | None = None,
 ) -> Ran:
     """Run a runbook on the checkpoint root `root`, from where its last run is.
@@ -81,10 +77,8 @@ def run_runbook(
     works on the run, `RecordUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
-    handed_on = _handed_on(storage_options, endpoint_url, timeout_s, columns)
-    with open_store(
-        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
+    handed_on = _handed_on(storage, columns)
+    with open_store(root, storage) as store:
         # A root that does not exist must not be made by looking for it.
         _check_there(store)
         if dropped := dropped_variables():
@@ -266,27 +260,22 @@ def _digest(book: Runbook) -> str:
     return hashlib.sha256(book.text.encode()).hexdigest()
 
 
-def _handed_on(
-    storage_options: Mapping[str, object] | None,
-    endpoint_url: str | None,
-    timeout_s: float,
-    columns: int | None,
-) -> dict[str, str]:
+def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
     """How the commands of the blocks reach the same storage, and how wide they may write."""
     import json
 
     found: dict[str, str] = {}
     if columns is not None:
         found["CKPTCTL_COLUMNS"] = str(columns)
-    if timeout_s != TIMEOUT_S:
-        found["CKPTCTL_TIMEOUT"] = str(timeout_s)
-    if endpoint_url is not None:
-        found["CKPTCTL_ENDPOINT_URL"] = endpoint_url
-    if storage_options:
+    if storage.timeout_s != TIMEOUT_S:
+        found["CKPTCTL_TIMEOUT"] = str(storage.timeout_s)
+    if storage.endpoint_url is not None:
+        found["CKPTCTL_ENDPOINT_URL"] = storage.endpoint_url
+    if storage.storage_options:
         values = {
             # The variable is split at spaces, which stand in texts only.
             name: json.dumps(value, separators=(",", ":")).replace(" ", r"\u0020")
-            for name, value in storage_options.items()
+            for name, value in storage.storage_options.items()
         }
         found["CKPTCTL_STORAGE_OPTION"] = " ".join(
             f"{name}={value}" for name, value in values.items()

@@ -13,6 +13,7 @@ from itertools import groupby, islice
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level
+from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
 
 MAX_LOOKED_FURTHER = 10
@@ -33,17 +34,6 @@ class Candidate:
     tier: int
     named: StepName
     optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the caller lets `pick` take. `max_fallback` counts damaged steps."""
-
-    allow_missing_state: bool = False
-    accept_unverifiable: bool = False
-    before: int | None = None
-    skip: Collection[int] = ()
-    max_fallback: int = 2
 
 
 @dataclass(slots=True)
@@ -80,7 +70,7 @@ Inspect = Callable[[Candidate, Level], Report]
 """Look at a candidate, at the given level or deeper."""
 
 
-def in_order(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
+def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
     """The candidates that the policy lets through, newest first, earlier tiers first."""
     return sorted(
         (
@@ -93,7 +83,7 @@ def in_order(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]
     )
 
 
-def choose(candidates: Sequence[Candidate], look: Inspect, policy: Policy) -> Choice:
+def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -> Choice:
     """Take the newest candidate that passes; stop where the answer would not be sure.
 
     `candidates` come from `in_order`. Looks at as few as it can: at one, if the
@@ -117,7 +107,7 @@ def choose(candidates: Sequence[Candidate], look: Inspect, policy: Policy) -> Ch
 
 
 def _inspect_further(
-    candidates: Sequence[Candidate], look: Inspect, policy: Policy, choice: Choice
+    candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy, choice: Choice
 ) -> None:
     """Find the newest sound step behind too many damaged ones, and do not choose it."""
     choice.further = Choice(damaged=[*choice.damaged])
@@ -141,7 +131,7 @@ def take_one_of(
     copies: Sequence[Candidate],
     older: Sequence[Candidate],
     look: Inspect,
-    policy: Policy,
+    policy: PickPolicy,
     choice: Choice,
 ) -> bool:
     """Whether one of the copies of a step may be resumed from: it is `choice.chosen` then.
@@ -181,7 +171,7 @@ def why_not(
     report: Report,
     older: Sequence[Candidate],
     look: Inspect,
-    policy: Policy,
+    policy: PickPolicy,
     others: Sequence[Candidate] = (),
 ) -> str | None:
     """Why a step is not taken, for itself or for what other steps say; None where it is.
@@ -195,7 +185,7 @@ def why_not(
     )
 
 
-def refusal(report: Report, policy: Policy) -> str | None:
+def refusal(report: Report, policy: PickPolicy) -> str | None:
     """Why a step cannot be taken for what it is itself, in one line; None where it can be."""
     if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable:
         return None
@@ -214,7 +204,7 @@ def refusal(report: Report, policy: Policy) -> str | None:
 
 
 def _lacking(
-    report: Report, older: Sequence[Candidate], look: Inspect, policy: Policy
+    report: Report, older: Sequence[Candidate], look: Inspect, policy: PickPolicy
 ) -> str | None:
     missing = absent_kinds(report)
     if policy.allow_missing_state or not (missing or _may_lack_more(report)):
@@ -245,7 +235,7 @@ def absent_kinds(report: Report) -> tuple[str, ...]:
     return tuple(kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held)
 
 
-def demanded(chosen: Report, require: Collection[str], policy: Policy) -> tuple[str, ...]:
+def demanded(chosen: Report, require: Collection[str], policy: PickPolicy) -> tuple[str, ...]:
     """The kinds of train state that were demanded of a chosen step.
 
     `require`, and what the comparison with the steps before demands: it lets a step

@@ -13,7 +13,8 @@ import getpass
 import os
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
@@ -29,11 +30,15 @@ from ckptctl.formats.own.marks import (
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.marks_file import add_mark
 from ckptctl.model import Level
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.results import Marked
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 MAX_EVIDENCE = 32
 
@@ -47,9 +52,8 @@ def mark(
     by: str | None = None,
     marks: str | None = None,
     pattern: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Marked:
     """Say of a step that it is `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
 
@@ -66,16 +70,10 @@ def mark(
     spoken = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
     _check_words(spoken, reason, evidence, by)
-    asked = Requirements(marks=marks)
-    with open_target(
-        step,
-        asked=asked,
-        pattern=pattern,
-        storage_options=storage_options,
-        endpoint_url=endpoint_url,
-        timeout_s=timeout_s,
-    ) as found:
-        looked = inspect_step(found, asked, level=Level.LISTING)
+    requirements = Requirements(marks=marks, pattern=pattern)
+    storage = options_from(keywords, storage)
+    with open_target(step, requirements, storage) as found:
+        looked = inspect_step(found, requirements, level=Level.LISTING)
         report = looked.report
         check_inspected(report)
         stand = looked.notes.marks if looked.notes else ()

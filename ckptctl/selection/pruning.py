@@ -11,26 +11,38 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Positive
-from ckptctl.options import Requirements, known_level
-from ckptctl.selection.choosing import Candidate, Policy, refusal
+from ckptctl.options import (
+    PickPolicy,
+    Requirements,
+    StepKeywords,
+    StorageOptions,
+    known_level,
+    options_from,
+)
+from ckptctl.selection.choosing import Candidate, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
 from ckptctl.selection.leftovers import abandoned_uploads
-from ckptctl.selection.picking import CachingInspector
 from ckptctl.selection.proofs import write_proof
 from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import OnLooked, PruneDecision, Retained, Rules, retain
 from ckptctl.selection.roots import list_all
+from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store, Upload
 from ckptctl.storage.opening import open_store
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 OnBytes = Callable[[int, int], None]
 """Told how many bytes of how many have been compared, of one step."""
@@ -69,14 +81,12 @@ def prune(
     *,
     apply: bool = False,
     unsealed: bool = False,
-    level: Level | None = None,
-    marks: str | None = None,
-    pattern: str | None = None,
+    level: Level | str | None = None,
     on_looked: OnLooked | None = None,
     on_bytes: OnBytes | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StepKeywords],
 ) -> Pruned:
     """Remove what is older than the newest `keep` good steps; without `apply` only say what goes.
 
@@ -86,8 +96,8 @@ def prune(
     stay, those with a mark that cannot be read, and the one that the newest attempt resumed
     from; damaged ones are left to a person. A step that is not as it was looked at stays.
 
-    `marks` is a file of marks to be read beside those in the steps. `on_looked` is told how
-    many steps have been looked at, `on_bytes` how much of one has been read.
+    `on_looked` is told how many steps have been looked at, `on_bytes` how much of one has been
+    read. Each field of the two options objects is a keyword of this function, too.
 
     A step that cannot be removed is reported in its fate, and the others go. Raises
     `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
@@ -97,18 +107,17 @@ def prune(
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
-    asked = Requirements(grace_s=_GRACE_S, marks=marks)
+    requirements, storage = options_from(keywords, requirements, storage)
+    marks = requirements.marks
     marks_before = read_marks_file(marks) if marks is not None else None
-    level = known_level(level)
-    compiled = compile_pattern(pattern)
-    with open_store(
-        root, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
+    policy = PickPolicy(level=known_level(level))
+    compiled = compile_pattern(requirements.pattern)
+    with open_store(root, storage) as store:
         listing, trees = list_all(store, compiled)
         check_has_steps(store, listing, compiled)
         protected = _resumed_from(store, listing.steps)
         uploads = abandoned_uploads(store, compiled)
-        rules = Rules(keep, asked, level=level, unsealed=unsealed, protected=protected)
+        rules = Rules(keep, requirements, policy, unsealed=unsealed, protected=protected)
         retained = retain(
             Tier(store, listing, trees=trees),
             rules,
@@ -121,9 +130,9 @@ def prune(
         not_aborted = _aborted(store, uploads) if apply else None
     options = [
         *(["--unsealed"] if unsealed else []),
-        *(["--level", level.value] if level is not None else []),
+        *(["--level", policy.level.value] if policy.level is not None else []),
         *(["--marks", marks] if marks is not None else []),
-        *(["--pattern", pattern] if pattern is not None else []),
+        *(["--pattern", requirements.pattern] if requirements.pattern is not None else []),
     ]
     pruned = _pruned(root, keep, retained, options, apply=apply)
     if not uploads:
@@ -153,9 +162,6 @@ def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
     return None
 
 
-_GRACE_S = 600.0
-
-
 def _will_be_proven(_: Inspection, __: CachingInspector, ___: Candidate) -> None:
     """A plan reads no bytes: it says how many `--apply` reads."""
     return
@@ -174,7 +180,7 @@ def _proven(
 
     looker.content = Asked(Limits(on_progress=on_bytes))
     report = looker(candidate, Level.CONTENT)
-    reason = refusal(report, Policy())
+    reason = refusal(report, PickPolicy())
     if reason is None:
         write_proof(store, looker.looked[candidate])
     return reason

@@ -21,21 +21,20 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER, REMOVING, StepName, i
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import FileInfo, Level
-from ckptctl.options import Requirements
+from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     Candidate,
     Choice,
-    Policy,
     by_number,
     in_order,
     refusal,
     take_one_of,
     why_not,
 )
-from ckptctl.selection.picking import CachingInspector, candidates_of
 from ckptctl.selection.proofs import PROOF, has_seal, is_proven
 from ckptctl.selection.roots import older_steps
+from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
@@ -55,14 +54,13 @@ OnLooked = Callable[[int, int], None]
 class Rules:
     """Which steps count: the newest `keep` that `pick` would take under the same conditions.
 
-    `level` is how deep `pick` is to look. Without `unsealed` a step needs a seal to count.
+    Without `unsealed` a step needs a seal to count.
     `protected` are steps that stay whatever they are, each with the reason.
     """
 
     keep: int
-    asked: Requirements
-    policy: Policy = field(default_factory=Policy)
-    level: Level | None = None
+    requirements: Requirements
+    policy: PickPolicy = field(default_factory=PickPolicy)
     unsealed: bool = False
     protected: Mapping[int, str] = field(default_factory=dict)
 
@@ -148,14 +146,14 @@ class _Decision:
         self._store = tier.store
         self._rules = rules
         self._tier = tier
-        self._looker = CachingInspector([tier], rules.asked, rules.level)
+        self._looker = CachingInspector([tier], rules.requirements, rules.policy.level)
         self._order = in_order(candidates_of([tier]), rules.policy)
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
         self._fates: dict[str, PruneDecision] = {}
         # Looked at before anything goes: an error here must not hide what went.
         self._looks_aside = [
-            inspect_step(OpenStep(tier.store, named), rules.asked, level=Level.LISTING)
+            inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
             for named in moved_aside(tier.store)
         ]
         self._aside: list[PruneDecision] = []
@@ -187,7 +185,7 @@ class _Decision:
 
     @property
     def _is_all_that_pick_sees(self) -> bool:
-        level = self._rules.level
+        level = self._rules.policy.level
         return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
 
     def _inspect(self, candidate: Candidate) -> Inspection:
@@ -203,7 +201,7 @@ class _Decision:
                 return known
         return inspect_step(
             OpenStep(self._store, named, files),
-            self._rules.asked,
+            self._rules.requirements,
             level=Level.LISTING,
             older=lambda: older_steps(self._tier.listing.steps, named.number),
         )

@@ -9,8 +9,9 @@ a seal proves later is the question of `checks.seals`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
@@ -33,13 +34,17 @@ from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.relisting import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.records.digest_runs import DigestRun, Stretch
 from ckptctl.selection.results import Sealed
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 LEVEL = Level.CONTENT
 """How deep a step is looked at before it is sealed."""
@@ -48,18 +53,13 @@ LEVEL = Level.CONTENT
 def seal(
     step: str,
     *,
-    key: bytes | None = None,
     replace: bool = False,
     accept_unverifiable: bool = False,
-    saved_world_size: int | None = None,
     jobs: int | None = None,
-    marks: str | None = None,
     on_progress: OnProgress | None = None,
-    pattern: str | None = None,
-    grace_s: float = 600.0,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StepKeywords],
 ) -> Sealed:
     """Write down the digests of a step that is whole, in `.ckptctl/seal.json` in it.
 
@@ -81,22 +81,13 @@ def seal(
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
-    asked = Requirements(saved_world_size=saved_world_size, grace_s=grace_s, key=key, marks=marks)
-    with open_target(
-        step,
-        asked=asked,
-        pattern=pattern,
-        storage_options=storage_options,
-        endpoint_url=endpoint_url,
-        timeout_s=timeout_s,
-    ) as found:
+    requirements, storage = options_from(keywords, requirements, storage)
+    with open_target(step, requirements, storage) as found:
         return seal_found(
             found,
-            asked,
-            key=key,
+            requirements,
             replace=replace,
             accept_unverifiable=accept_unverifiable,
-            saved_world_size=saved_world_size,
             jobs=jobs,
             on_progress=on_progress,
         )
@@ -104,12 +95,10 @@ def seal(
 
 def seal_found(
     found: OpenTarget,
-    asked: Requirements,
+    requirements: Requirements,
     *,
-    key: bytes | None = None,
     replace: bool = False,
     accept_unverifiable: bool = False,
-    saved_world_size: int | None = None,
     jobs: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Sealed:
@@ -118,15 +107,14 @@ def seal_found(
     first, second = _halves(on_progress)
     looked = inspect_step(
         found,
-        asked,
+        requirements,
         level=LEVEL,
         content=Asked(Limits(jobs, on_progress=first)),
     )
-    refused = looked.report.verdict is not Verdict.COMPLETE and not (
-        accept_unverifiable and looked.report.verdict is Verdict.UNVERIFIABLE
-    )
-    if refused:
+    unproven = looked.report.verdict is Verdict.UNVERIFIABLE
+    if not (looked.report.usable or (accept_unverifiable and unproven)):
         return _refused(looked.report)
+    key = requirements.key
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
     limits = Limits(jobs, on_progress=second)
@@ -143,7 +131,7 @@ def seal_found(
         return _refused(_with_findings(looked.report, [*changed, *unequal]))
     made = Seal(
         algorithm,
-        identity_of(looked, saved_world_size),
+        identity_of(looked, requirements.saved_world_size),
         files,
         time_now(),
         f"ckptctl {__version__}",
@@ -264,7 +252,10 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
 
 
 def _refused(report: Report) -> Sealed:
-    next_command = report.with_severity(Severity.FAULT)[0].next_command
+    next_command = next((one.next_command for one in report.with_severity(Severity.FAULT)), None)
+    state = report.verdict.value
+    if report.verdict is Verdict.COMPLETE:
+        state = "complete, and does not meet what is required of it"
     if report.verdict is Verdict.UNVERIFIABLE:
         next_command = f"ckptctl seal {shlex.quote(report.url)} --accept-unverifiable"
     return Sealed(
@@ -276,7 +267,7 @@ def _refused(report: Report) -> Sealed:
         n_files=0,
         n_bytes=0,
         report=report,
-        message=f"not sealed: the step is {report.verdict.value}",
+        message=f"not sealed: the step is {state}",
         exit_code=report.exit_code,
         next_command=next_command
         or f"ckptctl verify {shlex.quote(report.url)} --level {report.level.value}",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.formatting import inside
 from ckptctl.formats.frameworks.layouts import shard_rank
@@ -13,34 +14,30 @@ from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import DTYPE_SIZES, Level, Metadata, TensorEntry
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.results import Contents, ShardRow, TensorRow
-from ckptctl.selection.verifying import inspect_target
+from ckptctl.selection.verifying import open_target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def show(
     step: str,
     *,
     pattern: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
 ) -> Contents:
     """List what a step holds, by its metadata and its small files.
 
-    `step` is named as for `verify`, and the same is raised. The step is looked at
-    no deeper than its listing: what is wrong with it is in `findings`.
+    `step` is named as for `verify`, and the same is raised. The step is inspected at
+    `listing`: what is wrong with it is in `findings`.
     """
-    looked = inspect_target(
-        step,
-        level=Level.LISTING,
-        asked=Requirements(),
-        pattern=pattern,
-        storage_options=storage_options,
-        endpoint_url=endpoint_url,
-        timeout_s=timeout_s,
-    )
-    return _contents(looked)
+    requirements = Requirements(pattern=pattern)
+    storage = options_from(keywords, storage)
+    with open_target(step, requirements, storage) as found:
+        return _contents(found.inspect(requirements, Level.LISTING))
 
 
 def _contents(looked: Inspection) -> Contents:

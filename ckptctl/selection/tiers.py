@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.model import FileInfo
+from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import Resume, read_resumes
 from ckptctl.selection.roots import RootListing
 from ckptctl.storage.contract import Store
@@ -93,10 +94,7 @@ def open_tiers(
     stack: ExitStack,
     roots: Roots,
     list_all: Callable[[Store], tuple[RootListing, Trees]],
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    storage: StorageOptions,
 ) -> tuple[Tier, ...]:
     """Open every root until `stack` ends, and list it.
 
@@ -106,14 +104,7 @@ def open_tiers(
     """
     tiers = []
     for url in roots.urls:
-        store = stack.enter_context(
-            open_store(
-                url,
-                storage_options=storage_options,
-                endpoint_url=endpoint_url,
-                timeout_s=timeout_s,
-            )
-        )
+        store = stack.enter_context(open_store(url, storage))
         optional = url in roots.optional
         try:
             listing, trees = list_all(store)

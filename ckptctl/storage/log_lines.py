@@ -23,6 +23,7 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
 from ckptctl.storage.watchdog import busy
@@ -50,13 +51,7 @@ Line = tuple[int, str]
 """The number of a line, counted from 1, and its text."""
 
 
-def read_blocks(
-    url: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
-) -> Iterator[Sequence[Line]]:
+def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
     r"""The lines of a log in order, some thousands at once, without their ends and colours.
 
     What a progress bar wrote over (`\r`) comes as texts of the same number. gzip, bzip2,
@@ -71,7 +66,7 @@ def read_blocks(
     elif is_local(url):
         pieces = _from_path(url)
     else:
-        pieces = _from_store(url, storage_options, endpoint_url, timeout_s)
+        pieces = _from_store(url, storage)
     yield from _blocks(_gathered(_unpacked(pieces, url)))
 
 
@@ -90,22 +85,14 @@ def read_text(url: str, *, limit: int) -> str:
     return data.decode("utf-8", "backslashreplace")
 
 
-def logs_below(
-    url: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
-) -> tuple[str, ...]:
+def logs_below(url: str, storage: StorageOptions = StorageOptions()) -> tuple[str, ...]:
     """The log itself, or every file of a folder (torchrun's `--log-dir`), sorted by name.
 
     A folder of an object store is named with a `/` at its end.
     """
     if url == "-" or not (url.endswith("/") or (is_local(url) and os.path.isdir(_path(url)))):
         return (url,)
-    with open_store(
-        url, storage_options=storage_options, endpoint_url=endpoint_url, timeout_s=timeout_s
-    ) as store:
+    with open_store(url, storage) as store:
         files = [info for info in store.list_tree() if info.kind == "file" and info.size]
     if not files:
         raise PathNotFound(f"{url}: there is no log in this folder")
@@ -159,19 +146,9 @@ def _in_words(name: str, error: OSError) -> Exception:
     return StorageUnavailable(what)
 
 
-def _from_store(
-    url: str,
-    storage_options: Mapping[str, object] | None,
-    endpoint_url: str | None,
-    timeout_s: float,
-) -> Iterator[bytes]:
+def _from_store(url: str, storage: StorageOptions) -> Iterator[bytes]:
     name = base_name(url)
-    with open_store(
-        parent_url(url),
-        storage_options=storage_options,
-        endpoint_url=endpoint_url,
-        timeout_s=timeout_s,
-    ) as store:
+    with open_store(parent_url(url), storage) as store:
         size = next((i.size for i in store.list_dir() if i.path == name and i.kind == "file"), None)
         if size is None:
             raise PathNotFound(f"{url}: there is no such object")

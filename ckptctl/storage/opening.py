@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.contract import Store
 from ckptctl.storage.retrying import Retries
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _ONE_SLASH = re.compile(r"(file|s3a?|gc?s|az|abfss?|https?|memory):(?!//)", re.IGNORECASE)
@@ -23,44 +27,35 @@ _FIRST_PRINTABLE = 0x20
 
 
 def open_store(
-    url: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
-    retries: int = 4,
-    retry_for_s: float = 0.0,
+    url: str, storage: StorageOptions = StorageOptions(), **keywords: Unpack[StorageKeywords]
 ) -> Store:
     """The store for a checkpoint root: a path, `file://…`, `s3://…`, or any URL fsspec opens.
 
-    `storage_options` go to the client of an object store as they are, and win
-    over its environment and configuration; `endpoint_url` is short for the one
-    that everybody needs. `timeout_s` bounds each connection and each wait for
-    bytes of an object store. A request that failed in a way that may pass is
-    repeated `retries` times, and then until `retry_for_s` seconds have passed:
-    `SAVE_RETRY_S` for the store of a save, 0 where somebody waits for an answer.
-    The storage option `retry_for_s` changes the first of the two.
-    A mounted file system has its own bounds, and `Watchdog`.
+    `retry_for_s` is `SAVE_RETRY_S` for the store of a save, 0 where somebody waits for an
+    answer; the storage option of that name changes the first of the two. A mounted file
+    system has its own bounds, and `Watchdog`.
 
     Raises `UsageError` for an address that no store can have, and
     `MissingExtra` where the package for it is not installed.
     """
     check_address(url)
+    storage = options_from(keywords, storage)
     if not is_local(url):
         from ckptctl.storage.remote import open_remote
 
-        options = dict(storage_options or {})
+        options = dict(storage.storage_options or {})
         given = options.pop("retry_for_s", None)
+        retry_for_s = storage.retry_for_s
         if given is not None:
             wanted = _seconds(given)
             retry_for_s = wanted if retry_for_s else retry_for_s
-        if endpoint_url:
-            options["endpoint_url"] = endpoint_url
+        if storage.endpoint_url:
+            options["endpoint_url"] = storage.endpoint_url
         return open_remote(
             _without_slash(url),
             options,
-            timeout_s=timeout_s,
-            retries=Retries(retries, retry_for_s),
+            timeout_s=storage.timeout_s,
+            retries=Retries(storage.retries, retry_for_s),
         )
     from ckptctl.storage.local import LocalStore
 

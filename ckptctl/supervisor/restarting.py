@@ -11,21 +11,22 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.distributed.launcher import RESTART_COUNT
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.failures.classes import Restart
 from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import time_now
+from ckptctl.inspection.marks_file import check_marks_file
 from ckptctl.model import ExitCode, NonNegative, Positive, Time
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Pick
@@ -34,6 +35,13 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.causes import Logs
 from ckptctl.supervisor.child import Signals
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
+"""The variable by which a job learns how often it was started again."""
 
 NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
 """Exit codes after which the same would happen again: ckptctl's own, and the shell's."""
@@ -179,10 +187,10 @@ def keep_running(
     on_life: Callable[[Attempt], None] | None = None,
     tell: Callable[[str], None] = lambda _message: None,
     stdout: int | None = None,
-    pattern: str | None = None,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
+    policy: PickPolicy = PickPolicy(),
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[PickKeywords],
 ) -> Supervised:
     """Run a command, and start it again after a failure while it makes progress.
 
@@ -197,7 +205,8 @@ def keep_running(
     not answer is waited for, before the first life and after a failed one. `on_life` gets
     each life when it has ended, `tell` what happens between them. `stdout` is where the
     command's output goes, ours by default. The command finds in `CKPTCTL_RESTART_COUNT` how
-    often it was started again.
+    often it was started again. `policy` and `requirements` are those of `pick`; each field of
+    the three options objects is a keyword of this function, too.
 
     The exit code is the command's when it is done, was told to stop, or must not be
     started again; 10 where the root does not exist; 11 where no step is usable; 75 where
@@ -210,18 +219,22 @@ def keep_running(
         raise UsageError("no command is given", next_command="ckptctl run --root ROOT -- CMD")
     if max_restarts < 0 or not backoff_s >= 0 or not wait_s >= 0:
         raise UsageError("--max-restarts, --backoff and --wait-storage must be 0 or more")
-    storage: dict[str, Any] = {
-        "storage_options": storage_options,
-        "endpoint_url": endpoint_url,
-        "timeout_s": timeout_s,
-    }
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     # What is wrong with the arguments themselves ends it here, and is no warning.
-    compile_pattern(pattern)
-    opened: Callable[[str], Store] = partial(open_store, **storage)
+    compile_pattern(requirements.pattern)
+    check_marks_file(requirements.marks)
+    opened: Callable[[str], Store] = partial(open_store, storage=storage)
     named = roots_in(root, optional_roots)
     for url in named.urls:
         opened(url).close()
-    look = partial(pick, *named.urls, optional_roots=named.optional, pattern=pattern, **storage)
+    look = partial(
+        pick,
+        *named.urls,
+        optional_roots=named.optional,
+        policy=policy,
+        requirements=requirements,
+        storage=storage,
+    )
     place = _Root(named, look, opened, wait_s)
 
     lives: list[Attempt] = []

@@ -12,11 +12,10 @@ import hashlib
 import os
 import shlex
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import (
@@ -31,7 +30,7 @@ from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
-from ckptctl.options import known_level
+from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.empty_roots import judge_empty
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Answer, PassedOver
@@ -70,31 +69,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Looking:
-    """How rank 0 looks: what `pick` takes, by the same names."""
+    """The roots, how rank 0 chooses among their steps, and how long other ranks may lag behind."""
 
     roots: Roots
-    before: int | None = None
-    level: Level | str | None = None
-    require: Collection[str] = ()
-    max_fallback: int = 2
-    allow_missing_state: bool = False
-    require_seal: bool = False
-    key: bytes | None = None
-    pattern: str | None = None
-    grace_s: float = 600.0
-    storage_options: Mapping[str, object] | None = None
-    endpoint_url: str | None = None
-    timeout_s: float = 30.0
+    policy: PickPolicy
+    requirements: Requirements
+    storage: StorageOptions
     settle_s: float = SETTLE_S
 
-    @property
-    def storage(self) -> dict[str, Any]:
-        """What opens a store."""
-        return {
-            "storage_options": self.storage_options,
-            "endpoint_url": self.endpoint_url,
-            "timeout_s": self.timeout_s,
-        }
+    def older_than(self, step: int) -> Looking:
+        """The same for the steps before `step`, which also lie before the policy's own bound."""
+        before = step if self.policy.before is None else min(step, self.policy.before)
+        return replace(self, policy=replace(self.policy, before=before))
 
 
 def check_roots(looking: Looking) -> tuple[StepName, ...]:
@@ -104,14 +90,14 @@ def check_roots(looking: Looking) -> tuple[StepName, ...]:
     root that ckptctl has marked would pass for one that is known. Raises `StorageError`,
     `UsageError`. Cost: one listing of each root.
     """
-    pattern = compile_pattern(looking.pattern)
+    pattern = compile_pattern(looking.requirements.pattern)
     with ExitStack() as stack:
         tiers = open_tiers(
-            stack, looking.roots, lambda store: (list_root(store, pattern), {}), **looking.storage
+            stack, looking.roots, lambda store: (list_root(store, pattern), {}), looking.storage
         )
         steps = [named for tier in tiers for named in tier.listing.steps]
         if not steps:
-            opened = partial(open_store, **looking.storage)
+            opened = partial(open_store, storage=looking.storage)
             begins = judge_empty(tiers, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
@@ -175,20 +161,13 @@ def _fresh() -> Decision:
 
 
 def _newest(looking: Looking, skip: Collection[int]) -> Decision:
+    policy = looking.policy
     found = pick(
         *looking.roots.urls,
         optional_roots=looking.roots.optional,
-        level=_first_level(looking),
-        require=looking.require,
-        allow_missing_state=looking.allow_missing_state,
-        before=looking.before,
-        skip=skip,
-        max_fallback=looking.max_fallback,
-        pattern=looking.pattern,
-        grace_s=looking.grace_s,
-        require_seal=looking.require_seal,
-        key=looking.key,
-        **looking.storage,
+        policy=replace(policy, level=_first_level(looking), skip={*policy.skip, *skip}),
+        requirements=looking.requirements,
+        storage=looking.storage,
     )
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if found.answer is Answer.FRESH and not skip:
@@ -205,7 +184,7 @@ def _newest(looking: Looking, skip: Collection[int]) -> Decision:
 
 def _first_level(looking: Looking) -> Level | None:
     """How deep rank 0 looks: level `content` comes after it, and all ranks share it."""
-    level = known_level(looking.level)
+    level = looking.policy.level
     return None if level is Level.CONTENT else level
 
 
@@ -218,12 +197,8 @@ def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
     report = verify(
         target,
         level=_first_level(looking) or Level.STRUCTURE,
-        require=looking.require,
-        pattern=looking.pattern,
-        grace_s=looking.grace_s,
-        require_seal=looking.require_seal,
-        key=looking.key,
-        **looking.storage,
+        requirements=looking.requirements,
+        storage=looking.storage,
     )
     if not report.usable:
         raise _not_usable(report)
@@ -302,7 +277,7 @@ def _see(
 def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) -> str | None:
     name = base_name(path)
     try:
-        with open_store(parent_url(path), **looking.storage) as store:
+        with open_store(parent_url(path), looking.storage) as store:
             for file, digest in digests:
                 data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
                 found = hashlib.sha256(data).hexdigest()
@@ -320,17 +295,15 @@ def prove_content(decision: Decision, group: ProcessGroup, looking: Looking) -> 
     `StorageError`. Cost: every byte of the step, read by one rank or another.
     """
     path = decision.path
-    if path is None or looking.level is None or Level(looking.level) is not Level.CONTENT:
+    if path is None or looking.policy.level is not Level.CONTENT:
         return None
     reports = group.from_all(
         lambda: verify(
             path,
             level=Level.CONTENT,
-            pattern=looking.pattern,
-            require_seal=looking.require_seal,
-            key=looking.key,
+            requirements=looking.requirements,
+            storage=looking.storage,
             group=group,
-            **looking.storage,
         )
     )
     report = reports[0]

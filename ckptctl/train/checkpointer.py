@@ -12,14 +12,13 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.model import Level
-from ckptctl.options import Requirements, known_level
-from ckptctl.selection.choosing import Policy
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
@@ -32,6 +31,9 @@ from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
 from ckptctl.train.staging import Stager
 from ckptctl.train.state import Parts, Place, Stateful, check_readable, collect, give_generator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Checkpointer:
@@ -69,43 +71,36 @@ class Checkpointer:
         keep: int | None = None,
         seed: int = 0,
         seal: bool = True,
-        key: bytes | None = None,
         step_format: str = "step_{}",
         dp_rank: int | None = None,
         dp_size: int | None = None,
         rng: str = "reseed",
         accept_repetition: bool = False,
         accept_lost: Collection[str] = (),
-        level: Level | str | None = None,
-        require: Collection[str] = (),
-        max_fallback: int = 2,
-        storage_options: Mapping[str, object] | None = None,
-        endpoint_url: str | None = None,
-        timeout_s: float = 30.0,
         settle_s: float = SETTLE_S,
         patience_s: float = JOB_TIMEOUT_S,
         tell: Tell = to_stderr,
+        policy: PickPolicy = PickPolicy(),
+        requirements: Requirements = Requirements(),
+        storage: StorageOptions = StorageOptions(),
+        **keywords: Unpack[PickKeywords],
     ) -> None:
         if optimizer is not None and model is None:
             raise UsageError("an optimizer was given without its model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; at least 1 step must stay")
         check_step_format(step_format)
+        policy, requirements, storage = options_from(keywords, policy, requirements, storage)
+        if requirements.pattern is not None:
+            raise UsageError(
+                "a Checkpointer names its steps by step_format; pattern is for resolve"
+            )
+        # Whoever was saving here cannot publish any more: no unfinished save is still running.
+        requirements = replace(requirements, grace_s=0.0)
         group = make_group(patience_s)
         roots = roots_in(root, optional_roots)
-        looking = Looking(
-            roots,
-            level=known_level(level),
-            require=require,
-            max_fallback=max_fallback,
-            key=key,
-            grace_s=0.0,  # whoever was saving here cannot publish any more
-            storage_options=storage_options,
-            endpoint_url=endpoint_url,
-            timeout_s=timeout_s,
-            settle_s=settle_s,
-        )
-        stores = {url: open_store(url, **looking.storage) for url in roots.urls}
+        looking = Looking(roots, policy, requirements, storage, settle_s)
+        stores = {url: open_store(url, storage) for url in roots.urls}
         self._job = Job(
             roots.first,
             stores[roots.first],
@@ -120,13 +115,13 @@ class Checkpointer:
             Policies(rng, accept_repetition, tuple(accept_lost)),
             looking,
             tell,
-            open_store(roots.first, **looking.storage | {"timeout_s": RECORD_TIMEOUT_S}, retries=0),
+            open_store(roots.first, replace(storage, timeout_s=RECORD_TIMEOUT_S, retries=0)),
             stores,
         )
         # An outage of a minute must not end a run that could save after it.
-        self._save_store = open_store(roots.first, **looking.storage, retry_for_s=SAVE_RETRY_S)
+        self._save_store = open_store(roots.first, replace(storage, retry_for_s=SAVE_RETRY_S))
         self._later = make_group(patience_s)  # for what runs beside the training
-        self._keep, self._seed, self._seal, self._key = keep, seed, seal, key
+        self._keep, self._seed, self._seal, self._key = keep, seed, seal, requirements.key
         self._step_format = step_format
         self._attempt: Attempt | None = None
         self._replay: Start | None = None
@@ -315,8 +310,8 @@ class Checkpointer:
                 self._job.store,
                 attempt.token,
                 keep,
-                Requirements(require=looking.require, grace_s=looking.grace_s, key=looking.key),
-                Policy(allow_missing_state=looking.allow_missing_state),
+                looking.requirements,
+                looking.policy,
                 self._job.tell,
             )
         protected = {step: "it was saved just now"}

@@ -8,14 +8,13 @@ place again, so that one is passed over. A rejection can be taken back: `ckptctl
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 
 from ckptctl.errors import CkptctlError, StorageUnavailable
 from ckptctl.formats.own.marks import MarkKind
+from ckptctl.options import StorageOptions
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url, open_store
 
 
@@ -23,9 +22,7 @@ def reject_since(
     root: str,
     first_bad: int,
     reason: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
+    storage: StorageOptions = StorageOptions(),
 ) -> tuple[str, ...]:
     """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
 
@@ -36,44 +33,34 @@ def reject_since(
     with the command that writes it, and `Fenced`. Cost: one listing, and for each a look
     and a write.
     """
-    with open_store(root, storage_options=storage_options, endpoint_url=endpoint_url) as store:
-        return _reject(store, root, first_bad, reason, storage_options, endpoint_url)
+    with open_store(root, storage) as store:
+        steps = list_root(store).steps
+        token = held_token(root)
+        tainted = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
+        addresses = [join_url(root, step.name) for step in tainted]
+        for address in addresses:
+            if token is not None:
+                check_token(store, token)
+            try:
+                mark(
+                    address,
+                    MarkKind.REJECTED,
+                    reason=reason,
+                    by="ckptctl.train.LossGuard",
+                    storage=storage,
+                )
+            except CkptctlError as error:
+                words = ["reject", address, "--reason", reason]
+                raise StorageUnavailable(
+                    f"{address} could not be rejected ({error.message}): it is not to be resumed "
+                    "from",
+                    next_command=command_for(words, storage),
+                ) from error
+        return tuple(addresses)
 
 
-def _reject(
-    store: Store,
-    root: str,
-    first_bad: int,
-    reason: str,
-    storage_options: Mapping[str, object] | None,
-    endpoint_url: str | None,
-) -> tuple[str, ...]:
-    steps = list_root(store).steps
-    token = held_token(root)
-    tainted = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
-    addresses = [join_url(root, step.name) for step in tainted]
-    for address in addresses:
-        if token is not None:
-            check_token(store, token)
-        try:
-            mark(
-                address,
-                MarkKind.REJECTED,
-                reason=reason,
-                by="ckptctl.train.LossGuard",
-                storage_options=storage_options,
-                endpoint_url=endpoint_url,
-            )
-        except CkptctlError as error:
-            words = ["reject", address, "--reason", reason]
-            raise StorageUnavailable(
-                f"{address} could not be rejected ({error.message}): it is not to be resumed from",
-                next_command=command_for(words, endpoint_url),
-            ) from error
-    return tuple(addresses)
-
-
-def command_for(words: list[str], endpoint_url: str | None) -> str:
+def command_for(words: list[str], storage: StorageOptions) -> str:
     """A command of ckptctl as a person types it, for the same storage."""
-    endpoint = [] if endpoint_url is None else ["--endpoint-url", endpoint_url]
+    url = storage.endpoint_url
+    endpoint = [] if url is None else ["--endpoint-url", url]
     return shlex.join(["ckptctl", *words, *endpoint])

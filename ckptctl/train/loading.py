@@ -41,7 +41,7 @@ def saved_metadata(decision: Decision, looking: Looking) -> Metadata:
     """The decoded metadata of the step. Cost: one read."""
     path = metadata_path(decision)
     folder = parent_url(path)
-    with open_store(parent_url(folder), **looking.storage) as store:
+    with open_store(parent_url(folder), looking.storage) as store:
         data = store.read(f"{base_name(folder)}/{base_name(path)}", limit=MAX_METADATA_BYTES)
     return decode_metadata(data)
 
@@ -60,7 +60,7 @@ def load_into(
     from ckptctl.train.reader import Reader
 
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    reader = Reader(decision.path, **looking.storage)
+    reader = Reader(decision.path, storage=looking.storage)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on loading without a process group

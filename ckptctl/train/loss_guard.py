@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.train.later_rejections import command_for, reject_since
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 _MIN_RECENT = 10  # fewer losses say nothing about what is usual
 
@@ -92,7 +96,7 @@ class LossGuard:
     suspect, and with a `root` the steps that were saved since are rejected, or the newest
     one where none was, so that `pick` and `resume` take an older one. A loss is a spike
     above `spike_factor` times the largest of the last `recent` sound ones; 0 looks for none.
-    `storage_options` and `endpoint_url` open a `root` on an object store, as they do for
+    `storage` opens a `root` on an object store; its fields are keywords, too, as for
     `Checkpointer`. Every rank makes one, once its process group is there; `group` can be
     shared.
 
@@ -108,9 +112,9 @@ class LossGuard:
         recent: int = 100,
         after: int = 10,
         root: str | os.PathLike[str] | None = None,
-        storage_options: Mapping[str, object] | None = None,
-        endpoint_url: str | None = None,
         group: ProcessGroup | None = None,
+        storage: StorageOptions = StorageOptions(),
+        **keywords: Unpack[StorageKeywords],
     ) -> None:
         self._action = _known(action)
         if not (spike_factor == 0 or spike_factor > 1):
@@ -122,8 +126,7 @@ class LossGuard:
         self._recent: deque[float] = deque(maxlen=recent)
         self._after = after
         self._root = None if root is None else os.fspath(root)
-        self._storage_options = storage_options
-        self._endpoint_url = endpoint_url
+        self._storage = options_from(keywords, storage)
         self._group = make_group() if group is None else group
         self._in_a_row = 0
         self._first_bad = 0
@@ -181,19 +184,11 @@ class LossGuard:
         rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
         message = f"step {step}: {what}{rows}; do not resume from the newest step"
         rejected: tuple[str, ...] = ()
-        command = (
-            None if self._root is None else command_for(["pick", self._root], self._endpoint_url)
-        )
+        command = None if self._root is None else command_for(["pick", self._root], self._storage)
         if self._root is not None and self._group.is_first:
             reason = f"the loss went bad at step {self._first_bad}, and training stopped at {step}"
             try:
-                rejected = reject_since(
-                    self._root,
-                    self._first_bad,
-                    reason,
-                    storage_options=self._storage_options,
-                    endpoint_url=self._endpoint_url,
-                )
+                rejected = reject_since(self._root, self._first_bad, reason, self._storage)
             except CkptctlError as error:
                 # The training stops all the same: a person has to write the mark.
                 message += f": {error.message}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
@@ -24,12 +24,17 @@ from ckptctl.checks.coverage import check_coverage
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
 from ckptctl.model import NO_FILE, Metadata
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.train.record_loads import Loaded, RecordLoads
 from ckptctl.train.step_metadata import RankLocal, read_step_metadata
 from ckptctl.train.torch_metadata import RefusedMetadata, StorageData, to_torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 _WAITING_BYTES = 64 << 20
 """Bytes of tensors that a planner may have made for the load at once, and takes back."""
@@ -49,8 +54,7 @@ class Reader(StorageReader):
     torch's `CheckpointException`, whose `failures` hold them by rank. After an error the
     tensors may hold some of the bytes that were read.
 
-    `jobs` threads read; `storage_options`, `endpoint_url` and `timeout_s` are those of
-    `open_store`.
+    `jobs` threads read; the fields of `storage` are keywords, too.
     One reader serves any number of loads, one after the other. `loaded` says what the
     last of them read.
     """
@@ -62,9 +66,8 @@ class Reader(StorageReader):
         verify: Literal["whole", "always"] = "whole",
         safe_types: Sequence[object] = (),
         jobs: int | None = None,
-        storage_options: Mapping[str, object] | None = None,
-        endpoint_url: str | None = None,
-        timeout_s: float = 30.0,
+        storage: StorageOptions = StorageOptions(),
+        **keywords: Unpack[StorageKeywords],
     ) -> None:
         super().__init__()
         if verify not in ("whole", "always"):
@@ -73,9 +76,7 @@ class Reader(StorageReader):
         self._verify = verify
         self._safe_types = tuple(safe_types)
         self._jobs = jobs
-        self._options = storage_options
-        self._endpoint_url = endpoint_url
-        self._timeout_s = timeout_s
+        self._storage = options_from(keywords, storage)
         self.loaded = Loaded()
         self._load_id = ""
         self._store: Store | None = None
@@ -189,12 +190,7 @@ class Reader(StorageReader):
 
     def _opened(self) -> Store:
         if self._store is None:
-            self._store = open_store(
-                self._path,
-                storage_options=self._options,
-                endpoint_url=self._endpoint_url,
-                timeout_s=self._timeout_s,
-            )
+            self._store = open_store(self._path, self._storage)
         return self._store
 
     def _decoded(self) -> Metadata:

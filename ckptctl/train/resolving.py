@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import JOB_TIMEOUT_S, make_group
-from ckptctl.model import Level
-from ckptctl.options import known_level
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.tiers import roots_in
 from ckptctl.train.agreement import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def resolve(
@@ -16,17 +19,12 @@ def resolve(
     root: str | Sequence[str],
     *,
     optional_roots: Collection[str] = (),
-    level: Level | str | None = None,
-    require: Collection[str] = (),
-    max_fallback: int = 2,
-    allow_missing_state: bool = False,
-    pattern: str | None = None,
-    grace_s: float = 600.0,
-    storage_options: Mapping[str, object] | None = None,
-    endpoint_url: str | None = None,
-    timeout_s: float = 30.0,
     settle_s: float = SETTLE_S,
     patience_s: float = JOB_TIMEOUT_S,
+    policy: PickPolicy = PickPolicy(),
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[PickKeywords],
 ) -> str | None:
     """The path of the step to resume from, the same on every rank; None for a fresh run.
 
@@ -41,23 +39,13 @@ def resolve(
     A run is never called fresh where that is not certain.
 
     With level `content` all ranks share the bytes, and steps that fail are passed over.
+    Each field of the three options objects is a keyword of this function, too.
 
     Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
     """
     group = make_group(patience_s)
-    looking = Looking(
-        roots_in(root, optional_roots),
-        level=known_level(level),
-        require=require,
-        max_fallback=max_fallback,
-        allow_missing_state=allow_missing_state,
-        pattern=pattern,
-        grace_s=grace_s,
-        storage_options=storage_options,
-        endpoint_url=endpoint_url,
-        timeout_s=timeout_s,
-        settle_s=settle_s,
-    )
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
+    looking = Looking(roots_in(root, optional_roots), policy, requirements, storage, settle_s)
 
     failed: list[int] = []
     while True:
@@ -66,5 +54,5 @@ def resolve(
         if decision.step is None or prove_content(decision, group, looking) is None:
             return decision.path
         failed.append(decision.step)
-        if len(failed) > max_fallback:
+        if len(failed) > policy.max_fallback:
             raise too_many(failed, looking.roots)

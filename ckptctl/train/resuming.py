@@ -165,7 +165,7 @@ def replay_job(job: Job, resume_from: str | int | None, n_steps: int) -> Start:
         raise UsageError("a replay begins at a step; it goes with resume_from 'auto' or a step")
     if str(resume_from).strip() == "auto":
         before = first(lambda: _replay_before(job, n_steps))
-        job = replace(job, looking=replace(job.looking, before=before))
+        job = replace(job, looking=job.looking.older_than(before))
     decision, loaded, rejected, _ = _loaded(job, resume_from)
     saved, inventory = _restored(job, decision, loaded)
     report = first(lambda: _replay_told(job, decision, saved, inventory, rejected, n_steps))
@@ -183,7 +183,7 @@ def _replay_before(job: Job, n_steps: int) -> int:
         )
     before = newest - n_steps + 1
     try:
-        decide("auto", replace(job.looking, before=before))
+        decide("auto", job.looking.older_than(before))
     except NothingToResume as error:
         if error.exit_code != 11:
             raise
@@ -346,7 +346,7 @@ def _loaded(
             return decision, loaded, (*failed.values(), *decision.rejected), newer
         step = decision.step
         failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
-        if len(failed) - len(bad) > job.looking.max_fallback:
+        if len(failed) - len(bad) > job.looking.policy.max_fallback:
             raise too_many(failed, job.looking.roots)
 
 
@@ -481,7 +481,7 @@ def _advice(job: Job, decision: Decision, saved: Progress) -> Advice | None:
     """What a load of this step reads, where the ranks are not those that saved it."""
     if decision.path is None or saved.world_size in (None, job.group.size):
         return None
-    with open_store(parent_url(decision.path), **job.looking.storage) as store:
+    with open_store(parent_url(decision.path), job.looking.storage) as store:
         return advise(store, base_name(decision.path), job.group.size)
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.errors import CkptctlError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
-from ckptctl.options import Requirements
-from ckptctl.selection.choosing import Candidate, Policy
+from ckptctl.options import PickPolicy, Requirements
+from ckptctl.selection.choosing import Candidate
 from ckptctl.selection.fencing import Token, check_token
-from ckptctl.selection.picking import CachingInspector
 from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import Rules, retain
 from ckptctl.selection.roots import list_all
+from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.threads import start_daemon
@@ -33,19 +34,25 @@ PATIENCE_S = 30.0
 class Retention:
     """Keeps the newest `keep` steps of a root that `token` holds.
 
-    `asked` and `policy` are those of a resume, so that only what a resume would take
+    `requirements` and `policy` are those of a resume, so that only what a resume would take
     counts. What was seen of a step is remembered: as long as its files are the same, a
     later save lists it and reads nothing of it.
     """
 
     def __init__(
-        self, store: Store, token: Token, keep: int, asked: Requirements, policy: Policy, tell: Tell
+        self,
+        store: Store,
+        token: Token,
+        keep: int,
+        requirements: Requirements,
+        policy: PickPolicy,
+        tell: Tell,
     ) -> None:
         self._store = store
         self._token = token
         self._keep = keep
-        self._asked = asked
-        self._policy = policy
+        self._requirements = requirements
+        self._policy = replace(policy, level=Level.LISTING)
         self._tell = tell
         self._memory: dict[str, Inspection] = {}
         self._thread: threading.Thread | None = None
@@ -64,7 +71,7 @@ class Retention:
             self._thread.join(timeout_s)
 
     def _run(self, protected: Mapping[int, str]) -> None:
-        rules = Rules(self._keep, self._asked, self._policy, Level.LISTING, protected=protected)
+        rules = Rules(self._keep, self._requirements, self._policy, protected=protected)
         try:
             listing, trees = list_all(self._store)
             failures: Sequence[CkptctlError] = retain(

@@ -60,8 +60,8 @@ def store_that(order: Callable[[FaultyStore], None]) -> Iterator[list[FaultyStor
     """While this lasts, every store that a command opens is a real one that was told to fail."""
     made: list[FaultyStore] = []
 
-    def opened(url: str, **kwargs: Any) -> FaultyStore:
-        store = FaultyStore(open_store(url, **kwargs))
+    def opened(url: str, *args: Any, **kwargs: Any) -> FaultyStore:
+        store = FaultyStore(open_store(url, *args, **kwargs))
         order(store)
         made.append(store)
         return store

@@ -100,8 +100,8 @@ def test_the_table_of_scan_shows_no_row_that_contradicts_its_first_line(ckptctl,
 def denied(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Deny every access to a file or folder of the roots that are opened from now on."""
 
-    def opened(url: str, **kwargs: object) -> Store:
-        store = FaultyStore(open_store(url, **kwargs))
+    def opened(url: str, *args: object, **kwargs: object) -> Store:
+        store = FaultyStore(open_store(url, *args, **kwargs))
         error = AccessDenied(f"{url}/{path}: permission denied")
         for verb in ("list_tree", "list_dir", "read", "span"):
             store.fail(verb, error, path=path, lasts=True)
@@ -192,8 +192,8 @@ def many_steps(checkpoints: Path, tmp_path: Path) -> Path:
 def test_a_scan_of_many_steps_lists_only_those_that_it_shows(many_steps, monkeypatch):
     made: list[FaultyStore] = []
 
-    def opened(url: str, **kwargs: object) -> Store:
-        made.append(FaultyStore(open_store(url, **kwargs)))
+    def opened(url: str, *args: object, **kwargs: object) -> Store:
+        made.append(FaultyStore(open_store(url, *args, **kwargs)))
         return made[-1]
 
     monkeypatch.setattr(tiers, "open_store", opened)

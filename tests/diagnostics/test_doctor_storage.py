@@ -88,6 +88,6 @@ class Yesterday(LocalStore):
 )
 def test_what_a_storage_does_not_keep_is_named(store, name, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        storage_traits, "open_store", lambda url, **_: store(str(tmp_path), url=str(tmp_path))
+        storage_traits, "open_store", lambda url, *_: store(str(tmp_path), url=str(tmp_path))
     )
     assert name in names(tmp_path)

@@ -20,6 +20,7 @@ PUBLIC = {
     *("LossReport", "LossVerdict", "check_loss"),
     *("diff", "Diff", "Difference", "convert", "Converted"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
+    *("ContentOptions", "PickPolicy", "Requirements", "StorageOptions"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),
 }

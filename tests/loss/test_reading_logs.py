@@ -17,7 +17,7 @@ import pytest
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, PathNotFound, UsageError
 from ckptctl.loss.reading import LogFormat, LogReader, read_logs
 from ckptctl.loss.rows import Marker, Number, Row
-from ckptctl.loss.sources import StorageAccess
+from ckptctl.options import StorageOptions
 
 MEGATRON = (
     " [2025-05-09 {clock}] iteration {step:8}/     100 | consumed samples: {samples:12} |"
@@ -126,7 +126,7 @@ def test_a_log_on_an_object_store_is_read(s3_moto):
     data = megatron(range(1, 60)).encode()
     with open_store(f"{url}/logs", storage_options=options) as store:
         store.put("train.log.gz", gzip.compress(data))
-    storage = StorageAccess(options)
+    storage = StorageOptions(storage_options=options)
     for path in (f"{url}/logs/train.log.gz", f"{url}/logs"):
         assert steps(list(read_logs([path], storage=storage))) == [*range(1, 60)]
     with pytest.raises(PathNotFound):

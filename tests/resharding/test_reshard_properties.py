@@ -16,7 +16,7 @@ from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageOptions
 from ckptctl.resharding.executing import Place, WriteOptions, Written, write
 from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
 from ckptctl.resharding.planning import Plan, Wanted, plan
@@ -63,7 +63,7 @@ MESHES = st.one_of(
 
 def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
-    with open_target(str(source), asked=Requirements()) as found:
+    with open_target(str(source), Requirements(), StorageOptions()) as found:
         checked = Requirements()
         looked = inspect_step(found, checked, level=Level.STRUCTURE)
         assert looked.report.exit_code == 0, looked.report.findings

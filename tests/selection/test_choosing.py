@@ -8,9 +8,9 @@ from ckptctl.checks.state import NO_STATE
 from ckptctl.findings import Finding, Report, Verdict, verdict_of
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
+from ckptctl.options import PickPolicy
 from ckptctl.selection.choosing import (
     Candidate,
-    Policy,
     absent_kinds,
     choose,
     demanded,
@@ -65,8 +65,8 @@ class Root:
         self.looked.append((candidate.named.number, level))
         return self.reports[candidate.tier, candidate.named.number]
 
-    def choose(self, policy: Policy | None = None):
-        policy = policy or Policy()
+    def choose(self, policy: PickPolicy | None = None):
+        policy = policy or PickPolicy()
         return choose(in_order(self.candidates, policy), self.look, policy)
 
 
@@ -116,7 +116,7 @@ def test_an_unknown_step_is_not_forgiven_because_another_root_holds_it_damaged()
 
 
 def test_skip_names_the_step_that_does_not_answer():
-    choice = steps(report(2, "step.unknown"), report(1)).choose(Policy(skip={2}))
+    choice = steps(report(2, "step.unknown"), report(1)).choose(PickPolicy(skip={2}))
     assert choice.chosen.number == 1
 
 
@@ -132,7 +132,7 @@ def test_the_newest_step_of_all_roots_is_taken():
 
 def test_before_leaves_out_that_step_and_all_newer_ones():
     made = steps(report(3), report(2), report(1))
-    assert made.choose(Policy(before=3)).chosen.number == 2
+    assert made.choose(PickPolicy(before=3)).chosen.number == 2
     assert [number for number, _ in made.looked] == [2]
 
 
@@ -149,7 +149,7 @@ def test_interrupted_saves_do_not_count_as_damaged():
 
 
 def test_max_fallback_0_takes_the_newest_or_nothing():
-    choice = steps(report(2, "shard.truncated"), report(1)).choose(Policy(max_fallback=0))
+    choice = steps(report(2, "shard.truncated"), report(1)).choose(PickPolicy(max_fallback=0))
     assert (choice.chosen, choice.stopped) == (None, "suspect")
 
 
@@ -167,7 +167,7 @@ def test_a_copy_in_another_root_does_not_make_a_step_damaged_twice():
             (0, 1): report(1),
         }
     )
-    assert made.choose(Policy(max_fallback=1)).chosen.number == 1
+    assert made.choose(PickPolicy(max_fallback=1)).chosen.number == 1
 
 
 def test_two_damaged_steps_make_the_storage_path_suspect():
@@ -189,7 +189,9 @@ def test_a_step_that_lacks_what_its_predecessor_holds_is_passed_over():
 
 
 def test_weights_ok_takes_it_all_the_same():
-    choice = steps(report(3, held=("model",)), report(2)).choose(Policy(allow_missing_state=True))
+    choice = steps(report(3, held=("model",)), report(2)).choose(
+        PickPolicy(allow_missing_state=True)
+    )
     assert choice.chosen.number == 3
 
 
@@ -210,7 +212,7 @@ def test_a_part_that_the_predecessor_holds_is_lacking():
     choice = steps(newest, older).choose()
     assert choice.chosen.number == 2
     assert "lacks the part critic/dist_ckpt, which step 2 holds" in choice.passed_over[0].reason
-    assert steps(newest, older).choose(Policy(allow_missing_state=True)).chosen.number == 3
+    assert steps(newest, older).choose(PickPolicy(allow_missing_state=True)).chosen.number == 3
 
 
 def with_ranks(number: int, n_ranks: int, n_writers: int = 4) -> Report:
@@ -260,13 +262,13 @@ def test_a_weights_only_step_is_not_taken_while_its_predecessor_does_not_answer(
 def test_an_unverifiable_step_is_taken_only_where_that_is_accepted():
     made = steps(report(3, "format.unsupported"), report(2))
     assert made.choose().chosen.number == 2
-    assert made.choose(Policy(accept_unverifiable=True)).chosen.number == 3
+    assert made.choose(PickPolicy(accept_unverifiable=True)).chosen.number == 3
 
 
 def test_a_folder_of_digits_without_tensors_is_no_step():
     made = steps(replace(report(2024, "metadata.missing"), parts=()))
     candidates = [Candidate(0, StepName("2024", 2024, "dcp", bare=True))]
-    choice = choose(candidates, made.look, Policy())
+    choice = choose(candidates, made.look, PickPolicy())
     assert (choice.passed_over, len(choice.no_steps)) == ([], 1)
 
 
@@ -284,10 +286,10 @@ def test_what_is_demanded_of_a_step_is_what_the_steps_before_it_hold():
     held = ("model", "optimizer", "rng", "dataloader", "step")
     made = steps(report(3, held=held), report(2, held=held))
     chosen = made.choose().chosen
-    assert demanded(chosen, (), Policy()) == held
+    assert demanded(chosen, (), PickPolicy()) == held
     assert absent_kinds(chosen) == ("scheduler",)
-    assert demanded(chosen, ("tokens",), Policy()) == (*held, "tokens")
-    assert demanded(chosen, ("model",), Policy(allow_missing_state=True)) == ("model",)
+    assert demanded(chosen, ("tokens",), PickPolicy()) == (*held, "tokens")
+    assert demanded(chosen, ("model",), PickPolicy(allow_missing_state=True)) == ("model",)
 
 
 @pytest.mark.parametrize("kind", ["rng", "dataloader", "scheduler", "optimizer", "step"])
@@ -296,4 +298,4 @@ def test_a_step_that_lost_a_kind_is_passed_over_for_one_of_which_it_is_demanded(
     choice = steps(report(3, held=less), report(2)).choose()
     assert choice.chosen.number == 2
     assert kind in choice.passed_over[0].reason
-    assert kind in demanded(choice.chosen, (), Policy())
+    assert kind in demanded(choice.chosen, (), PickPolicy())

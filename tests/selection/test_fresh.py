@@ -110,8 +110,8 @@ def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(
     (root / "logs").mkdir()
     (root / "shared").mkdir()
 
-    def opened(url: str, **about: object) -> FaultyStore:
-        store = FaultyStore(open_store(url, **about), kind=kind)
+    def opened(url: str, *args: object, **about: object) -> FaultyStore:
+        store = FaultyStore(open_store(url, *args, **about), kind=kind)
         store.fail("list_dir", StorageUnavailable("Input/output error"), path="shared", lasts=True)
         return store
 
@@ -125,8 +125,8 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
 ) -> None:
     (root / "lost+found").mkdir()
 
-    def opened(url: str, **about: object) -> FaultyStore:
-        store = FaultyStore(open_store(url, **about))
+    def opened(url: str, *args: object, **about: object) -> FaultyStore:
+        store = FaultyStore(open_store(url, *args, **about))
         store.fail("list_dir", ckptctl.AccessDenied("denied"), path="lost+found", lasts=True)
         return store
 
@@ -313,8 +313,8 @@ def test_a_ledger_that_does_not_answer_is_unknown(
     path = ledger(root, STARTED, FRESH)
     assert ckptctl.pick(str(root)).answer is Answer.FRESH
 
-    def opened(url: str, **about: object) -> FaultyStore:
-        store = FaultyStore(open_store(url, **about))
+    def opened(url: str, *args: object, **about: object) -> FaultyStore:
+        store = FaultyStore(open_store(url, *args, **about))
         error = StorageUnavailable("Input/output error")
         store.fail("read", error, path=str(path.relative_to(root)), lasts=True)
         return store

@@ -24,7 +24,7 @@ from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
-from ckptctl.selection import pruning, removing
+from ckptctl.selection import removing
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -271,7 +271,6 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     root: Path,
     s3_moto: S3Server,
     counting_proxy: Callable[[str], CountingProxy],
-    monkeypatch: pytest.MonkeyPatch,
 ):
     for file in (path for path in root.rglob("*") if path.is_file()):
         key = f"prune/{file.relative_to(root)}"
@@ -289,8 +288,7 @@ def test_on_an_object_store_what_a_killed_removal_leaves_is_no_step_and_goes_at_
     assert (left.number, left.interrupted, left.usable) == (100, True, False)
     # A save that is so young may still be written.
     assert gone(ckptctl.prune(url, 4, apply=True, storage_options=s3_moto.options)) == set()
-    monkeypatch.setattr(pruning, "_GRACE_S", 0.0)
-    done = ckptctl.prune(url, 3, apply=True, storage_options=s3_moto.options)
+    done = ckptctl.prune(url, 3, apply=True, grace_s=0.0, storage_options=s3_moto.options)
     assert gone(done) == {100, 200}
     with open_store(url, storage_options=s3_moto.options) as store:
         names = {info.path for info in store.list_dir()}

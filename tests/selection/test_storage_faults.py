@@ -35,8 +35,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A function that breaks each store the judge opens from now on; the store below is real."""
 
     def breaks(order: Callable[[FaultyStore], None], kind: Kind | None = None) -> None:
-        def opened(url: str, **kwargs: object) -> Store:
-            store = FaultyStore(open_store(url, **kwargs), kind=kind)
+        def opened(url: str, *args: object, **kwargs: object) -> Store:
+            store = FaultyStore(open_store(url, *args, **kwargs), kind=kind)
             order(store)
             return store
 

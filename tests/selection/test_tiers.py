@@ -33,8 +33,8 @@ def break_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that has the store of one root fail as a test orders; the others are real."""
 
     def breaks(root: Path, order: Callable[[FaultyStore], None]) -> None:
-        def opened(url: str, **kwargs: object):
-            store = FaultyStore(open_store(url, **kwargs))
+        def opened(url: str, *args: object, **kwargs: object):
+            store = FaultyStore(open_store(url, *args, **kwargs))
             if url == str(root):
                 order(store)
             return store

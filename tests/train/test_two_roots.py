@@ -128,8 +128,8 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that has writes of `Checkpointer` into a root fail; the rest is real."""
 
     def breaks(root: str) -> None:
-        def opened(url: str, **kwargs: Any) -> Any:
-            store = open_store(url, **kwargs)
+        def opened(url: str, *args: Any, **kwargs: Any) -> Any:
+            store = open_store(url, *args, **kwargs)
             if url != root:
                 return store
             broken = FaultyStore(store)

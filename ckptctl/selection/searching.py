@@ -1,0 +1,218 @@
+"""Search the roots of one run for the step to resume from: what `pick` and `scan` share.
+
+Opens the roots, lists each once, and has `choosing` inspect from the newest step down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
+from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.marks_file import check_marks_file
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import Level
+from ckptctl.options import PickPolicy, Requirements, StorageOptions
+from ckptctl.selection.branches import Resume, left_behind, ruled_out
+from ckptctl.selection.choosing import (
+    Candidate,
+    Choice,
+    choose,
+    in_order,
+    suspect_storage,
+)
+from ckptctl.selection.empty_roots import Beginning, judge_empty
+from ckptctl.selection.roots import (
+    RootListing,
+    check_pointers,
+    duplicates,
+    older_steps,
+    too_large_numbers,
+)
+from ckptctl.selection.tiers import Roots, Tier, Trees, open_tiers, unavailable
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.content import Asked
+
+ListRoot = Callable[[Store, re.Pattern[str] | None], tuple[RootListing, Trees]]
+
+
+@dataclass(slots=True)
+class Search:
+    """The roots of one run, open and listed, and what was chosen among their steps.
+
+    `candidates` are the steps that the policy lets through, newest first. `beginning` says
+    what it means that no step was chosen, where the roots hold none but unfinished saves.
+    """
+
+    roots: Roots
+    tiers: tuple[Tier, ...]
+    pattern: re.Pattern[str] | None
+    policy: PickPolicy
+    inspect: CachingInspector
+    candidates: list[Candidate]
+    choice: Choice
+    findings: list[Finding]
+    beginning: Beginning | None
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps there are, also those that the policy does not let through."""
+        return len(candidates_of(self.tiers)) - len(self.choice.no_steps)
+
+
+def search(
+    stack: ExitStack,
+    roots: Roots,
+    list_root: ListRoot,
+    policy: PickPolicy,
+    requirements: Requirements,
+    storage: StorageOptions,
+) -> Search:
+    """Open the roots until `stack` ends, list each, and choose a step.
+
+    Raises as `open_tiers` and `judge_empty` do. Cost: one call of `list_root` for each root,
+    and the inspection of each step that decides the choice.
+    """
+    check_marks_file(requirements.marks)
+    pattern = compile_pattern(requirements.pattern)
+    tiers = open_tiers(stack, roots, lambda store: list_root(store, pattern), storage)
+    inspector = CachingInspector(tiers, requirements, policy.level)
+    candidates = in_order(candidates_of(tiers), policy)
+    choice = choose(candidates, inspector, policy)
+    findings = root_findings(tiers, choice, pattern)
+    beginning = None
+    if choice.chosen is None:
+        beginning = _beginning(tiers, choice, findings, pattern, storage)
+    return Search(roots, tiers, pattern, policy, inspector, candidates, choice, findings, beginning)
+
+
+class CachingInspector:
+    """Inspects candidates, each at most once at each level, and keeps the reports."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        requirements: Requirements,
+        level: Level | None,
+    ) -> None:
+        self._tiers = tiers
+        self._requirements = requirements
+        self.level = level
+        self.confirm = True
+        self.content: Asked | None = None
+        self.looked: dict[Candidate, Inspection] = {}
+
+    def __call__(self, candidate: Candidate, at_least: Level) -> Report:
+        """The report on a candidate, as deep as the caller asked for and `at_least` deep."""
+        known = self.looked.get(candidate)
+        if known is None or known.report.level.depth < at_least.depth:
+            tier = self._tiers[candidate.tier]
+            known = inspect_step(
+                OpenStep(tier.store, candidate.named, tier.trees.get(candidate.named.name)),
+                self._requirements,
+                level=self._level(at_least),
+                content=self.content,
+                older=partial(self._older, candidate),
+                confirm=self.confirm,
+            )
+            left = left_behind(known, self._resumes_beside(candidate))
+            if left is not None and not self._stands_in(left.root, known.report):
+                known = ruled_out(known, left)
+            self.looked[candidate] = known
+        return known.report
+
+    def _level(self, at_least: Level) -> Level | None:
+        if at_least is Level.LISTING:
+            return self.level
+        return max(self.level or at_least, at_least, key=lambda level: level.depth)
+
+    def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
+        """The resumes that the other roots record; in its own a mark rules a step out."""
+        others = (tier for place, tier in enumerate(self._tiers) if place != candidate.tier)
+        return [one for tier in others for one in tier.resumes]
+
+    def _stands_in(self, root: str, report: Report) -> bool:
+        """Whether a root holds the same save, and no mark there rules it out."""
+        for tier in self._tiers:
+            for named in tier.listing.steps if tier.store.url == root else ():
+                if named.number == report.number:
+                    step = OpenStep(tier.store, named)
+                    other = inspect_step(step, self._requirements, level=Level.LISTING).report
+                    is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
+                    if report.digests and other.digests == report.digests and not is_out:
+                        return True
+        return False
+
+    def found(self, candidate: Candidate) -> Report | None:
+        """The report on a candidate that was inspected already."""
+        known = self.looked.get(candidate)
+        return known.report if known else None
+
+    def _older(self, candidate: Candidate) -> tuple[StepName, ...]:
+        steps = self._tiers[candidate.tier].listing.steps
+        return older_steps(steps, candidate.named.number)
+
+    def level_reason(self, report: Report) -> str | None:
+        """Why an inspection was not deeper; None where a level was asked for."""
+        if self.level is not None:
+            return None
+        return next(
+            (
+                why_not_deeper(self._tiers[candidate.tier].store.kind, one)
+                for candidate, one in self.looked.items()
+                if one.report is report
+            ),
+            None,
+        )
+
+
+def _beginning(
+    tiers: Sequence[Tier],
+    choice: Choice,
+    findings: Sequence[Finding],
+    pattern: re.Pattern[str] | None,
+    storage: StorageOptions,
+) -> Beginning | None:
+    """What it means that no step was chosen, where the roots hold none but unfinished saves.
+
+    None where they hold anything else: then it is no question whether the run is new.
+    """
+    over = [one.report for one in choice.passed_over]
+    n_steps = sum(len(tier.listing.steps) for tier in tiers)
+    unfinished = all(report.left_unfinished for report in over)
+    if len(choice.no_steps) + len(over) < n_steps or not unfinished:
+        return None
+    pointers = [finding for finding in findings if finding.code == "pointer.differs"]
+    opened = partial(open_store, storage=storage)
+    return judge_empty(tiers, pattern, interrupted=over, pointers=pointers, open_other=opened)
+
+
+def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:
+    """The steps of all roots, each with the place of its root."""
+    return [
+        Candidate(place, named, tier.optional)
+        for place, tier in enumerate(tiers)
+        for named in tier.listing.steps
+    ]
+
+
+def root_findings(
+    tiers: Sequence[Tier], choice: Choice, pattern: re.Pattern[str] | None
+) -> list[Finding]:
+    """What is to say about the roots themselves, not about a step."""
+    number = choice.chosen.number if choice.chosen else None
+    findings = [*unavailable(tiers), *suspect_storage(choice)]
+    for tier in tiers:
+        findings += duplicates(tier.listing.steps)
+        findings += too_large_numbers(tier.listing)
+        findings += check_pointers(tier.store, tier.listing, number, pattern)
+    return findings
