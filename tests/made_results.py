@@ -59,13 +59,13 @@ def short(rank: int) -> Finding:
     return Finding(
         "shard.truncated",
         f"__{rank}_0.distcp",
-        "4,096 of 10,240 bytes are there; 12 chunks in 9 tensors cannot be read",
+        "4,096 of 10,240 bytes exist; 12 chunks in 9 tensors cannot be read",
         expected="10,240 bytes",
         found="4,096 bytes",
     )
 
 
-NO_METADATA = Finding("metadata.missing", ".metadata", "there is no .metadata, only 8 shard files")
+NO_METADATA = Finding("metadata.missing", ".metadata", ".metadata is missing beside 8 shard files")
 
 
 def scan(*reports: Report, chosen: int | None = None, **changes: object) -> Scan:

@@ -226,8 +226,8 @@ class ContentCheck:
         return Finding(
             "values.not-finite",
             inside(self._part_path, fqn),
-            f"of {counted(values.n_values, 'value')} that were looked at, {least}"
-            f"{' and '.join(said)}: the tensor was saved so",
+            f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(said)}: "
+            "the tensor was saved with them",
             expected="finite values",
             found=f"{least}{n_nan:,} NaN, {n_infinite:,} infinite",
             next_command="ckptctl explain values.not-finite",
@@ -246,7 +246,7 @@ def unverifiable(part_path: str, what: str, next_command: str | None = None) -> 
     return Finding(
         "record.unverifiable",
         part_path,
-        f"{what}: nothing in the step can prove their bytes, and no seal covers them",
+        f"{what}: they have no checksums, and no seal covers them",
         expected="a checksum for every byte, or a seal",
         found="neither",
         next_command=next_command or "ckptctl explain record.unverifiable",

@@ -67,7 +67,7 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
             "coverage.outside",
             tensor.fqn,
             f"{counted(n_outside, 'chunk')} of {len(tensor.chunks):,} "
-            f"{verb(n_outside, 'sticks', 'stick')} out of the tensor",
+            f"{verb(n_outside, 'extends', 'extend')} beyond the tensor",
             expected=f"offsets and sizes within {_shape(tensor.shape)}",
         )
     if replicas_ok:
@@ -78,8 +78,8 @@ def check_coverage(tensor: TensorEntry, *, replicas_ok: bool = False) -> Iterato
         yield Finding(
             "format.unsupported",
             tensor.fqn,
-            f"its {len(boxes):,} chunks of {len(tensor.shape)} dimensions are too entangled to say "
-            "whether they fill it",
+            f"its {len(boxes):,} chunks of {len(tensor.shape)} dimensions overlap too "
+            "irregularly to decide whether they cover it",
         )
         return
     if filled:

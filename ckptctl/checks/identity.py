@@ -42,8 +42,8 @@ def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Findi
     yield Finding(
         "metadata.foreign",
         where,
-        f"{where} was written for step {number} ({metadata.checkpoint_id}), and lies in "
-        f"step {step.number}: a folder that was renamed, or metadata of another step",
+        f"{where} was written for step {number} ({metadata.checkpoint_id}), but is in step "
+        f"{step.number}: the folder was renamed, or the metadata belongs to another step",
         expected=f"step {step.number}",
         found=f"step {number}",
         next_command=f"ckptctl show {shlex.quote(step.url)}",
@@ -74,9 +74,9 @@ def wrong_step(step: Step, number: int, further: str) -> Finding:
     return Finding(
         "step.wrong-step",
         step.name,
-        f"{step.name} holds step {number}: its metadata was written for that step, and the train "
-        f"state counts as far; {further}, which is no less far, lies beside it. A resume from "
-        f"here would begin at step {number}",
+        f"{step.name} holds step {number}: its metadata was written for that step, and its "
+        f"train state counts as many steps; {further} exists and is at least as far. A resume "
+        f"from here would start at step {number}",
         expected=f"step {step.number}",
         found=f"step {number}",
     )

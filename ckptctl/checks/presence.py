@@ -56,8 +56,7 @@ def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Findin
     yield Finding(
         "metadata.empty",
         METADATA,
-        "the metadata names no tensor and no other entry: there is nothing in the step to "
-        "resume from",
+        "the metadata lists no tensor and no other entry: there is nothing to resume from",
         expected="tensors",
         found="no entries",
         next_command="ckptctl explain metadata.empty",
@@ -76,7 +75,7 @@ def escape_reason(path: str) -> str | None:
     if ".." in path.split("/"):
         return "leads upwards"
     if "\\" in path or "\0" in path:
-        return "holds a character that is in no name of a shard file"
+        return "contains a character that no shard file's name contains"
     return None
 
 
@@ -110,11 +109,11 @@ def _check_kind(
             "shard.missing", where, f"it is a folder; {_lost(ranges, numbers)} cannot be read"
         )
         return
-    is_what = f"is a link to {file.link}" if file.kind == "link" else "is no regular file"
+    is_what = f"is a link to {file.link}" if file.kind == "link" else "is not a regular file"
     yield Finding(
         "path.escape",
         where,
-        f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not looked at",
+        f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not inspected",
         expected="a regular file",
         found=file.kind,
     )
@@ -136,7 +135,7 @@ def _check_extents(
         yield Finding(
             "shard.truncated",
             where,
-            f"{file.size:,} of {needed:,} bytes are there; {_lost(ranges, cut)} cannot be read",
+            f"{file.size:,} of {needed:,} bytes exist; {_lost(ranges, cut)} cannot be read",
             expected=f"{needed:,} bytes",
             found=f"{file.size:,} bytes",
         )
@@ -163,7 +162,7 @@ def _outside(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
     return Finding(
         "range.outside",
         where,
-        f"{counted(len(wrong), 'byte range')} that no file can hold; the first is that of "
+        f"{counted(len(wrong), 'byte range')} that no file can contain; the first is that of "
         f"{ranges.owner(first).name}: {lengths[first]:,} bytes from byte {starts[first]:,} on",
     )
 
@@ -210,8 +209,8 @@ def _check_unplaced(ranges: Ranges, part_path: str) -> Iterator[Finding]:
         yield Finding(
             "range.missing",
             inside(part_path, first.entry.fqn),
-            f"the metadata does not say where {_lost(ranges, missing)} are; "
-            f"the first is {first.name}",
+            f"the metadata has no byte range for {_lost(ranges, missing)}; the first is "
+            f"{first.name}",
         )
     strays = [stray for metadata in ranges.metadatas for stray in metadata.strays]
     for name in sorted({found.file for _, _, found in strays} - set(ranges.file_names)):
@@ -247,7 +246,7 @@ def _check_leftovers(
         yield Finding(
             "shard.empty",
             inside(part_path, some_of(empty)),
-            f"{counted(len(empty), 'shard file')} of 0 bytes: a rank that had nothing to write",
+            f"{counted(len(empty), 'shard file')} of 0 bytes, from ranks that had nothing to write",
         )
     orphans = [file for file in unnamed if file.size > 0]
     if orphans:
@@ -261,14 +260,16 @@ def _check_leftovers(
 
 
 def _lost(ranges: Ranges, numbers: Sequence[int]) -> str:
-    """How many chunks in how many tensors, and how many other entries."""
+    """The tensors that the chunks belong to, and the other entries, counted."""
     entries = {id(owner.entry): owner.entry for owner in map(ranges.owner, numbers)}
     n_bytes_entries = sum(isinstance(entry, BytesEntry) for entry in entries.values())
     n_tensors = len(entries) - n_bytes_entries
     n_chunks = len(numbers) - n_bytes_entries
     said = []
     if n_tensors:
-        said.append(f"{counted(n_chunks, 'chunk')} in {counted(n_tensors, 'tensor')}")
+        chunks = f"{counted(n_chunks, 'chunk')} in " if n_chunks != n_tensors else ""
+        said.append(f"{chunks}{counted(n_tensors, 'tensor')}")
     if n_bytes_entries:
-        said.append(counted(n_bytes_entries, "bytes entry", "bytes entries"))
+        other = "other " if n_tensors else ""
+        said.append(counted(n_bytes_entries, f"{other}entry", f"{other}entries"))
     return " and ".join(said)

@@ -53,7 +53,7 @@ def check_safetensors(
     sound: dict[str, Sequence[StoredTensor]] = {}
     for file in files + listed:
         if file.kind != "file":
-            message = "it is a link or no regular file, which is not followed"
+            message = "it is a link or not a regular file, and is not followed"
             findings.append(Finding("path.escape", file.path, message))
     for file, header in headers:
         parsed = _parsed(file, header)
@@ -74,7 +74,7 @@ def check_safetensors(
         findings += _check_numbers(files)
     n_tensors = len({tensor.name for tensors in sound.values() for tensor in tensors})
     said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
-    findings.append(Finding("format.no-checksums", "", f"{said}: no byte of them can be checked"))
+    findings.append(Finding("format.no-checksums", "", f"{said}: the format has no checksums"))
     for finding in at_most_few(findings):
         where = inside(part.path, finding.where) if finding.where else part.path
         yield replace(finding, where=where)
@@ -86,7 +86,7 @@ def _parsed(file: FileInfo, header: bytes) -> Sequence[StoredTensor] | Finding:
     try:
         needed = PREFIX + header_length(header) if len(header) >= PREFIX else PREFIX
         if file.size < needed and begins_well:
-            message = f"it ends within its header: {file.size:,} of at least {needed:,} bytes"
+            message = f"its header is truncated: {file.size:,} of at least {needed:,} bytes"
             return Finding("shard.truncated", file.path, message)
         return parse_header(header[PREFIX:])
     except RecordUnreadable as error:
@@ -102,8 +102,8 @@ def _check_length(
         yield Finding(
             "shard.truncated",
             file.path,
-            f"{file.size:,} of {needed:,} bytes are there; {counted(len(lost), 'tensor')} "
-            "cannot be read",
+            f"{file.size:,} of {needed:,} bytes exist; {counted(len(lost), 'tensor')} cannot "
+            "be read",
             expected=f"{needed:,} bytes",
             found=f"{file.size:,} bytes",
         )
@@ -151,7 +151,9 @@ def _check_index(
         if reason is not None:
             yield Finding("path.escape", file, f"the path {reason}; {message}")
         elif file in files:
-            yield Finding("record.mismatch", file, f"{message}; {index.path} says it holds them")
+            yield Finding(
+                "record.mismatch", file, f"{message}; {index.path} assigns them to this file"
+            )
         else:
             yield Finding("shard.missing", file, message)
 
@@ -166,4 +168,4 @@ def _check_numbers(files: Sequence[FileInfo]) -> Iterator[Finding]:
     for (before, total), there in numbers.items():
         for number in sorted(set(range(1, total + 1)) - there):
             name = f"{before}-{number:05}-of-{total:05}{SUFFIX}"
-            yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files are there")
+            yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files exist")

@@ -84,7 +84,7 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
             "seal.no-key",
             SEAL,
             "the seal was made with a key, and none is given: its digests are compared, but "
-            "whoever wrote the step could have written the seal",
+            "whoever wrote the step could also have written the seal",
             expected="the key",
             found="no key",
         )
@@ -92,8 +92,8 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
         yield Finding(
             "seal.unkeyed",
             SEAL,
-            f"a key is given, but the seal has none ({seal.algorithm.value}): it shows damage, "
-            "and nothing that was done on purpose",
+            f"a key is given, but the seal has none ({seal.algorithm.value}): it detects "
+            "damage, but not deliberate changes",
             expected="a seal made with the key",
             found=seal.kind,
         )
@@ -153,8 +153,7 @@ def _foreign_seal(seal: Seal, step: Step) -> Finding:
     return Finding(
         "seal.foreign",
         SEAL,
-        f"the seal is that of step {seal.step.number}, metadata and all; it proves nothing "
-        f"about step {step.number}",
+        f"the seal belongs to step {seal.step.number}; it proves nothing about step {step.number}",
         expected=f"a seal of step {step.number}",
         found=f"a seal of step {seal.step.number}",
         next_command=f"ckptctl seal {shlex.quote(step.url)} --replace",
@@ -165,7 +164,7 @@ def _foreign_step(seal: Seal, step: Step) -> Finding:
     return Finding(
         "step.foreign",
         step.name,
-        f"what lies in this folder was sealed as step {seal.step.number}: a folder that was "
+        f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
         "renamed, or copied over another step",
         expected=f"step {step.number}",
         found=f"step {seal.step.number}",
@@ -178,7 +177,8 @@ def _outdated(seal: Seal, path: str) -> Finding:
         "seal.outdated",
         SEAL,
         f"{path} and the shard files that it names were written after the step was sealed "
-        f"({seal.sealed_at}): the step was saved anew, and the seal says nothing of this save",
+        f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
+        "save",
         expected="the metadata that was sealed",
         found="metadata of another save",
         next_command="ckptctl explain seal.outdated",
@@ -190,9 +190,10 @@ def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
     return Finding(
         "seal.digest",
         path,
-        f"{path} is not the metadata that was sealed, while {counted(len(still), 'shard file')} "
-        f"that it names ({some_of(still)}) {'is' if len(still) == 1 else 'are'} as old as the "
-        "seal says: metadata of another save, or metadata that was changed",
+        f"{path} is not the metadata that was sealed, while "
+        f"{counted(len(still), 'shard file')} that it names ({some_of(still)}) "
+        f"{('is' if len(still) == 1 else 'are')} unchanged since the seal: the metadata "
+        "belongs to another save, or was changed",
         expected=f"SHA-256 {dict(seal.step.metadata).get(path, 'of no file')}",
         found=f"SHA-256 {seen.metadata[path]}",
         next_command="ckptctl explain seal.digest",
@@ -209,7 +210,7 @@ def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 "seal.gone",
                 sealed.path,
-                f"{sealed.path} was sealed with {sealed.size:,} bytes, and is gone",
+                f"{sealed.path} was sealed with {sealed.size:,} bytes, and is missing",
                 expected=f"{sealed.size:,} bytes",
                 found="no such file",
             )
@@ -253,8 +254,7 @@ def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
         yield Finding(
             "seal.extra",
             some_of(extra),
-            f"{counted(len(extra), 'file')} came into the step after it was sealed: "
-            f"{some_of(extra)}",
-            expected="no file but those that were sealed",
+            f"{counted(len(extra), 'file')} added after the step was sealed: {some_of(extra)}",
+            expected="only sealed files",
             found=counted(len(extra), "more file"),
         )

@@ -20,20 +20,20 @@ _WHAT_IT_IS = {
     PartFormat.FLAT: (
         "plain torch.save files",
         (
-            "each holds whole objects of one rank, so another world size cannot load sharded state "
-            "from them, and nothing says which of them belong together"
+            "each holds whole objects of one rank, so another world size cannot load sharded "
+            "state from them, and nothing states which of them belong together"
         ),
     ),
     PartFormat.DEEPSPEED: (
         "a DeepSpeed ZeRO checkpoint",
         (
-            "its optimizer is cut for the data-parallel size that wrote it; another one needs "
-            "DeepSpeed's universal conversion first"
+            "its optimizer is sharded for the data-parallel size that wrote it; another size "
+            "needs DeepSpeed's universal conversion first"
         ),
     ),
     PartFormat.MEGATRON_LEGACY: (
         "a legacy Megatron checkpoint (mp_rank_* folders)",
-        "it loads at the tensor- and pipeline-parallel size that wrote it only",
+        "it loads only at the tensor- and pipeline-parallel size that wrote it",
     ),
     PartFormat.ZARR: (
         "a zarr checkpoint",
@@ -65,11 +65,9 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     `metadata.missing`, `format.unsupported`.
     """
     if unfinished:
-        yield _unfinished(
-            step.name, "its name, or a file beside it, says that the save did not end"
-        )
+        yield _unfinished(step.name, "its name, or a file beside it, marks an interrupted save")
     for marker in layouts.unfinished_markers(step.files):
-        yield _unfinished(marker, f"{marker} is still there: the save did not end")
+        yield _unfinished(marker, f"{marker} still exists: the save was interrupted")
     yield from _check_removal(step)
     yield from _check_stages(step)
     last = layouts.written_last(step.layout, step.parts, step.files)
@@ -98,7 +96,7 @@ def _unfinished(where: str, why: str) -> Finding:
         "step.unfinished",
         where,
         why,
-        expected="a step that was saved to its end",
+        expected="a finished save",
         found=where,
         next_command="ckptctl explain step.unfinished",
     )
@@ -125,7 +123,7 @@ def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             "file.missing",
             name,
-            f"{name} is missing, which {step.layout} writes when everything else is there",
+            f"{name} is missing, which {step.layout} writes last",
             expected=name,
             found="nothing",
             next_command="ckptctl explain file.missing",
@@ -152,7 +150,7 @@ def _no_tensors(step: Step) -> Finding:
     return Finding(
         "metadata.missing",
         layouts.METADATA,
-        f"there is no metadata and no shard file in the step, only {found}"
+        f"the step has no metadata and no shard file, only {found}"
         if n_files
         else "the step's folder is empty",
         expected=layouts.METADATA,
@@ -191,7 +189,7 @@ def check_unchanged(step: Step, now: Sequence[FileInfo]) -> Iterator[Finding]:
     yield Finding(
         "step.changed",
         name,
-        f"{name}{more} changed while the step was looked at: someone writes or deletes here",
+        f"{name}{more} changed during the inspection: another process writes or deletes files here",
         expected=_described(before.get(name)),
         found=_described(after.get(name)),
         next_command=f"ckptctl verify {shlex.quote(step.url)}",

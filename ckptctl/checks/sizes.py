@@ -72,8 +72,8 @@ def _check_tensors(ranges: Ranges, part_path: str) -> Iterator[Finding]:
             yield Finding(
                 "record.mismatch",
                 inside(part_path, entry.fqn),
-                f"{counted(len(short), 'chunk')} of {len(chunks):,} cannot lie in the byte range "
-                f"that the metadata names; the first is at {chunks.offsets_of(short[0])}",
+                f"{counted(len(short), 'chunk')} of {len(chunks):,} cannot fit into the byte "
+                f"range in the metadata; the first is at {chunks.offsets_of(short[0])}",
                 expected=f"more than {needed[short[0]]:,} bytes",
                 found=f"{chunks.lengths[short[0]]:,} bytes",
             )

@@ -174,9 +174,9 @@ def stale(
     return Finding(
         "shard.stale",
         where,
-        f"{where} holds what it holds in {older}: {counted(one.n_records, 'record')} were "
-        f"compared, and all have the same checksums, while other chunks of the same tensors "
-        f"({names}) moved on; it seems that one of the two steps has the other's shard",
+        f"{where} is equal to the same file in {older}: {counted(one.n_records, 'record')} "
+        "were compared, and all have the same checksums, while other chunks of the same "
+        f"tensors ({names}) changed; one of the two steps seems to have the other's shard",
         expected=f"other elements than in {older}, as in {counted(n_files, 'other shard file')}",
         found="the same elements",
         next_command=next_command,

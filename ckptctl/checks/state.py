@@ -205,8 +205,8 @@ def check_optimizer_steps(
         yield Finding(
             "state.mixed",
             file,
-            f"{optimizer} was at step {value:g} when {file} was written, and at step {usual:g} "
-            f"when the others were: the step was saved over an older one, and not to its end",
+            f"{optimizer} was at step {value:g} when {file} was written, and at step "
+            f"{usual:g} when the others were: a save over an older step was interrupted",
             expected=f"step {usual:g} in every shard file",
             found=", ".join(f"{name}: {step:g}" for name, step in list(odd.items())[:_EXAMPLES]),
             next_command=f"ckptctl show {shlex.quote(url)}",

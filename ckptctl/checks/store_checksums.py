@@ -43,8 +43,8 @@ def as_kept(
     finding = Finding(
         "store.contradicts",
         path,
-        f"the bytes of {path} do not come to the {checksum.algorithm} that the store keeps of "
-        "them: they were damaged there, or on the way",
+        f"the bytes of {path} do not match the {checksum.algorithm} that the store reports: "
+        "they were damaged in the store or in transit",
         expected=f"{checksum.algorithm} {computed}",
         found=f"{checksum.algorithm} {checksum.value}",
         next_command="ckptctl explain store.contradicts",
@@ -99,7 +99,7 @@ def _why_not(was: Stored, now: Kept) -> str:
         return now.why_none
     whole = sorted(checksum.algorithm for checksum in now.checksums if checksum.whole)
     if not whole:
-        return "the store keeps checksums of its parts only"
+        return "the store has only checksums of its parts"
     if not was.checksum:
         return _NOT_SEALED
     return f"the seal has its {was.algorithm}, and the store keeps {', '.join(whole)}"
@@ -112,8 +112,8 @@ def _replaced(path: str, was: Stored, value: str) -> Finding:
     return Finding(
         "seal.digest",
         path,
-        f"the store keeps {path} with another {was.algorithm} than it had when it was sealed: "
-        "the object was replaced, and holds other bytes",
+        f"the store reports a different {was.algorithm} for {path} than when it was sealed: "
+        "the object was replaced by one with other bytes",
         expected=f"{was.algorithm} {was.checksum}",
         found=f"{was.algorithm} {value}",
         next_command="ckptctl explain seal.digest",
@@ -124,9 +124,9 @@ def _rewritten(paths: Sequence[str], url: str) -> Finding:
     return Finding(
         "store.rewritten",
         some_of(paths),
-        f"{counted(len(paths), 'sealed file')} {verb(len(paths), 'was', 'were')} written again "
-        "after the step was sealed, and no checksum of the store says whether with the same "
-        f"bytes: {some_of(paths)}",
+        f"{counted(len(paths), 'sealed file')} {verb(len(paths), 'was', 'were')} written "
+        "again after the step was sealed, and no checksum of the store shows whether the "
+        f"bytes are the same: {some_of(paths)}",
         expected="the ETag and the version that were sealed",
         found="others",
         next_command=f"ckptctl verify {shlex.quote(url)} --level content",
@@ -139,13 +139,13 @@ def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], u
         file.stored and file.stored.etag and file.stored.etag == kept[file.path].etag
         for file in files
     )
-    witness = "; by their ETags nobody has written other bytes since" if unchanged else ""
+    witness = "; their ETags are unchanged" if unchanged else ""
     quoted = shlex.quote(url)
     again = f"ckptctl seal {quoted} --replace"
     return Finding(
         "store.unverifiable",
         some_of(paths),
-        f"no checksum of the store's could be compared for {counted(len(files), 'sealed file')} "
+        f"no checksum of the store could be compared for {counted(len(files), 'sealed file')} "
         f"({some_of(paths)}): {why}{witness}",
         expected="a checksum of the whole object, in the store and in the seal",
         found=why,

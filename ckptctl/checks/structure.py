@@ -157,7 +157,7 @@ class StructureCheck:
     def _inspect_transformed(self, owner: Owner, view: View) -> None:
         check_transforms(owner.transforms)
         if not view.head.startswith(ZSTD_MAGIC):
-            raise RecordUnreadable("it is said to be compressed and does not begin as zstd does")
+            raise RecordUnreadable("it should be compressed, but does not begin like zstd")
         self._n_transformed += 1
 
     def _hand_out(self, number: int, found: OpenRecord, view: View) -> None:
@@ -191,8 +191,8 @@ class StructureCheck:
         )
         for code, number, says in (
             ("record.no-crc", self._n_without_crcs, "saved without checksums"),
-            ("record.transformed", self._n_transformed, f"compressed by {ZSTD}, and not read"),
-            ("format.no-checksums", self._n_plain, "plain pickles, without frame and checksums"),
+            ("record.transformed", self._n_transformed, f"compressed with {ZSTD}, and not read"),
+            ("format.no-checksums", self._n_plain, "plain pickles, without framing and checksums"),
         ):
             if number:
                 yield Finding(code, self._part_path, f"{counted(number, 'record')} {says}")
@@ -208,15 +208,18 @@ class StructureCheck:
 
 # What is wrong with one record, and with several.
 SAYS: Mapping[str, tuple[str, str]] = {
-    "record.framing": ("is not as torch.save writes it", "are not as torch.save writes them"),
-    "record.mismatch": ("is not what the metadata says", "are not what the metadata says"),
+    "record.framing": (
+        "does not have the form that torch.save writes",
+        "do not have the form that torch.save writes",
+    ),
+    "record.mismatch": ("does not match the metadata", "do not match the metadata"),
     "record.crc": (
         "does not match the checksum saved with it",
         "do not match the checksums saved with them",
     ),
-    "record.unsafe": ("asks for code to run", "ask for code to run"),
+    "record.unsafe": ("would run code when loaded", "would run code when loaded"),
     "format.unsupported": (
-        "is in a form that ckptctl does not read",
-        "are in a form that ckptctl does not read",
+        "has a form that ckptctl does not read",
+        "have a form that ckptctl does not read",
     ),
 }

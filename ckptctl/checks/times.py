@@ -43,11 +43,11 @@ def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Find
     yield Finding(
         "shard.newer",
         where[0],
-        f"{some_of(where)} {'was' if len(newer) == 1 else 'were'} written {minutes:,.0f} minutes "
-        f"or more after the metadata, {counted(len(later) - len(newer), 'other shard file')} "
-        "before it: a later save over this step that did not come to its end, or a copy that "
-        "lost the times",
-        expected="metadata that was written last",
+        f"{some_of(where)} {('was' if len(newer) == 1 else 'were')} written {minutes:,.0f} "
+        "minutes or more after the metadata, "
+        f"{counted(len(later) - len(newer), 'other shard file')} before it: a later save over "
+        "this step was interrupted, or a copy lost the modification times",
+        expected="metadata written last",
         found=f"{counted(len(newer), 'shard file')} {minutes:,.0f} minutes younger",
         next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "structure"]),
     )

@@ -138,7 +138,7 @@ def check_world_size(
             "state.lost",
             ", ".join(lost),
             f"{' and '.join(lost)} exist{'s' * (len(lost) == 1)} once per rank ({counts}) and "
-            f"cannot be restored on {wanted} ranks as they are: the data would repeat or skip",
+            f"cannot be restored on {wanted} ranks: data would be repeated or skipped",
             expected=f"one copy for each of {wanted} ranks",
             found=counts,
             next_command=f"ckptctl show {shlex.quote(url)}",
@@ -155,7 +155,10 @@ def check_world_size(
 
 def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Finding:
     if part.format is PartFormat.DCP_RANK_LOCAL:
-        why = "every rank wrote metadata of its own, and a load at another size is silently wrong"
+        why = (
+            "every rank wrote its own metadata, and a load at another world size gives "
+            "wrong values without an error"
+        )
     else:
         why = f"{part.format.value} checkpoints cannot be resharded while loading"
     return Finding(

@@ -120,7 +120,7 @@ class _Shown:
         elif self._table is not None:
             self._out.lines(self._table.row(report, reason))
         else:
-            self._out.progress(f"{count(len(self._waiting), 'step')} looked at")
+            self._out.progress(f"{count(len(self._waiting), 'step')} inspected")
 
     def finish(self, scan: Scan) -> None:
         """All steps were looked at."""

@@ -177,12 +177,12 @@ def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
 
 
 def _not_all(proven: Proven, url: str, code: str) -> Finding:
-    until = "until the look was ended " if code == "content.unfinished" else ""
+    until = "until the inspection ended, " if code == "content.unfinished" else ""
     return Finding(
         code,
         "",
-        f"{until}{proven.n_bytes:,} of {proven.n_asked:,} bytes in records were shown to match "
-        "their checksums; the others were not compared",
+        f"{until}{proven.n_bytes:,} of {proven.n_asked:,} bytes in records match their "
+        "checksums; the others were not compared",
         expected=f"{proven.n_asked:,} bytes",
         found=f"{proven.n_bytes:,} bytes",
         next_command=shlex.join(["ckptctl", "verify", url, "--level", "content"]),

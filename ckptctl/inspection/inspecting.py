@@ -116,8 +116,8 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
             "step.no-memory",
             step.name,
             f"{said}: nothing is known about the step",
-            expected="memory and threads to look with",
-            found="less than the look takes",
+            expected="enough memory and threads",
+            found="less than the inspection takes",
             next_command="ckptctl explain step.no-memory",
         )
     if isinstance(error, PathEscape):
@@ -125,7 +125,7 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
     elif isinstance(error, (PathNotFound, ShortRead)):
         code, expected = "step.changed", "the step as it was listed"
     elif isinstance(error, AccessDenied):
-        code, expected = "step.denied", "leave to list and read"
+        code, expected = "step.denied", "permission to list and read"
     else:
         code, expected = "step.unknown", "an answer"
     finding = Finding(
@@ -149,7 +149,7 @@ def _named_in(message: str, step: Step) -> str:
 
 
 _NOT_KNOWN = {
-    "step.changed": "it was there a moment ago, so someone deletes or writes here",
+    "step.changed": "it existed a moment ago, so another process writes or deletes files here",
     "step.denied": "nothing is known about the step",
     "step.unknown": "nothing is known about the step",
 }

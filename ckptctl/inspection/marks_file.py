@@ -62,7 +62,7 @@ def _parsed(path: str, content: bytes) -> MarksInFile:
             marks.append(parse_mark(line))
         except OwnFileUnreadable as error:
             raise UsageError(
-                f"the file of marks {path} cannot be read: line {number} is no mark: "
+                f"the file of marks {path} cannot be read: line {number} is not a mark: "
                 f"{error.message}. It may reject any step, so nothing is decided without it: "
                 "correct the line, or delete it and reject the step again",
                 next_command=f"sed -n {number}p {shlex.quote(path)}",
@@ -88,7 +88,7 @@ def _content(path: str) -> bytes:
     if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_FILE_BYTES:
         os.close(fd)
         what = f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
-        raise _unreadable(path, what if stat.S_ISREG(about.st_mode) else "it is no regular file")
+        raise _unreadable(path, what if stat.S_ISREG(about.st_mode) else "it is not a regular file")
     with os.fdopen(fd, "rb") as file:
         return file.read()
 

@@ -62,22 +62,22 @@ def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Findi
             next_command="ckptctl explain path.escape",
         )
     if file.size > MAX_METADATA_BYTES:
-        return _unreadable(at, where, f"{file.size:,} bytes, more than any metadata has")
+        return _unreadable(at, where, f"{file.size:,} bytes, more than any metadata takes")
     try:
         data = at.store.read(at.in_store(file.path), limit=MAX_METADATA_BYTES)
         if len(data) != file.size:
             return _changed(where, f"{file.size:,} bytes", f"{len(data):,} bytes")
         return decode_metadata(data, rank=rank)
     except (PathNotFound, ShortRead):
-        return _changed(where, f"{file.size:,} bytes", "gone or shorter")
+        return _changed(where, f"{file.size:,} bytes", "missing or shorter")
     except MetadataUnreadable as error:
         return _unreadable(at, where, error.message)
     except MetadataUnsafe as error:
         return Finding(
             "metadata.unsafe",
             where,
-            f"{where} {error.message}; nothing of it has run. "
-            "Do not load this step with anything else, and find out who wrote it",
+            f"{where} {error.message}; nothing of it was run. Do not load this step with any "
+            "other tool, and find out who wrote it",
             expected="nothing but the types of metadata",
             found=error.message,
             next_command="ckptctl explain metadata.unsafe",
@@ -88,7 +88,7 @@ def _unreadable(at: OpenPart, where: str, why: str) -> Finding:
     return Finding(
         "metadata.unreadable",
         where,
-        f"{where} does not decode: {why}",
+        f"{where} cannot be decoded: {why}",
         expected="metadata as torch's DCP writes it",
         found=why,
         next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
@@ -99,7 +99,8 @@ def _changed(where: str, expected: str, found: str) -> Finding:
     return Finding(
         "step.changed",
         where,
-        f"{where} changed between the listing and the read: someone writes or deletes here",
+        f"{where} changed between the listing and the read: another process writes or deletes "
+        "files here",
         expected=expected,
         found=found,
     )
@@ -110,8 +111,8 @@ def _ambiguous(at: OpenPart, other: str, what: str) -> Finding:
     return Finding(
         "metadata.ambiguous",
         where,
-        f"{where} and {other} ({what}) compete: which one a load takes depends on whether "
-        "the first can be read, and they may speak of two saves",
+        f"{where} and {other} ({what}) both exist: a load uses the first if it can be read, "
+        "else the other, and they may belong to two saves",
         expected="one metadata",
         found=f"{METADATA} and {other}",
         next_command="ckptctl explain metadata.ambiguous",
@@ -128,9 +129,9 @@ def _unfinished(at: OpenPart, files: Mapping[str, FileInfo]) -> Iterator[Finding
             if left == at.store.read(at.in_store(METADATA), limit=MAX_METADATA_BYTES):
                 return
         except (PathNotFound, ShortRead):
-            yield _changed(at.in_step(METADATA_TMP), f"{tmp.size:,} bytes", "gone or shorter")
+            yield _changed(at.in_step(METADATA_TMP), f"{tmp.size:,} bytes", "missing or shorter")
             return
-    yield _ambiguous(at, METADATA_TMP, "the one of a save over this step that did not end")
+    yield _ambiguous(at, METADATA_TMP, "that of an interrupted save over this step")
 
 
 def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
@@ -140,7 +141,7 @@ def _missing_ranks(at: OpenPart, ranks: list[int]) -> Iterator[Finding]:
         yield Finding(
             "metadata.missing",
             at.in_step(f"__{missing[0]}.metadata"),
-            f"{len(missing)} of {ranks[-1] + 1} ranks left no metadata of their own ({shown})",
+            f"{len(missing)} of {ranks[-1] + 1} ranks wrote no metadata of their own ({shown})",
             expected=f"metadata of {ranks[-1] + 1} ranks",
             found=f"metadata of {len(ranks)} ranks",
             next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",
@@ -155,7 +156,7 @@ def _missing(at: OpenPart, *, tmp: bool) -> Finding:
     return Finding(
         "metadata.missing",
         where,
-        f"there is no {where}, only {found}: the save did not come to its end",
+        f"{where} is missing beside {found}: the save was interrupted",
         expected=where,
         found=found,
         next_command=f"ckptctl pick {shlex.quote(parent_url(at.url))}",

@@ -71,12 +71,14 @@ def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | Non
     # Where the first listing failed there is nothing that could have changed since.
     if step.files and any(check_unchanged(step, now)):
         return None
-    what = f"one answer has {said.where} gone or changed, and a listing shows it as it was"
+    what = (
+        f"one answer reports {said.where} as missing or changed, and a listing shows it unchanged"
+    )
     return _unknown(step, said.where, what, said.found)
 
 
 def _not_listed(step: Step, where: str) -> Finding:
-    what = f"{where} is there, and a listing does not show it"
+    what = f"{where} exists, and a listing does not show it"
     return _unknown(step, where, what, "a listing without it")
 
 

@@ -165,7 +165,7 @@ def _by_name(path: str, word: MarkKind, why: str, step: Step, current: str | Non
         word=word,
         by="somebody",
         at=name.partition("-")[0],
-        reason=f"known by its name only, the mark cannot be read: {why}",
+        reason=f"the mark cannot be read and counts by its name: {why}",
         url=step.url,
         number=step.number,
         metadata=current,
@@ -191,11 +191,11 @@ def _unreadable(code: str, where: str, what: str, why: str) -> Finding:
 
 def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Finding:
     reasons = [finding.code for finding in about if finding.code in PROVES_NOTHING]
-    what = f"there is one, but {', '.join(reasons)}" if reasons else "there is none"
+    what = f"there is a seal, but {', '.join(reasons)}" if reasons else "there is none"
     return Finding(
         "seal.required",
         SEAL,
-        f"a seal that proves the step was asked for; {what}",
+        f"a seal that proves the step is required; {what}",
         expected="a seal of this save",
         found=seal.kind if seal else "no seal",
         next_command=f"ckptctl seal {shlex.quote(step.url)}"
@@ -216,7 +216,7 @@ def ask_store(
     step = opened.step
     if seal is None:
         if any(file.path == SEAL for file in step.files):
-            why = "its seal does not speak of this save"
+            why = "its seal belongs to another save"
             return None, (without_seal(step.url, why, there=True),)
         return None, (without_seal(step.url, "the step has no seal", there=False),)
     told = {finding.where for finding in findings if finding.code == "seal.digest"}

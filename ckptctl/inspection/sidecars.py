@@ -105,9 +105,8 @@ def check_documents(
         yield Finding(
             code,
             file.path,
-            f"{file.path} ends in the middle of its document: it was not written, or not "
-            "copied, to its end",
-            expected="a whole document in JSON",
+            f"{file.path} is truncated: writing or copying it was interrupted",
+            expected="a complete JSON document",
             found=f"{file.size:,} bytes of one",
             next_command=f"ckptctl explain {code}",
         )

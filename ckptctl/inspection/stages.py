@@ -223,7 +223,7 @@ def content(opened: OpenStep, found: Found) -> Iterator[Finding]:
         yield Finding(
             "seal.missing",
             SEAL,
-            "there is no seal: a shard that is valid and belongs to another step would not be seen",
+            "there is no seal: a valid shard of another step would not be detected",
             expected=SEAL,
             found="no seal",
             next_command=f"ckptctl seal {opened.url}",

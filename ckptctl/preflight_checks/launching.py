@@ -73,8 +73,8 @@ class Launcher:
             last = (said.strip().splitlines() or ["it printed nothing on standard error"])[-1]
             what = "printed no report" if not code else f"ended with {code}"
             raise StorageUnavailable(
-                f"the launcher {self.words[0]} {what}, so nobody knows what the nodes of the job "
-                f"see: {last[:400]}",
+                f"the launcher {self.words[0]} {what}, so it is unknown what the nodes of the "
+                f"job see: {last[:400]}",
                 next_command="ckptctl preflight --help",
             )
         return found
@@ -103,8 +103,8 @@ def _run(words: Sequence[str], timeout_s: float) -> tuple[str, str, int]:
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise StorageUnavailable(
-                f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; nobody knows "
-                "what the nodes of the job see"
+                f"the launcher {words[0]} did not end within {timeout_s:,.0f} s; it is "
+                "unknown what the nodes of the job see"
             ) from error
         texts = []
         for file in (out, err):
@@ -195,7 +195,7 @@ def _compared(given: object) -> Compared:
 def probe_of(token: str) -> Written:
     """What the probe with this token wrote; raises `UsageError` for another word."""
     if _TOKEN.fullmatch(token) is None:
-        raise UsageError(f"{token!r} is not what a storage probe is called")
+        raise UsageError(f"{token!r} is not the name of a storage probe")
     return Written("", token, 0.0)
 
 

@@ -113,7 +113,7 @@ def check_nodes(root: str, nodes: Sequence[NodeFacts], room: int | None) -> Iter
     blind = [one for one in nodes if one.error is not None]
     if blind:
         yield _failed(
-            f"{_hosts(blind)} cannot look: {blind[0].error}",
+            f"{_hosts(blind)} cannot read the root: {blind[0].error}",
             f"ckptctl scan {shlex.quote(root)}",
             max(one.error_code for one in blind),
         )
@@ -165,7 +165,7 @@ def _seen(nodes: Sequence[NodeFacts]) -> str:
 
 def _mounts(first: NodeFacts, other: NodeFacts) -> str:
     if first.mount == other.mount:
-        return "a stale mount, or one that is still catching up"
+        return "a stale mount, or one that is still being updated"
     return f"{other.mount or 'no mount'} there, {first.mount or 'no mount'} here"
 
 

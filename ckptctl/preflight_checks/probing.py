@@ -77,7 +77,7 @@ class StorageProbe:
         if not isinstance(store, LocalStore) or not is_local(store.url):
             raise UsageError(
                 f"{store.url}: --probe-storage is for file systems: object stores compare "
-                "what they are sent with its checksum themselves"
+                "what they receive with its checksum"
             )
         self._store = store
         self._limit_s = limit_s
@@ -191,7 +191,7 @@ def check_probe(written: Sequence[Written], compared: Sequence[Compared]) -> Che
         return Check(
             "probe",
             Outcome.FAILED,
-            f"the storage does not give back what was written: {one.host}: {words}{more}",
+            f"the storage does not return what was written: {one.host}: {words}{more}",
             _WRONG_CONTENT,
             "dmesg --level err,warn",
         )

@@ -246,7 +246,7 @@ def _check_pick(picked: Pick) -> Check:
         outcome = Outcome.WARNING
     if picked.exit_code:
         outcome = Outcome.FAILED
-    looked = f" (looked at: {picked.level.value})" if picked.level else ""
+    looked = f" (checked: {picked.level.value})" if picked.level else ""
     next_command = picked.next_command
     if picked.answer is Answer.FRESH and next_command:
         next_command = f"ckptctl preflight{next_command.removeprefix('ckptctl pick')}"

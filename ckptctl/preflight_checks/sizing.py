@@ -83,7 +83,7 @@ def sized(
 
 
 def _means(made: Sized, seen: Measured) -> str:
-    loads = "reshards on load" if made.share else "nobody knows how many ranks saved it"
+    loads = "reshards on load" if made.share else ("the number of ranks that saved it is unknown")
     words = [
         "as saved" if made.share == 1 else loads,
         f"{as_size(made.rank_bytes)} of the step per rank if cut evenly",
@@ -116,7 +116,7 @@ def check_capacity(
         return None
     saved = chosen.world_size
     if saved is None or world_size is None:
-        by = "nobody knows how many ranks" if saved is None else _ranks(saved.size)
+        by = "the number of ranks is unknown" if saved is None else _ranks(saved.size)
         return Check("capacity", Outcome.OK, f"saved by {by}; compare with --world-size N")
     if world_size == saved.size:
         return Check("capacity", Outcome.OK, f"{_ranks(world_size)}{source}, as saved")
@@ -164,7 +164,7 @@ def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:
     command = f"ckptctl cost {shlex.quote(root)} --mtbf {mtbf_s:g}"
     cadence = cadence_of(seen.interval_s, seen.save_s, mtbf_s)
     if cadence is Cadence.ABOVE_MTBF:
-        words += f": most work is done again{advice}"
+        words += f": most work is repeated{advice}"
         return Check("cadence", Outcome.WARNING, words, next_command=command)
     if cadence is Cadence.LONGER_THAN_BEST:
         return Check("cadence", Outcome.WARNING, words + advice, next_command=command)

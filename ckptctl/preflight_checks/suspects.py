@@ -31,7 +31,7 @@ def check_damage(store: Store, reports: Sequence[Report], next_command: str) -> 
     steps = ", ".join(str(one.number) for one in damaged)
     shared = _writers(damaged, ranks_per_node(store)) + _times(damaged, reports)
     words = f"steps {steps} are damaged: "
-    words += "; ".join(shared) if shared else "they share no writer and no time"
+    words += "; ".join(shared) if shared else "they have no writer and no time in common"
     return Check("damage", Outcome.WARNING, words, next_command=next_command)
 
 

@@ -94,7 +94,7 @@ def test_a_chunk_that_sticks_out_is_told_apart_from_the_gap_that_it_leaves(box: 
     sound: list[Box] = [((0, 0), (8, 4))]
     (finding,) = check((8, 4), *sound, box)
     assert finding.code == "coverage.outside"
-    assert finding.message == "1 chunk of 2 sticks out of the tensor"
+    assert finding.message == "1 chunk of 2 extends beyond the tensor"
     assert finding.expected == "offsets and sizes within 8 x 4"
     assert codes(check((8, 4), box))[:2] == ["coverage.outside", "coverage.gap"]
 

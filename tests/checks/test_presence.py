@@ -54,18 +54,18 @@ def test_a_part_without_entries_is_sound():
 def test_a_missing_file_is_one_finding_with_what_was_in_it():
     (finding,) = check(sound(), files=listing({FILE: 1_000}))
     assert (finding.code, finding.where) == ("shard.missing", OTHER)
-    assert finding.message == "2 chunks in 2 tensors cannot be read"
+    assert finding.message == "2 tensors cannot be read"
 
 
 def test_bytes_entries_are_counted_apart_from_chunks():
     (finding,) = check(sound(), files=listing({OTHER: 1_000}))
-    assert finding.message == "1 chunk in 1 tensor and 1 bytes entry cannot be read"
+    assert finding.message == "1 tensor and 1 other entry cannot be read"
 
 
 def test_a_short_file_says_how_short_and_what_is_lost():
     (finding,) = check(sound(), files=listing({FILE: 1_000, OTHER: 999}))
     assert (finding.code, finding.where) == ("shard.truncated", OTHER)
-    assert finding.message == "999 of 1,000 bytes are there; 1 chunk in 1 tensor cannot be read"
+    assert finding.message == "999 of 1,000 bytes exist; 1 tensor cannot be read"
     assert (finding.expected, finding.found) == ("1,000 bytes", "999 bytes")
 
 
@@ -96,8 +96,8 @@ def test_many_missing_files_are_told_one_by_one_and_then_in_sum():
         ("../step_1/__0_0.distcp", "leads upwards"),
         ("a/../../__0_0.distcp", "leads upwards"),
         ("..", "leads upwards"),
-        ("..\\__0_0.distcp", "holds a character that is in no name of a shard file"),
-        ("__0_0\0.distcp", "holds a character that is in no name of a shard file"),
+        ("..\\__0_0.distcp", "contains a character that no shard file's name contains"),
+        ("__0_0\0.distcp", "contains a character that no shard file's name contains"),
     ],
 )
 def test_a_path_that_leads_out_of_the_step_is_unsafe_even_if_it_were_there(path: str, reason: str):
@@ -105,7 +105,7 @@ def test_a_path_that_leads_out_of_the_step_is_unsafe_even_if_it_were_there(path:
     files = [FileInfo(path, 1_000)]
     (finding,) = check(one_tensor(ByteRange(path, 0, 100)), files=files)
     assert (finding.code, finding.where) == ("path.escape", path)
-    assert finding.message == f"the path {reason}; torch would follow it for 1 chunk in 1 tensor"
+    assert finding.message == f"the path {reason}; torch would follow it for 1 tensor"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_an_odd_path_that_stays_inside_is_only_missing(path: str):
 def test_a_link_or_a_pipe_in_the_place_of_a_shard_is_not_followed():
     for kind, link, said in (
         ("link", "/etc/passwd", "it is a link to /etc/passwd, which is not followed; "),
-        ("other", None, "it is no regular file, which is not followed; "),
+        ("other", None, "it is not a regular file, which is not followed; "),
     ):
         files = [*listing({FILE: 1_000}), FileInfo(OTHER, 0, kind=kind, link=link)]
         (finding,) = check(sound(), files=files)
         assert (finding.code, finding.where) == ("path.escape", OTHER)
-        assert finding.message == said + "2 chunks in 2 tensors not looked at"
+        assert finding.message == said + "2 tensors not inspected"
 
 
 def test_a_folder_in_the_place_of_a_shard_is_a_missing_shard():
@@ -145,7 +145,7 @@ def test_a_chunk_without_a_byte_range_is_told_once_for_all():
     )
     assert finding.code == "range.missing"
     assert finding.message == (
-        "the metadata does not say where 3 chunks in 2 tensors and 1 bytes entry are; "
+        "the metadata has no byte range for 3 chunks in 2 tensors and 1 other entry; "
         "the first is w at (0,)"
     )
 
@@ -218,7 +218,7 @@ def test_an_empty_shard_file_that_nothing_names_is_a_remark():
     assert finding.code == "shard.empty"
     assert finding.severity is Severity.REMARK
     assert finding.where == "__2_0.distcp, __3_0.distcp"
-    assert finding.message == "2 shard files of 0 bytes: a rank that had nothing to write"
+    assert finding.message == "2 shard files of 0 bytes, from ranks that had nothing to write"
 
 
 def test_a_shard_file_that_nothing_names_is_a_remark():

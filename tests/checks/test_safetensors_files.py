@@ -107,9 +107,7 @@ def test_a_file_cut_short_says_how_short(sharded: Path, n_cut: int):
     path.write_bytes(path.read_bytes()[:-n_cut])
     (finding,) = check(sharded)
     assert (finding.code, finding.where) == ("shard.truncated", SECOND)
-    assert finding.message == (
-        f"{size - n_cut:,} of {size:,} bytes are there; 1 tensor cannot be read"
-    )
+    assert finding.message == (f"{size - n_cut:,} of {size:,} bytes exist; 1 tensor cannot be read")
 
 
 @pytest.mark.parametrize("n_bytes", [0, 7, 8, 100])
@@ -120,7 +118,7 @@ def test_a_file_cut_within_its_header_is_short(sharded: Path, n_bytes: int):
     needed = 8 if n_bytes < 8 else 8 + int.from_bytes(data[:8], "little")
     (finding,) = check(sharded)
     assert (finding.code, finding.where) == ("shard.truncated", SECOND)
-    assert finding.message == f"it ends within its header: {n_bytes} of at least {needed} bytes"
+    assert finding.message == f"its header is truncated: {n_bytes} of at least {needed} bytes"
 
 
 def test_a_file_of_zeros_has_no_readable_header(sharded: Path):
@@ -171,7 +169,7 @@ def test_a_file_without_a_tensor_that_the_index_says_it_holds_is_a_mismatch(whol
         "record.mismatch",
         "model-00002-of-00002.safetensors",
     )
-    assert finding.message == f"1 tensor cannot be read: b; {INDEX} says it holds them"
+    assert finding.message == f"1 tensor cannot be read: b; {INDEX} assigns them to this file"
 
 
 def test_an_index_that_names_a_path_outside_is_not_followed(whole: Path):
@@ -203,7 +201,7 @@ def test_without_an_index_the_files_count_themselves(whole: Path):
     (whole / "model-00002-of-00002.safetensors").unlink()
     (finding,) = check(whole)
     assert (finding.code, finding.where) == ("shard.missing", "model-00002-of-00002.safetensors")
-    assert finding.message == "1 of 2 files are there"
+    assert finding.message == "1 of 2 files exist"
 
 
 def test_a_tensor_in_two_files_of_whole_tensors_is_an_overlap(whole: Path):

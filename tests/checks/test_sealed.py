@@ -185,7 +185,7 @@ def test_one_shard_that_was_not_written_anew_is_enough_to_be_corrupt(root):
     os.utime(root / "step_5" / "__0_0.distcp", (1.7e9 + 60, 1.7e9 + 60))
     findings = list(check_seal(seal, seen(root, metadata="cd" * 32)))
     assert codes(findings) == ["seal.digest"]
-    assert "(__1_0.distcp) is as old as the seal says" in findings[0].message
+    assert "(__1_0.distcp) is unchanged since the seal" in findings[0].message
 
 
 def test_a_seal_copied_from_another_step_proves_nothing_and_damns_nothing(root):

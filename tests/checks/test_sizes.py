@@ -36,7 +36,7 @@ def test_a_byte_range_shorter_than_its_elements_contradicts_the_metadata():
     (finding,) = check(vector("w", 100, *ranges))
     assert (finding.code, finding.where) == ("record.mismatch", "w")
     assert finding.message == (
-        "1 chunk of 2 cannot lie in the byte range that the metadata names; the first is at (100,)"
+        "1 chunk of 2 cannot fit into the byte range in the metadata; the first is at (100,)"
     )
     assert (finding.expected, finding.found) == ("more than 400 bytes", "399 bytes")
 

@@ -61,12 +61,16 @@ OF_PARTS = Checksum("crc32", "b1fc4bbc", whole=False)
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        (SEALED, Kept("a", (), "tag", "v1", "the store keeps none"), "none; by their ETags nobody"),
+        (
+            SEALED,
+            Kept("a", (), "tag", "v1", "the store keeps none"),
+            "none; their ETags are unchanged",
+        ),
         (SEALED, Kept("a", (), "", "", "the store keeps none"), "the store keeps none"),
-        (SEALED, Kept("a", (OF_PARTS,), "tag"), "the store keeps checksums of its parts only"),
+        (SEALED, Kept("a", (OF_PARTS,), "tag"), "the store has only checksums of its parts"),
         (SEALED, Kept("a", (Checksum("sha1", "00", whole=True),)), "and the store keeps sha1"),
         (None, Kept("a", (CRC,), "tag"), "the seal has no checksum of the store's"),
-        (Stored(etag="tag"), Kept("a", (CRC,), "tag"), "of the store's; by their ETags nobody"),
+        (Stored(etag="tag"), Kept("a", (CRC,), "tag"), "of the store's; their ETags are unchanged"),
     ],
 )
 def test_what_cannot_be_compared_is_told_and_why(was, now, says):

@@ -142,7 +142,7 @@ def test_a_file_of_zeros_is_one_finding_that_counts(step: Step):
     n_records = len(ranges.by_file()[ranges.file_names.index(file)])
     assert (finding.code, finding.where) == ("record.framing", file)
     assert finding.message.startswith(
-        f"{n_records} records are not as torch.save writes them; the first is "
+        f"{n_records} records do not have the form that torch.save writes; the first is "
     )
     assert finding.message.endswith(": it does not end as an archive does")
 
@@ -424,7 +424,7 @@ def test_compressed_records_are_a_remark_and_their_beginning_is_looked_at(
     n_records = len(Ranges([step.metadata]))
     assert (finding.code, finding.message) == (
         "record.transformed",
-        f"{n_records} records compressed by stream.zstd/1, and not read",
+        f"{n_records} records compressed with stream.zstd/1, and not read",
     )
     fqn = next(iter(step.metadata.tensors))
     step.flip(fqn, 0)
@@ -568,5 +568,5 @@ def test_ranges_that_overlap_are_still_looked_at(tmp_path: Path):
     (finding,) = found(tmp_path, part)
     assert finding.code == "record.framing"
     assert finding.message.startswith(
-        "a record is not as torch.save writes it, that of w at (50000,)"
+        "a record does not have the form that torch.save writes, that of w at (50000,)"
     )

@@ -73,7 +73,7 @@ def test_columns_stand_under_their_names():
 def test_off_a_terminal_the_reason_is_on_the_row_for_grep():
     _, row = rows(None, report(1400, short(3)))
     assert row.endswith(
-        "shard.truncated: __3_0.distcp: 4,096 of 10,240 bytes are there; "
+        "shard.truncated: __3_0.distcp: 4,096 of 10,240 bytes exist; "
         "12 chunks in 9 tensors cannot be read"
     )
 
@@ -102,8 +102,8 @@ def test_a_root_without_steps_says_so():
 
 
 def test_a_root_without_a_usable_step_says_what_pick_says():
-    none = scan(report(200, NO_METADATA), message="1 step looked at, and none is usable")
-    assert text(none_lines(none))[:2] == ["1 step looked at, and none is usable", f"  {ROOT}"]
+    none = scan(report(200, NO_METADATA), message="no usable step (1 inspected)")
+    assert text(none_lines(none))[:2] == ["no usable step (1 inspected)", f"  {ROOT}"]
 
 
 def test_scan_says_how_many_older_steps_there_are_and_how_to_see_them():
@@ -164,15 +164,15 @@ def test_verify_says_times_and_sizes_readable_and_exact():
 
 def test_verify_says_how_deep_it_looked_and_what_was_not_seen():
     lines = "\n".join(text(report_lines(report(1200), NOW_S, unicode=True)))
-    assert "looked at: listing (4.0 KiB read); what is inside the shard files was not" in lines
+    assert "checked: listing (4.0 KiB read); the contents of the shard files were not" in lines
 
 
 def test_verify_says_what_the_store_says_and_that_nothing_was_read_for_it():
     made = report(1200, by_store=ByStore(9, 8, 1 << 30, 2))
     lines = "\n".join(text(report_lines(made, NOW_S, unicode=True)))
     assert "the store's checksums of 8 of 9 files, 1.0 GiB (1,073,741,824 bytes)," in lines
-    assert "2 of them sealed on the store's word alone" in lines
-    assert "it was asked, their bytes were not read" in " ".join(lines.split())
+    assert "2 of them sealed with the store's checksum alone" in lines
+    assert "their bytes were not read" in " ".join(lines.split())
     none = report(1200, by_store=ByStore(9, 0, 0, 0))
     assert "the store's checksums" not in "\n".join(text(report_lines(none, NOW_S, unicode=True)))
 
@@ -232,7 +232,7 @@ def test_pick_says_why_newer_steps_were_refused():
     assert lines == [
         "resume from step 1200",
         "  not step 1400: incomplete: too short",
-        "  looked at: listing; the bytes themselves were not read",
+        "  checked: listing; the bytes themselves were not read",
         f"  train state: {found.about_state}",
     ]
 

@@ -187,7 +187,7 @@ HERE = NodeFacts("node1", "nfs4 s:/x on /x", free=10**12, n_names=3, listing="a"
             "other names under the root than node1 (0 names there, 3 here): ext4 /dev/a on / there",
         ),
         ({"metadata": "n"}, "node2 sees other metadata of the step than node1: a stale mount"),
-        ({"error": "no answer", "error_code": 75}, "node2 cannot look: no answer"),
+        ({"error": "no answer", "error_code": 75}, "node2 cannot read the root: no answer"),
         ({"read_only": True}, "read-only on node2"),
         ({"free": 5}, "5 bytes are free on node2, and the next saves need 100"),
     ],
@@ -252,7 +252,7 @@ def test_a_process_whose_storage_is_another_one_stops_all(root: Path, tmp_path: 
     said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [75, 75], said
     assert [out for out, _ in said] == ["", ""]
-    assert "cannot look" in said[0][1]
+    assert "cannot read the root" in said[0][1]
 
 
 # Through a launcher: the command below starts a process as srun would, in another folder
@@ -277,7 +277,7 @@ def test_a_storage_that_only_this_node_sees_is_75(root: Path, tmp_path: Path):
     swap = f'here={root} there={tmp_path}/other; exec "${{@//$here/$there}}"'
     ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))
     assert (ran.returncode, ran.stdout) == (75, "")
-    assert f"{socket.gethostname()} cannot look" in ran.stderr
+    assert f"{socket.gethostname()} cannot read the root" in ran.stderr
     (tmp_path / "other" / "step_300").mkdir()
     shutil.copy(root / "step_300" / ".metadata", tmp_path / "other" / "step_300")
     ran = run_ckptctl("preflight", root, *launcher("bash", "-c", swap, "srun"))

@@ -122,7 +122,7 @@ def test_the_command_says_it_and_asks_for_a_person(
     step = saved(tmp_path, state)
     done = run_ckptctl("verify", step, "--level", "content", "--nan-scan")
     assert done.returncode == 0
-    assert "14,006 floating-point values looked at: see below" in done.stdout
+    assert "14,006 floating-point values scanned: see below" in done.stdout
     assert "1 is NaN and 41 are infinite" in done.stdout
     document = validated(
         run_ckptctl("verify", step, "--level", "content", "--nan-scan", "--json").stdout

@@ -149,4 +149,4 @@ def test_a_marker_beside_a_step_says_that_its_save_did_not_end(tmp_path: Path, s
     (tmp_path / "run--step=20-last-unfinished").touch()
     found = ckptctl.pick(str(tmp_path), grace_s=0)
     assert found.step == 10
-    assert "did not end" in found.passed_over[0].reason
+    assert "interrupted save" in found.passed_over[0].reason

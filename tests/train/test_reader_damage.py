@@ -237,7 +237,7 @@ def test_damaged_metadata_is_never_replaced_by_that_of_one_rank(step: Path):
 
 def test_the_error_of_metadata_comes_out_of_read_metadata_as_it_is(step: Path):
     (step / ".metadata").write_bytes(b"")
-    with pytest.raises(StepDamaged, match=r"\.metadata does not decode"):
+    with pytest.raises(StepDamaged, match=r"\.metadata cannot be decoded"):
         Reader(step).read_metadata()
 
 

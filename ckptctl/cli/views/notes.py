@@ -28,7 +28,7 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
     return [
         line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
-        line(f"  looked at before: {sealed.report.level.value}", hang=4),
+        line(f"  inspected before at: {sealed.report.level.value}", hang=4),
         line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
         EMPTY,
         *findings,
@@ -50,7 +50,7 @@ def marked_lines(marked: Marked) -> list[Line]:
 def _others(marked: Marked) -> Iterator[Line]:
     for one in marked.standing:
         if one != marked.mark and not one.word.lifts:
-            yield line(f"  also stands: {_told(one)}", hang=4)
+            yield line(f"  also applies: {_told(one)}", hang=4)
 
 
 def _told(mark: Mark) -> str:

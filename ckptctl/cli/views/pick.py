@@ -23,7 +23,7 @@ def pick_lines(pick: Pick) -> list[Line]:
     lines += refused_lines(pick)
     if pick.level is not None:
         reason = f"; {pick.level_reason}" if pick.level_reason else ""
-        lines.append(line(f"  looked at: {pick.level.value}{reason}", hang=4))
+        lines.append(line(f"  checked: {pick.level.value}{reason}", hang=4))
     if pick.chosen is not None:
         lines.append(line(f"  train state: {pick.about_state}", hang=4))
     findings = (*pick.findings, *_to_be_known(pick.chosen))

@@ -19,9 +19,9 @@ from ckptctl.model import Level
 from ckptctl.storage.opening import parent_url
 
 _NOT_SEEN = {
-    Level.LISTING: "what is inside the shard files was not looked at",
-    Level.STRUCTURE: "the bytes of the tensors were not looked at",
-    Level.CONTENT: "every byte was looked at",
+    Level.LISTING: "the contents of the shard files were not read",
+    Level.STRUCTURE: "the bytes of the tensors were not compared",
+    Level.CONTENT: "every byte was compared",
 }
 
 
@@ -30,8 +30,8 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
     state = step_state(report)
     word = STEP_MARKS[state].word
     if state == LACKING:
-        word = "whole, but without an optimizer"
-        word = word if report.usable else "whole, but not usable as asked"
+        word = "complete, but without an optimizer"
+        word = word if report.usable else "complete, but not usable as requested"
     verdict = Span(f"{word}:", STEP_MARKS[state].style)
     glyph = step_mark(state, unicode=unicode)
     return [
@@ -84,20 +84,19 @@ def _repeats(command: str, report: Report) -> bool:
 
 def _by_store(found: ByStore) -> str:
     same = f"{found.n_same:,} of {count(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
-    told = f"; {found.n_told:,} of them sealed on the store's word alone" if found.n_told else ""
-    return (
-        f"the store's checksums of {same} are those that were sealed{told}; "
-        "it was asked, their bytes were not read"
+    told = (
+        f"; {found.n_told:,} of them sealed with the store's checksum alone" if found.n_told else ""
     )
+    return f"the store's checksums of {same} match the seal{told}; their bytes were not read"
 
 
 def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
     held = f"{count(report.n_tensors, 'tensor')} in {count(report.n_records, 'record')}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
-    seen = f"looked at: {read}; {_NOT_SEEN[report.level]}"
+    seen = f"checked: {read}; {_NOT_SEEN[report.level]}"
     if report.verdict is Verdict.UNKNOWN:
-        seen = "could not be looked at; nothing below is checked"
+        seen = "could not be inspected; nothing below is checked"
     facts = [
         f"{number}layout {report.layout}, {ranks_in_words(report.world_size)}",
         f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
@@ -106,11 +105,11 @@ def _facts(report: Report, now_s: float) -> list[str]:
     if report.bytes_in_records:
         proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
         records = count(report.records_proven, "record")
-        facts[-1] = f"looked at: {read}; {proven} in records, {records}, match their checksums"
+        facts[-1] = f"checked: {read}; {proven} in records, {records}, match their checksums"
     if report.values_scanned:
         bad = sum(finding.code == "values.not-finite" for finding in report.findings)
         says = "see below" if bad else "all of them finite"
-        facts.append(f"{count(report.values_scanned, 'floating-point value')} looked at: {says}")
+        facts.append(f"{count(report.values_scanned, 'floating-point value')} scanned: {says}")
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")
