@@ -28,7 +28,6 @@ from ckptctl.formats.own.marks import (
     standing,
 )
 from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, parse_seal
-from ckptctl.inspection.marks_file import read_marks_file
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, TooLarge
@@ -77,6 +76,8 @@ def read_notes(
     current = metadata_digest(tuple(digests.items()))
     marks, damaged = opened.marks
     if requirements.marks is not None:
+        from ckptctl.inspection.marks_file import read_marks_file
+
         marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
     own = standing(mark for mark in marks if mark.speaks_of(step.number, current))

@@ -30,7 +30,6 @@ from ckptctl.inspection.sidecars import check_documents
 from ckptctl.inspection.structure import steps_by_optimizer
 from ckptctl.model import Level, Part, PartFormat, TrainState
 from ckptctl.options import Requirements
-from ckptctl.records.reads import read_headers, read_indexes
 from ckptctl.storage.contract import Kind, Store
 
 if TYPE_CHECKING:
@@ -109,6 +108,7 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     read for each file and each index; a second one for headers of more than 64 KiB.
     """
     from ckptctl.checks.safetensors import check_safetensors
+    from ckptctl.records.headers import read_headers, read_indexes
 
     headers = read_headers(store, folder, part.files)
     return check_safetensors(part, headers, read_indexes(store, folder, part.files))
