@@ -200,7 +200,11 @@ def hops(root: str) -> list[tuple[str, str]]:
 
 
 class Way:
-    """Where a step number goes: each call of the package that it is handed to."""
+    """Where a step number goes: each call that is handed the number, or the name made of it.
+
+    Calls that a package of `OPAQUE` makes itself are not counted: what it does with the name
+    is the same for every caller, and who follows the number need not open it.
+    """
 
     def __init__(self) -> None:
         self.stops: list[tuple[str, str]] = []
@@ -216,15 +220,22 @@ class Way:
         borne = set()
         for name in names:
             value = frame.f_locals.get(name)
-            if (type(value) is int and value == STEP) or (
-                type(value) is str and str(STEP) in value
-            ):
+            if (type(value) is int and value == STEP) or value == f"step_{STEP}":
                 borne.add(name)
-        if borne:
+        if borne and code.co_filename != "<string>" and not self._is_inside(frame):
             stop = (module, code.co_name)
             if not self.stops or self.stops[-1] != stop:
                 self.stops.append(stop)
             self.names |= borne
+
+    @staticmethod
+    def _is_inside(frame: FrameType) -> bool:
+        """Whether a package of `OPAQUE` makes the call."""
+        caller = ""
+        while not caller.startswith("ckptctl") and frame.f_back:  # past contextlib and the like
+            frame = frame.f_back
+            caller = frame.f_globals.get("__name__", "")
+        return caller.startswith(OPAQUE)
 
     def figures(self, layers: dict[str, int]) -> dict[str, int]:
         """How long the way is, and how often it turns back."""
@@ -298,6 +309,7 @@ def dynamic(show: bool) -> dict[str, object]:
     return found
 
 
+OPAQUE = tuple(f"ckptctl.{name}" for name in ("storage", "formats", "checks", "inspection"))
 COUNTED = {
     "ckptctl.formats.dcp.metadata.decode_metadata": "metadata decodes",
     "ckptctl.storage.opening.open_store": "stores opened",

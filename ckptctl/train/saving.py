@@ -97,11 +97,15 @@ class StepSave:
     def __init__(self, target: SaveTarget, number: int) -> None:
         self.number = number
         self.name = target.name_of(number)
-        self.url = join_url(target.store.url, self.name)
         self.moved_aside: str | None = None
         self._target = target
         self._store = target.store
         self._group = target.group
+
+    @property
+    def url(self) -> str:
+        """The address of the step."""
+        return join_url(self._store.url, self.name)
 
     def run(self, state: dict[str, Any]) -> None:
         """Write `state` as this step, durably, and seal it.
