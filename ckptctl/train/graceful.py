@@ -1,37 +1,96 @@
 """Stop all ranks at the same step when the scheduler asks the job to stop.
 
-A signal sets a flag. At a step boundary the ranks agree: one that was told is enough,
-and all stop at the same step. Whatever hangs after that is ended by force before the
-scheduler's own kill, with a word of where it hung. Saving is the script's (or
-`Checkpointer`'s) business; the loss is `LossGuard`'s.
+A signal sets a flag. At a step boundary the ranks agree: a signal to one of them is
+enough, and all stop at the same step. A process that hangs after that is ended before the
+scheduler kills it, and prints where each thread was.
+
+SLURM (`--signal`, `KillWait`, 30 s) and Kubernetes (`terminationGracePeriodSeconds`, 30 s)
+do not tell a job how long they wait for it. torchrun passes a signal on to its processes and
+kills them 30 s later, whatever the scheduler would have granted. The time limit of a SLURM
+job is in its environment.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
-from ckptctl.train.deadlines import checked_deadline, notice_in
 from ckptctl.train.signals import Listener
 
 ECHO_S = 5.0
-"""A second signal so soon is the same stop: SLURM and torchrun both pass one on."""
+"""A second signal within this time is the same stop: SLURM and torchrun both pass one on."""
 
 _AFTER_THE_END_S = 27.0
-"""Of the 30 s that SLURM waits at the time limit between SIGTERM and SIGKILL (`KillWait`)."""
+"""How much of the 30 s between SIGTERM and SIGKILL at SLURM's time limit (`KillWait`) is used."""
 
 _STDERR = 2
 
+DEFAULT_DEADLINE_S = 600.0
+"""Where the time of the kill is unknown: long enough for a save, short enough for a hang."""
+
+_TORCHRUN_NOTICE_S = 30.0  # torch 2.13, distributed/run.py: --shutdown-timeout
+_SHARE = 0.9  # of the notice: a forced exit must come before the kill
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """`seconds` from the signal to the kill, and `source`, the setting that gives them."""
+
+    seconds: float
+    source: str
+    next_command: str | None = None
+
+
+def notice_in(environment: Mapping[str, str], notice_s: float | None = None) -> Notice | None:
+    """The notice that the caller gives, or the one that torchrun gives; None where none is known.
+
+    Raises `UsageError` for a notice that is not above 0.
+    """
+    if notice_s is not None:
+        if not notice_s > 0:
+            raise UsageError(f"notice_s is {notice_s}; it must be above 0")
+        return Notice(notice_s, "notice_s")
+    if cluster_context(environment).launcher != "torchrun":
+        return None
+    timeout = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    seconds = float(timeout) if timeout.isascii() and timeout.isdecimal() else _TORCHRUN_NOTICE_S
+    return Notice(
+        seconds,
+        "torchrun's --shutdown-timeout",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 torchrun --shutdown-timeout 120 ...",
+    )
+
+
+def checked_deadline(deadline_s: float | None, notice: Notice | None) -> float:
+    """The deadline in seconds after the signal; nine tenths of the notice where none is given.
+
+    Raises `UsageError` for one that lies after the kill, before which it must act.
+    """
+    if deadline_s is None:
+        return DEFAULT_DEADLINE_S if notice is None else notice.seconds * _SHARE
+    if not deadline_s > 0:
+        raise UsageError(f"deadline_s is {deadline_s}; it must be above 0")
+    if notice is not None and deadline_s >= notice.seconds and not math.isinf(deadline_s):
+        raise UsageError(
+            f"deadline_s is {deadline_s:g} s, and the kill comes {notice.seconds:g} s after the "
+            f"signal ({notice.source}): the forced exit would come too late, and a process that "
+            "hangs would be killed without a report of where",
+            next_command=notice.next_command,
+        )
+    return deadline_s
+
 
 class GracefulStop:
-    """SIGTERM and SIGUSR1 become a question to ask after each step.
+    """Turns SIGTERM and SIGUSR1 into an answer that all ranks ask for after each step.
 
     ```python
     with GracefulStop(notice_s=120) as stop:
@@ -43,16 +102,16 @@ class GracefulStop:
     sys.exit(stop.exit_code)
     ```
 
-    Every rank enters it, in its main thread, once its process group is there, and every
-    rank calls `agreed` equally often; `every` makes them ask each other at every n-th
-    call only. `notice_s` is what the scheduler leaves between signal and kill
-    (`--signal=B:TERM@120`). `deadline_s` is when to end by force, in seconds after the
-    signal: by default nine tenths of the notice, 600 where no notice is known, `math.inf`
-    for never; the time limit of a SLURM job counts too. A second signal, more than 5 s
-    after the first, ends at once. `group` can be one that `make_group` made, to share it.
+    Every rank enters it, in its main thread, once its process group is initialized, and
+    every rank calls `agreed` equally often; with `every` they communicate at every n-th call
+    only. `notice_s` is the time between signal and kill (`--signal=B:TERM@120`).
+    `deadline_s` is when the process is ended, in seconds after the signal: by default nine
+    tenths of the notice, 600 where no notice is known, `math.inf` for never; the time limit
+    of a SLURM job counts too. A second signal, more than 5 s after the first, ends the
+    process at once. `group` can be one that `make_group` made, to share it.
 
-    Raises `UsageError` where the deadline lies behind the kill. Cost of `agreed`: one
-    reduction of one number among the ranks, over gloo.
+    Raises `UsageError` where the deadline lies after the kill. Cost of `agreed`: one
+    all-reduce of one number.
     """
 
     def __init__(
@@ -69,11 +128,11 @@ class GracefulStop:
         self.notice = notice_in(os.environ, notice_s)
         self.deadline_s = checked_deadline(deadline_s, self.notice)
         self._ends_s = cluster_context().ends_s
-        self._listener = Listener([signal.Signals(each) for each in signals], self._heard)
+        self._listener = Listener([signal.Signals(each) for each in signals], self._on_signal)
         self._every = every
         self._group = group
         self._n_asked = 0
-        self._told: tuple[int, float] | None = None
+        self._received: tuple[int, float] | None = None
         self._agreed = 0
         self._force_s: float | None = None
 
@@ -93,31 +152,31 @@ class GracefulStop:
 
     @property
     def asked(self) -> bool:
-        """Whether this process was told to stop; the other ranks may not know yet."""
-        return self._told is not None
+        """Whether this process got a signal; the other ranks may not know yet."""
+        return self._received is not None
 
     @property
     def stopped_by(self) -> signal.Signals | None:
-        """What the ranks agreed to stop for, None before they did."""
+        """The signal for which the ranks agreed to stop; None before they did."""
         return signal.Signals(self._agreed) if self._agreed else None
 
     @property
     def exit_code(self) -> int:
-        """How to end: 128 + the signal after a stop, which a scheduler takes as preempted, else 0.
+        """128 + the signal after a stop, which schedulers take for a preemption; else 0.
 
-        torchrun makes 1 of every code but 0; there the ledger of the run says it.
+        torchrun turns every code but 0 into 1; the ledger of the run holds the reason.
         """
         return 128 + self._agreed if self._agreed else 0
 
     @property
     def left_s(self) -> float:
-        """Seconds until the forced exit; infinite while nobody was told to stop."""
+        """Seconds until the forced exit; infinite without a signal."""
         return float("inf") if self._force_s is None else self._force_s - time.monotonic()
 
     def agreed(self) -> bool:
-        """Whether all ranks stop here: any one that was told is enough. Every rank must call it.
+        """Whether all ranks stop here, since one of them got a signal. Every rank calls it.
 
-        Raises `RanksLost` where a rank is gone.
+        Raises `RanksLost`.
         """
         if self._group is None:
             raise UsageError("GracefulStop was not entered: write `with GracefulStop() as stop:`")
@@ -126,26 +185,26 @@ class GracefulStop:
         self._n_asked += 1
         if self._n_asked % self._every:
             return False
-        (self._agreed,) = self._group.most(self._told[0] if self._told else 0)
-        if self._agreed and self._told is None:
-            # Told by another rank: the time runs here too.
+        (self._agreed,) = self._group.most(self._received[0] if self._received else 0)
+        if self._agreed and self._received is None:
+            # Another rank got the signal: the time runs here too.
             self._set_deadline(time.monotonic())
         return bool(self._agreed)
 
     def document(self) -> dict[str, str | int | None]:
-        """How this attempt ended, for a record: torchrun passes no exit codes on."""
+        """How this attempt ended, for a record, since torchrun does not pass exit codes on."""
         return {
             "how": "preempted" if self._agreed else "finished",
             "signal": self.stopped_by.name if self.stopped_by else None,
             "exit_code": self.exit_code,
         }
 
-    def _heard(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
-        if self._told is None:
-            self._told = (number, now_s)
+        if self._received is None:
+            self._received = (number, now_s)
             self._set_deadline(now_s)
-        elif now_s - self._told[1] > ECHO_S:
+        elif now_s - self._received[1] > ECHO_S:
             self._force(number, f"a second signal, {signal.Signals(number).name}")
 
     def _set_deadline(self, now_s: float) -> None:
@@ -155,13 +214,13 @@ class GracefulStop:
         if deadline_s == float("inf"):
             return
         self._force_s = now_s + deadline_s
-        number = self._told[0] if self._told else self._agreed
+        number = self._received[0] if self._received else self._agreed
         self._listener.call_at(
             self._force_s, lambda: self._force(number, f"no end {deadline_s:g} s after the signal")
         )
 
     def _force(self, number: int, why: str) -> None:
-        """End the process from the thread, with a word of where each thread is."""
+        """End the process from this thread, and print where each thread is."""
         message = f"ckptctl: {why}: ending now, with code {128 + number}\n"
         os.write(_STDERR, message.encode())
         faulthandler.dump_traceback(_STDERR)

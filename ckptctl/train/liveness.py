@@ -1,8 +1,8 @@
 """Check that all ranks answer and that each GPU computes correctly.
 
-A dead peer shows up as a collective that never ends, half an hour later and without a
-name. A ping has a timeout of its own and names who did not answer. It says nothing
-about how fast a rank is.
+A dead peer shows up as a collective that times out half an hour later and names nobody.
+A ping has a timeout of its own and names the ranks that did not answer. It does not
+measure how fast a rank is.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SIDE = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """What looking at one GPU found: `fault` in words, None where nothing is wrong.
+    """The result of checking one GPU: `fault` as text, None where nothing is wrong.
 
-    `free` and `total` are bytes of its memory, None where they could not be asked for.
+    `free` and `total` are bytes of its memory, None where they could not be read.
     """
 
     device: str
@@ -40,7 +40,7 @@ class GpuReport:
 
 
 class Liveness:
-    """Pings the ranks, and looks at their GPUs, every `every` steps.
+    """Pings the ranks, and checks their GPUs, every `every` steps.
 
     ```python
     alive = Liveness(every=500)
@@ -48,8 +48,8 @@ class Liveness:
         alive.check(step)
     ```
 
-    Every rank makes one, once its process group is there, and calls `check` for every
-    step; `group` can be shared. Every 500 steps costs nothing that can be measured.
+    Every rank makes one, once its process group is initialized, and calls `check` for every
+    step; `group` can be shared. At every 500th step its cost cannot be measured.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Liveness:
         self._group = make_group() if group is None else group
 
     def check(self, step: int) -> bool:
-        """Whether it looked at this step. Raises `RanksLost` and `GpuFailed`, on every rank."""
+        """Whether this step was checked. Raises `RanksLost` and `GpuFailed`, on every rank."""
         if step % self._every:
             return False
         ping(self._group, timeout_s=self._timeout_s)
@@ -80,8 +80,8 @@ class Liveness:
 def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
     """Seconds until every rank had answered. Every rank calls it.
 
-    First over gloo, where those that do not come are counted by rank; then over the
-    process group that the training uses (NCCL). Raises `RanksLost` after `timeout_s`.
+    First over gloo, which names the ranks that do not answer; then over the process group
+    that the training uses (NCCL). Raises `RanksLost` after `timeout_s`.
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s}; it must be above 0")
@@ -100,11 +100,11 @@ def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> 
 
 
 def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """One number through the training's own process group, waited for with a clock."""
+    """Reduce one number over the training's own process group, with a timeout."""
     import torch
     import torch.distributed as dist
 
-    # A group may have gloo for the CPU and NCCL for the GPU: it is the latter that hangs.
+    # A group may have gloo for the CPU and NCCL for the GPU; the latter is what hangs.
     on_gpu = "cuda:nccl" in dist.get_backend_config(world) and torch.cuda.is_available()
     backend = "nccl" if on_gpu else dist.get_backend(world)
     one = torch.ones(1, device="cuda" if on_gpu else "cpu")
@@ -125,10 +125,10 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
 
 
 def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) -> GpuReport | None:
-    """Does the GPU of this process compute, and in time? None where the process has no GPU.
+    """Check that the GPU of this process computes, and in time; None without a GPU.
 
-    A product of two matrices of small whole numbers, whose result is known exactly. What
-    hangs is left behind in a thread. Cost: some milliseconds, 1 MB of the GPU's memory.
+    Multiplies two matrices of small whole numbers, whose product is known exactly. A GPU that
+    hangs leaves a thread behind. Cost: some milliseconds, 1 MB of the GPU's memory.
     """
     import torch
 
@@ -138,9 +138,9 @@ def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) 
         device = torch.cuda.current_device()
     asked = torch.device(device)
     found: list[GpuReport] = []
-    look = threading.Thread(target=lambda: found.append(_poll(asked)), daemon=True)
-    look.start()
-    look.join(timeout_s)
+    poll = threading.Thread(target=lambda: found.append(_poll(asked)), daemon=True)
+    poll.start()
+    poll.join(timeout_s)
     return found[0] if found else GpuReport(str(asked), f"gave no answer in {timeout_s:g} s")
 
 

@@ -1,8 +1,8 @@
 """Load the records that a rank needs into its tensors.
 
-First the frame of every record is read, and short records as a whole, many with one
-read; then the elements of the long ones, by several threads. torch's plan says what is
-needed; `records.element_reads` decides which bytes that takes.
+First the frame of every record is read, and short records as a whole, many with one read;
+then several threads read the elements of the long ones. torch plans what is needed;
+`records.element_reads` maps that to bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ QUANTIZED = "quantized"
 class Reach:
     """What to read at once, in bytes.
 
-    Records up to `short` are read as a whole, in reads of up to `longest`. `skip` are
-    read rather than skipped between two rows of a box.
+    Records up to `short` are read as a whole, in reads of up to `longest`. A gap of up to
+    `skip` between two rows of a slice is read rather than skipped.
     """
 
     short: int
@@ -68,9 +68,9 @@ _REACH = {
 
 @dataclass(slots=True)
 class Loaded:
-    """What one load read, in bytes: `n_needed` are those of the elements that were wanted.
+    """The bytes that one load read: `n_needed` are those of the elements that were asked for.
 
-    `n_read` are all that were read, the frames of records included; `n_proven` those of
+    `n_read` counts all that were read, the frames of records included; `n_proven` those of
     elements that were compared with the checksum of their record.
     """
 
@@ -82,14 +82,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """An item whose elements are still to be read; `aside` is put into `target` afterwards.
+    """An item whose elements are still to be read.
 
-    `signs` are those of the record.
+    They are read into `buffer` where there is one, and copied into `target` afterwards with
+    the `signs` of the record.
     """
 
     item: ReadItem
     target: torch.Tensor
-    aside: torch.Tensor | None
+    buffer: torch.Tensor | None
     signs: tuple[str, ...]
 
 
@@ -134,9 +135,9 @@ class RecordLoads:
     def load(self, wanted: Mapping[int, Sequence[ReadItem]]) -> Loaded:
         """Load the items of each record, by the number of its range.
 
-        Raises `StepDamaged` where the step is not what it should be, `RecordUnsafe` for
-        an entry that may not be unpickled. Other storage errors pass through. After an
-        error nobody knows what is in the tensors.
+        Raises `StepDamaged` where the step is damaged, `RecordUnsafe` for an entry that may
+        not be unpickled. Other storage errors pass through. After an error the contents of
+        the tensors are undefined.
         """
         self._damage.check_paths(wanted)
         try:
@@ -154,7 +155,7 @@ class RecordLoads:
     def _records(
         self, wanted: Mapping[int, Sequence[ReadItem]]
     ) -> Iterator[tuple[int, tuple[View, OpenRecord]]]:
-        """Each record with what its frame says, unpacked where it was compressed."""
+        """Each record with its parsed frame, decompressed where it was compressed."""
         by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
         for number in wanted:
             by_file[self._ranges.files[number]].append(number)
@@ -215,10 +216,10 @@ class RecordLoads:
         tensor = self._tensor(number, found, found.stub)
         for place, item in enumerate(items):
             resolved = self._planner.resolve_tensor(item)
-            # A quantized tensor takes the scales over; an alias of it would keep its own.
+            # A copy into a quantized tensor sets its scales too; an alias would keep its own.
             target = resolved if QUANTIZED in tensor.stub.signs else resolved.detach()
             if target.shape != item.lengths:
-                # What torch's own reader says then; no record is to blame.
+                # The message of torch's own reader: the record is not at fault.
                 raise AssertionError(
                     f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
                 )
@@ -236,7 +237,7 @@ class RecordLoads:
             raise self._damage.record(number, "format.unsupported", reason)
         member = found.elements
         n_bytes = stub.n_elements_in_storage * dtype.itemsize
-        # What `open_record` cannot compare for dtypes whose size only torch knows.
+        # `open_record` cannot compare this for dtypes whose size only torch knows.
         if member is None or member.size != n_bytes:
             has = 0 if member is None else member.size
             reason = f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
@@ -244,7 +245,7 @@ class RecordLoads:
         return _Tensor(number, stub, member, dtype, found.directory.has_crcs)
 
     def _copy(self, view: View, tensor: _Tensor, item: ReadItem, target: torch.Tensor) -> None:
-        """Take the elements from a record that is in memory, its checksums compared."""
+        """Copy the elements from a record that is in memory and verified."""
         stub, dtype = tensor.stub, tensor.dtype
         data = view.get(tensor.member.start, tensor.member.end) or b""
         if tensor.has_crcs:
@@ -262,7 +263,7 @@ class RecordLoads:
             for at, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
         if QUANTIZED in stub.signs:
-            # Its scales are in the record, too; `open_record` knows every name in its pickle.
+            # The record holds its scales too; `open_record` has allowed every name in its pickle.
             source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
         else:
             source = elements(memoryview(data), dtype)
@@ -271,12 +272,12 @@ class RecordLoads:
             target.copy_(_signed(source[there], stub.signs))
 
     def _wait(self, tensor: _Tensor, item: ReadItem, target: torch.Tensor, *, first: bool) -> None:
-        """Have the elements read with those of other records."""
+        """Queue the elements to be read with those of other records."""
         dtype, member, ranges = tensor.dtype, tensor.member, self._ranges
         signs = tensor.stub.signs
         straight = is_plain(target) and not signs
-        aside = None if straight else torch.empty(item.lengths, dtype=dtype)
-        self._waiting.append(_Waiting(item, target, aside, signs))
+        buffer = None if straight else torch.empty(item.lengths, dtype=dtype)
+        self._waiting.append(_Waiting(item, target, buffer, signs))
         self._n_waiting += prod(item.lengths) * dtype.itemsize
         order = order_of(tensor.stub)
         if order is None or not target.numel():  # without order it was read as a whole
@@ -288,28 +289,28 @@ class RecordLoads:
             wrong = self._damage.wrong_crc(tensor.number, member)
             checksum = ElementChecksum(member.size, member.crc, wrong)
             self.loaded.n_proven += member.size
-        sink = TensorSink(shape, wanted, order, dtype, target if aside is None else aside)
+        sink = TensorSink(shape, wanted, order, dtype, target if buffer is None else buffer)
         path = ranges.file_names[ranges.files[tensor.number]]
         at = ranges.starts[tensor.number] + member.start
         self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
     def _read_waiting(self) -> None:
-        """Read what waits, and hand it to the planner."""
+        """Read what is queued, and hand it to the planner."""
         devices = {one.target.device for one in self._waiting if one.target.device.type == "cuda"}
         for device in devices:
-            torch.cuda.synchronize(device)  # what fills the tensors otherwise has ended
-        # An older step may be loaded into the same tensors next: nothing may write to them then.
+            torch.cuda.synchronize(device)  # so that no earlier kernel writes to the tensors
+        # An older step may be loaded into the same tensors next: no thread may still write.
         limits = Limits(jobs=self._jobs)
         self.loaded.n_read += read_runs(self._store, self._runs, limits, to_the_last=True)
         for one in self._waiting:
-            if one.aside is not None:
-                one.target.copy_(_signed(one.aside, one.signs))
+            if one.buffer is not None:
+                one.target.copy_(_signed(one.buffer, one.signs))
             self._planner.commit_tensor(one.item, one.target)
         self._runs, self._waiting, self._n_waiting = [], [], 0
 
 
 def _signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
-    """The values that elements stand for."""
+    """The elements with their conjugation and their sign applied."""
     if "conj" in signs:
         elements = elements.conj()
     return -elements if "neg" in signs else elements

@@ -1,8 +1,7 @@
 """Restore a loaded step into the objects of the script, and report what is lost.
 
-Puts what was read into the model, the optimizer and the rest, by the policies of the
-job for what a change in the number of ranks does not carry over. Nothing is lost
-without being said; what may be lost is the caller's word.
+The policies of the job decide about state that another number of ranks cannot take over.
+State that would be lost without such a policy is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ckptctl.train.state import GLOBAL_DATA, Parts, Place, loader_generator
 
 RNG_POLICIES = ("reseed", "refuse")
 KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
-"""What can be lost, and what `accept_lost` may name."""
+"""The kinds of state that can be lost, and that `accept_lost` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Policies:
 
 @dataclass(slots=True)
 class Inventory:
-    """What came of each kind of state, in words; `notes` are worth reading before the start."""
+    """What became of each kind of state; `notes` are for the person who starts the job."""
 
     restored: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
@@ -56,13 +55,13 @@ class Inventory:
         return (self.restored, self.derived, self.lost, self.notes)
 
     def document(self) -> dict[str, list[str]]:
-        """As the report of a resume has it."""
+        """As in the report of a resume."""
         return {"restored": self.restored, "derived": self.derived, "lost": self.lost}
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the saved run had come; None is what the step does not say."""
+    """How far the saved run had come; None where the step holds no such number."""
 
     step: int
     tokens: int | None = None
@@ -83,156 +82,158 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> Progress:
 def restore(
     loaded: Mapping[str, Any], parts: Parts, place: Place, saved: Progress, policies: Policies
 ) -> Inventory:
-    """Put everything back, on this rank; what came of it.
+    """Put everything back on this rank; what became of each kind of state.
 
-    Raises `StateRefused` where something is lost that the policies do not let go.
-    Random numbers come last: loading may draw some.
+    Raises `StateRefused` where something is lost that the policies do not allow.
     """
-    told = Inventory()
-    _restore_sharded(loaded, parts, told)
-    for name in ("scheduler", "grad_scaler"):
-        part = getattr(parts, name)
-        if part is None:
-            continue
-        if name in loaded:
-            part.load_state_dict(loaded[name][0])
-            told.restored.append(name)
-        else:
-            told.lost.append(name)
-    for name, part in parts.extra.items():
-        if name in loaded.get("extra", {}):
-            value = loaded["extra"][name]
-            part.load_state_dict(value[0] if isinstance(value, tuple) else value)
-            told.restored.append(f"extra {name}")
-        else:
-            told.lost.append(f"extra {name}")
-    _restore_data(loaded, parts, place, saved, policies, told)
-    _restore_rng(loaded, parts, place, saved, policies, told)
-    for name in ("step", "tokens", "samples"):
-        if name in loaded.get("train_state", {}):
-            told.restored.append(name)
-    _refuse_lost(told, saved.step, policies)
-    return told
+    return _Restore(loaded, parts, place, saved, policies).run()
 
 
-def _restore_sharded(loaded: Mapping[str, Any], parts: Parts, told: Inventory) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+class _Restore:
+    """One restore on one rank, and what became of each kind of state so far."""
 
-    if parts.model is not None:
-        if "model" in loaded:
-            set_model_state_dict(parts.model, loaded["model"])
-        (told.restored if "model" in loaded else told.lost).append("model")
-    if parts.optimizer is not None:
-        if "optimizer" in loaded:
-            set_optimizer_state_dict(parts.model, parts.optimizer, loaded["optimizer"])
-        (told.restored if "optimizer" in loaded else told.lost).append("optimizer")
+    def __init__(
+        self,
+        loaded: Mapping[str, Any],
+        parts: Parts,
+        place: Place,
+        saved: Progress,
+        policies: Policies,
+    ) -> None:
+        self._loaded = loaded
+        self._parts = parts
+        self._place = place
+        self._saved = saved
+        self._policies = policies
+        self._inventory = Inventory()
 
+    def run(self) -> Inventory:
+        """Restore every kind of state."""
+        self._restore_sharded()
+        self._restore_values()
+        self._restore_data()
+        self._restore_rng()  # last: the objects above may draw random numbers as they load
+        held = self._loaded.get("train_state", {})
+        self._inventory.restored += [one for one in ("step", "tokens", "samples") if one in held]
+        self._refuse_lost()
+        return self._inventory
 
-def _restore_data(
-    loaded: Mapping[str, Any],
-    parts: Parts,
-    place: Place,
-    saved: Progress,
-    policies: Policies,
-    told: Inventory,
-) -> None:
-    if parts.dataloader is None:
-        return
-    held = loaded.get("dataloader", {})
-    if parts.has_global_loader and GLOBAL_DATA in held:
-        _restore_position(held[GLOBAL_DATA][0], parts, place, saved, policies, told)
-        return
-    same = saved.dp_size in (None, place.dp_size)
-    if parts.keeps_data and place.data_key in held and same:
-        parts.dataloader.load_state_dict(held[place.data_key][0])
-        told.restored.append("dataloader")
-        return
-    if not held:
-        told.lost.append("dataloader")
-        return
-    consumed = "an unknown number of" if saved.samples is None else f"up to {saved.samples:,}"
-    why = (
-        f"the place in the data was saved for {saved.dp_size} data-parallel ranks, and there are "
-        f"{place.dp_size} now: the data would start again, and {consumed} samples be repeated"
-    )
-    if not policies.accept_repetition:
-        raise StateRefused(
-            f"{why}. Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose "
-            "position any number of ranks shares, or say accept_repetition=True"
-        )
-    told.lost.append("dataloader")
-    told.notes.append(why)
+    def _note(self, name: str, *, restored: bool) -> None:
+        (self._inventory.restored if restored else self._inventory.lost).append(name)
 
-
-def _restore_position(
-    state: Mapping[str, Any],
-    parts: Parts,
-    place: Place,
-    saved: Progress,
-    policies: Policies,
-    told: Inventory,
-) -> None:
-    loader = parts.dataloader
-    now = loader.state_dict()
-    if (state["n_samples"], state["fingerprint"]) != (now["n_samples"], now["fingerprint"]):
-        why = (
-            f"the data set is not the one of the step: {state['fingerprint']} there, "
-            f"{now['fingerprint']} here; the same positions are other samples"
-        )
-        if not policies.accept_repetition:
-            raise StateRefused(f"{why}. accept_repetition=True goes on at the same position")
-        told.notes.append(why)
-    for name in ("global_batch", "num_workers", "seed"):
-        if state[name] != now[name]:
-            kept = "; the saved one goes on" if name == "seed" else ""
-            told.notes.append(f"{name} was {state[name]} and is {now[name]} now{kept}")
-    loader.load_state_dict(dict(state))
-    told.restored.append("dataloader")
-    if saved.dp_size not in (None, place.dp_size):
-        told.notes.append(
-            f"the data goes on at sample {loader.position:,}, in the same order, on "
-            f"{place.dp_size} ranks instead of {saved.dp_size}"
+    def _restore_sharded(self) -> None:
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
         )
 
+        loaded, parts = self._loaded, self._parts
+        if parts.model is not None:
+            if "model" in loaded:
+                set_model_state_dict(parts.model, loaded["model"])
+            self._note("model", restored="model" in loaded)
+        if parts.optimizer is not None:
+            if "optimizer" in loaded:
+                set_optimizer_state_dict(parts.model, parts.optimizer, loaded["optimizer"])
+            self._note("optimizer", restored="optimizer" in loaded)
 
-def _restore_rng(
-    loaded: Mapping[str, Any],
-    parts: Parts,
-    place: Place,
-    saved: Progress,
-    policies: Policies,
-    told: Inventory,
-) -> None:
-    own = loaded.get("rng", {}).get(place.rng_key)
-    if saved.world_size in (None, place.world_size):
-        if own is None:
-            told.lost.append("rng")
+    def _restore_values(self) -> None:
+        for name in ("scheduler", "grad_scaler"):
+            part = getattr(self._parts, name)
+            if part is None:
+                continue
+            if name in self._loaded:
+                part.load_state_dict(self._loaded[name][0])
+            self._note(name, restored=name in self._loaded)
+        held = self._loaded.get("extra", {})
+        for name, part in self._parts.extra.items():
+            if name in held:
+                value = held[name]
+                part.load_state_dict(value[0] if isinstance(value, tuple) else value)
+            self._note(f"extra {name}", restored=name in held)
+
+    def _restore_data(self) -> None:
+        parts, place, saved = self._parts, self._place, self._saved
+        if parts.dataloader is None:
             return
-        generator = loader_generator(parts)
-        if generator is not None and "dataloader" in own[0]:
-            generator.set_state(own[0]["dataloader"])
-        told.lost += restore_rng(own[0]["state"])
-        told.restored.append("rng")
-        return
-    why = (
-        f"random numbers were saved for {saved.world_size} ranks, and there are {place.world_size}"
-    )
-    if policies.rng == "refuse":
-        raise StateRefused(f"{why} now; rng='reseed' derives new ones")
-    reseed(saved.seed or 0, saved.step, place.rank)
-    told.derived.append("rng")
-    told.notes.append(f"{why} now: derived anew from seed {saved.seed or 0}, step and rank")
-
-
-def _refuse_lost(told: Inventory, step: int, policies: Policies) -> None:
-    refused = [name for name in told.lost if name.split()[0] not in policies.accept_lost]
-    if policies.accept_repetition and "dataloader" in refused:
-        refused.remove("dataloader")
-    if refused:
-        raise StateRefused(
-            f"step {step} cannot restore {', '.join(refused)}: a resume would reset it without a "
-            f"trace. accept_lost={tuple(sorted({name.split()[0] for name in refused}))} goes on"
+        held = self._loaded.get("dataloader", {})
+        if parts.has_global_loader and GLOBAL_DATA in held:
+            self._restore_position(held[GLOBAL_DATA][0])
+            return
+        same = saved.dp_size in (None, place.dp_size)
+        if parts.keeps_data and place.data_key in held and same:
+            parts.dataloader.load_state_dict(held[place.data_key][0])
+            self._note("dataloader", restored=True)
+            return
+        self._note("dataloader", restored=False)
+        if not held:
+            return
+        consumed = "an unknown number of" if saved.samples is None else f"up to {saved.samples:,}"
+        why = (
+            f"the position in the data was saved for {saved.dp_size} data-parallel ranks, and "
+            f"there are {place.dp_size} now: the data would start again, and {consumed} samples "
+            "be repeated"
         )
+        if not self._policies.accept_repetition:
+            raise StateRefused(
+                f"{why}. Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose "
+                "position any number of ranks shares, or say accept_repetition=True"
+            )
+        self._inventory.notes.append(why)
+
+    def _restore_position(self, state: Mapping[str, Any]) -> None:
+        loader, notes = self._parts.dataloader, self._inventory.notes
+        now = loader.state_dict()
+        if (state["n_samples"], state["fingerprint"]) != (now["n_samples"], now["fingerprint"]):
+            why = (
+                f"the data set is not the one of the step: {state['fingerprint']} there, "
+                f"{now['fingerprint']} here; the same positions are other samples"
+            )
+            if not self._policies.accept_repetition:
+                raise StateRefused(f"{why}. accept_repetition=True goes on at the same position")
+            notes.append(why)
+        for name in ("global_batch", "num_workers", "seed"):
+            if state[name] != now[name]:
+                kept = "; the saved one goes on" if name == "seed" else ""
+                notes.append(f"{name} was {state[name]} and is {now[name]} now{kept}")
+        loader.load_state_dict(dict(state))
+        self._note("dataloader", restored=True)
+        if self._saved.dp_size not in (None, self._place.dp_size):
+            notes.append(
+                f"the data goes on at sample {loader.position:,}, in the same order, on "
+                f"{self._place.dp_size} ranks instead of {self._saved.dp_size}"
+            )
+
+    def _restore_rng(self) -> None:
+        place, saved, inventory = self._place, self._saved, self._inventory
+        own = self._loaded.get("rng", {}).get(place.rng_key)
+        if saved.world_size in (None, place.world_size):
+            if own is not None:
+                generator = loader_generator(self._parts)
+                if generator is not None and "dataloader" in own[0]:
+                    generator.set_state(own[0]["dataloader"])
+                inventory.lost += restore_rng(own[0]["state"])
+            self._note("rng", restored=own is not None)
+            return
+        why = (
+            f"random numbers were saved for {saved.world_size} ranks, and there are "
+            f"{place.world_size}"
+        )
+        if self._policies.rng == "refuse":
+            raise StateRefused(f"{why} now; rng='reseed' derives new ones")
+        reseed(saved.seed or 0, saved.step, place.rank)
+        inventory.derived.append("rng")
+        inventory.notes.append(f"{why} now: derived from seed {saved.seed or 0}, step and rank")
+
+    def _refuse_lost(self) -> None:
+        policies = self._policies
+        lost = self._inventory.lost
+        refused = [name for name in lost if name.split()[0] not in policies.accept_lost]
+        if policies.accept_repetition and "dataloader" in refused:
+            refused.remove("dataloader")
+        if refused:
+            kinds = tuple(sorted({name.split()[0] for name in refused}))
+            raise StateRefused(
+                f"step {self._saved.step} cannot restore {', '.join(refused)}: a resume would "
+                f"reset it without a trace. accept_lost={kinds} goes on"
+            )

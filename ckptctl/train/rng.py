@@ -1,9 +1,9 @@
 """Save and restore the random state of this rank.
 
-The states of python, numpy (where it was imported), torch and every CUDA device, in
-plain values that a `weights_only` load takes. Every rank has its own, and they are
-kept under a key of its own: under a shared one DCP would keep that of one rank alone.
-At another number of ranks there is nothing to restore, and new states are derived.
+The states of Python, numpy (where it was imported), torch and every CUDA device are plain
+values that a `weights_only` load accepts. Each rank has its own key: under a shared one
+DCP would save the state of one rank only. At another number of ranks nothing can be
+restored, and new states are derived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
-    """Set all generators to a state that was saved; what could not be set, in words."""
+    """Set all generators to a saved state; describes what could not be set."""
     import torch
 
     lost: list[str] = []
@@ -56,14 +56,14 @@ def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _as_tuples(value: Any) -> Any:
-    # `random.setstate` takes tuples alone; a load may give lists.
+    # `random.setstate` accepts tuples only; a load may give lists.
     return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
     """Set all generators to a state derived from the run's seed, the step and the rank.
 
-    The same three give the same numbers, and no two ranks or steps share any.
+    The same three give the same numbers; other ranks and steps get others.
     """
     import torch
 

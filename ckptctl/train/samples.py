@@ -1,11 +1,11 @@
 """Samplers and loaders whose order does not depend on the number of ranks.
 
-A position counts the samples of the whole run, over all ranks and epochs. Which
-sample lies at a position depends on the seed and on nothing else, so that a run goes
-on at its position whatever the number of ranks is now, and no sample is repeated or
-left out. What was consumed has a digest that every number of ranks agrees on.
+A position counts the samples of the whole run, over all ranks and epochs. The sample at a
+position depends on the seed only, so that a run goes on at its position on any number of
+ranks, and no sample is repeated or left out. The digest of the consumed samples does not
+depend on the number of ranks either.
 
-`GlobalLoader` is the way to use it: an endless loader that knows its position.
+`GlobalLoader` is the class to use: an endless loader that knows its position.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ROUNDS = 4
 
 
 class Order:
-    """A shuffled order of `n_samples`, another one in each epoch, without a table of it.
+    """A shuffled order of `n_samples`, a new one in each epoch, computed without a table.
 
-    A Feistel network over the next power of four, walked until it lands inside: the
-    same on every machine and in every version of torch, in a few microseconds a sample.
+    A Feistel network over the next power of four, applied until the result is in range: the
+    same on every machine and in every version of torch, in microseconds per sample.
     """
 
     def __init__(self, n_samples: int, seed: int, *, shuffle: bool = True) -> None:
@@ -73,7 +73,8 @@ def _mixed(word: int) -> int:
 def share_of(start: int, n: int, rank: int, n_ranks: int) -> range:
     """The positions of a global batch, `n` from `start` on, that one of `n_ranks` takes.
 
-    Neighbours, as even as can be: the batches of all ranks in a row are the global one.
+    Each rank gets neighbouring positions, as evenly as possible; in the order of the ranks
+    they are the global batch.
     """
     return range(start + n * rank // n_ranks, start + n * (rank + 1) // n_ranks)
 
@@ -81,8 +82,8 @@ def share_of(start: int, n: int, rank: int, n_ranks: int) -> range:
 class SamplesDigest:
     """The digest of the samples consumed in one step, by position and index.
 
-    Each rank adds those of its own; the digests of all ranks are added up with `+`.
-    The order counts, the number of ranks does not.
+    Each rank adds its own samples; the digests of all ranks are added with `+`. It depends
+    on the order of the samples, and not on the number of ranks.
     """
 
     __slots__ = ("value",)
@@ -128,13 +129,13 @@ class GlobalLoader:
     """Batches of a data set, in an order that any number of ranks share.
 
     Each step takes `global_batch` samples, of which every rank gets its share. `position`
-    counts what the whole run has consumed; a batch counts when it is handed out, never
-    when a worker has fetched it ahead. `n_epochs` ends the data, None is endless. `rank`
-    and `n_ranks` are those among the data-parallel ranks, by default of the whole job.
-    All other options are those of `torch.utils.data.DataLoader`.
+    counts what the whole run has consumed; a batch counts when it is returned, not when a
+    worker has fetched it ahead. The data ends after `n_epochs`; None is endless. `rank` and
+    `n_ranks` are those among the data-parallel ranks, by default of the whole job. All
+    other options are those of `torch.utils.data.DataLoader`.
 
-    Workers get seeds from a generator of the loader's own: iterating leaves the random
-    numbers of the training alone.
+    Workers get seeds from the loader's own generator: iterating does not change the random
+    numbers of the training.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class GlobalLoader:
         return generator
 
     def state_dict(self) -> dict[str, Any]:
-        """What says where the data goes on: the same on every rank."""
+        """The position and what it depends on: the same on every rank."""
         return {
             "position": self.position,
             "seed": self.order.seed,

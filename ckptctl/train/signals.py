@@ -1,15 +1,14 @@
 """Receive signals while the main thread is blocked in a collective.
 
-A Python handler runs when the main thread gets back to Python, which a hung collective
-never does. So the interpreter's wakeup descriptor tells a thread of ours at once; it
-keeps the time and can end the process. Handlers are restored when it stops listening.
+A Python handler runs when the main thread returns to the interpreter, which it does not
+do in a hung collective. Therefore the interpreter's wakeup descriptor wakes a thread, which
+keeps the time and can end the process. The earlier handlers are restored at the end.
 
 Processes that are forked meanwhile (the workers of a `DataLoader`) share neither the
 handlers nor the pipe. Where a scheduler signals every process of a job, a worker that
-died of it would end the training before it has stopped by itself: so a worker outlives
-a signal that its trainer got as well, and dies of one that was meant for it alone.
-torch sets a handler of its own for SIGTERM in its workers: `outlive_stop` comes after.
-What is done with a signal is the question of `graceful`.
+died of the signal would end the training before it has stopped by itself. Therefore a
+worker survives a signal that its trainer got too, and dies of one that it got alone. torch
+sets its own handler for SIGTERM in its workers; `outlive_stop` replaces it.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from typing import Any
 
 from ckptctl.errors import UsageError
 
-_CLOSE, _LOOK_AGAIN = 0, 255  # neither is a signal
+_CLOSE, _WAKE = 0, 255  # neither is the number of a signal
 _QUIET, _STOPPING, _OVER = 0, 1, 2
 _WORKER_WAITS_S = 1.0
 
-Heard = Callable[[int], None]
+OnSignal = Callable[[int], None]
 
 
 class Listener:
-    """Tells `heard` of every one of `signals`, in a thread; calls `due` once, when asked to.
+    """Calls `on_signal` for each of `signals`, in a thread, and `due` once at a given time.
 
-    Must be started in the main thread, which is where Python hears signals.
+    Must be started in the main thread, the only one that can set handlers.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], heard: Heard) -> None:
+    def __init__(self, signals: Sequence[signal.Signals], on_signal: OnSignal) -> None:
         self.signals = tuple(signals)
-        self._heard = heard
+        self._on_signal = on_signal
         self._due: Callable[[], None] | None = None
         self._due_s = float("inf")
-        # Shared with what is forked from here on: how the trainer is doing.
+        # Shared with the processes that are forked from here on: the state of the trainer.
         self._state = mmap.mmap(-1, 1)
         self._before: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Take the signals over. Raises `UsageError` outside of the main thread."""
+        """Set the handlers. Raises `UsageError` outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be taken over in the main thread of a program alone")
+            raise UsageError("signal handlers can be set in the main thread of a program only")
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._listen, name="ckptctl-stop", daemon=True)
@@ -63,7 +62,7 @@ class Listener:
         _LISTENING.add(self)
 
     def stop(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the earlier handlers."""
         _LISTENING.discard(self)
         self._state[0] = _OVER
         for each, handler in self._before.items():
@@ -75,10 +74,10 @@ class Listener:
         os.close(self._write)
 
     def call_at(self, due_s: float, due: Callable[[], None]) -> None:
-        """Call `due` in the thread at `due_s` on the monotonic clock; an earlier time stands."""
+        """Call `due` in the thread at `due_s` (monotonic), unless an earlier time is set."""
         if due_s < self._due_s:
             self._due, self._due_s = due, due_s
-            os.write(self._write, bytes([_LOOK_AGAIN]))
+            os.write(self._write, bytes([_WAKE]))
 
     def _listen(self) -> None:
         while True:
@@ -95,20 +94,20 @@ class Listener:
                     return
                 if number in self.signals:
                     self._state[0] = _STOPPING
-                    self._heard(number)
-                elif number != _LOOK_AGAIN and self._fd_before >= 0:
+                    self._on_signal(number)
+                elif number != _WAKE and self._fd_before >= 0:
                     with suppress(OSError):
                         os.write(self._fd_before, bytes([number]))
 
     def leave_to_child(self) -> None:
-        """In a process that was forked: hear nothing any more."""
+        """In a forked process: stop listening."""
         signal.set_wakeup_fd(-1)
         os.close(self._read)
         os.close(self._write)
         self.outlive()
 
     def outlive(self) -> None:
-        """In a process that was forked: treat the signals as a worker should."""
+        """In a forked process: handle the signals as a worker."""
         for each, before in self._before.items():
             default = before in (signal.SIG_DFL, None)
             signal.signal(each, self._in_child if default else before)
@@ -118,14 +117,14 @@ class Listener:
         while self._state[0] == _QUIET and time.monotonic() < until_s:
             time.sleep(0.01)
         if self._state[0] == _OVER:
-            os._exit(0)  # the trainer ends, and ends its workers: no failure of theirs
+            os._exit(0)  # the trainer ends its workers: not a failure
         if self._state[0] == _QUIET:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
 
 def outlive_stop(_worker: int = 0) -> None:
-    """Let a worker of a `DataLoader` live as long as the trainer needs it to stop gracefully.
+    """Keep a worker of a `DataLoader` alive until the trainer has stopped gracefully.
 
     For `worker_init_fn`. Works for workers that are forked (torch's default on Linux
     before Python 3.14) while a `GracefulStop` is entered; does nothing in others.
@@ -139,11 +138,11 @@ _INHERITED: list[Listener] = []
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """A handler must be there for the interpreter to write to the wakeup descriptor."""
+    """Do nothing; the interpreter writes to the wakeup descriptor only if there is a handler."""
 
 
 def _after_fork() -> None:
-    # A worker's own children inherit from the worker: what it inherited is theirs too.
+    # The children of a worker inherit the listeners of the worker.
     for listener in tuple(_LISTENING):
         _LISTENING.discard(listener)
         _INHERITED.append(listener)

@@ -1,7 +1,7 @@
 """Copy a state, so that training can continue while it is saved.
 
-Copied to this machine's memory, into buffers that are used again: a save beside the
-training costs one copy of what this rank holds, however many there are.
+Copied to the memory of this machine, into buffers that are used again: asynchronous saves
+cost one copy of what this rank holds, however many they are.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 
 class Stager:
-    """Copies states of one form, one at a time: a copy is good until the next is made."""
+    """Copies states of one form; a copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self._stager: Any = None
 
     def staged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same state, of which nothing is shared with the objects of the training."""
+        """A copy that shares no memory with the objects of the training."""
         if self._stager is None:
             self._stager = _new_stager()
         copied: dict[str, Any] = self._stager.stage(state)
         return copied
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Release the buffers."""
         if hasattr(self._stager, "close"):
             self._stager.close()
         self._stager = None
@@ -47,7 +47,7 @@ def _new_stager() -> Any:
 
 
 class _CopyingStager:
-    """Copies anew each time. DTensors keep their place in the mesh, and lose their device."""
+    """Makes a new copy each time. DTensors keep their position in the mesh, not their device."""
 
     def stage(self, state: Any) -> Any:
         import copy

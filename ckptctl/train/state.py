@@ -1,10 +1,8 @@
 """Collect the state of a training script, and give it back.
 
 Model and optimizer go through `torch.distributed.checkpoint.state_dict`, sharded as they
-are. What is small and plain (scheduler, random numbers, the place in the data) is kept
-as one value an entry, so that not even an empty dict is lost on the way; what exists once
-per rank has a key of its own. Which step is loaded, and what happens when that fails, is
-decided elsewhere.
+are. Small plain values (scheduler, random numbers, the position in the data) are one entry
+each, so that not even an empty dict is lost; what exists once per rank has its own key.
 
     model.*                optimizer.*              sharded tensors
     scheduler, grad_scaler                          one value each
@@ -40,7 +38,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The objects of a training script whose state is saved. None is what it does not have."""
+    """The objects of a training script whose state is saved; None for what it does not have."""
 
     model: Any = None
     optimizer: Any = None
@@ -51,18 +49,18 @@ class Parts:
 
     @property
     def has_global_loader(self) -> bool:
-        """The data goes on at a position that any number of ranks can share."""
+        """Whether the position in the data is one that any number of ranks can share."""
         return isinstance(self.dataloader, GlobalLoader)
 
     @property
     def keeps_data(self) -> bool:
-        """The dataloader says where it is."""
+        """Whether the dataloader can give its position."""
         return hasattr(self.dataloader, "state_dict")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whose state this is: the rank among all, and among the data-parallel ones."""
+    """The rank whose state this is, among all ranks and among the data-parallel ones."""
 
     rank: int
     world_size: int
@@ -76,7 +74,7 @@ class Place:
 
     @property
     def data_key(self) -> str:
-        """The key of this data-parallel rank's place in the data."""
+        """The key of this data-parallel rank's position in the data."""
         return f"dp_rank_{self.dp_rank}"
 
 
@@ -84,7 +82,7 @@ GLOBAL_DATA = "global"
 
 
 def collect(parts: Parts, place: Place, progress: Mapping[str, int]) -> dict[str, Any]:
-    """The state of this rank, as it is given to DCP. Every rank must call it."""
+    """The state of this rank, as it is given to DCP. Every rank calls it."""
     state = _sharded(parts)
     for name in ("scheduler", "grad_scaler"):
         part = getattr(parts, name)
@@ -124,7 +122,7 @@ def _sharded(parts: Parts) -> dict[str, Any]:
 
 
 def loader_generator(parts: Parts) -> Any:
-    """The dataloader's own generator; None for a loader that has none, or needs none."""
+    """The dataloader's own generator; None for a loader without one."""
     if parts.dataloader is None or parts.has_global_loader:
         return None
     return getattr(parts.dataloader, "generator", None)
@@ -133,8 +131,8 @@ def loader_generator(parts: Parts) -> Any:
 def give_generator(parts: Parts, place: Place, seed: int) -> None:
     """Give a dataloader without a generator one of its own.
 
-    `iter(loader)` draws a seed for its workers. Drawn from the global generator, every
-    resume would shift the random numbers of the training by one.
+    `iter(loader)` draws a seed for its workers. From the global generator, that draw would
+    shift the random numbers of the training by one at every resume.
     """
     loader = parts.dataloader
     if parts.has_global_loader or getattr(loader, "generator", True) is not None:
@@ -146,22 +144,21 @@ def give_generator(parts: Parts, place: Place, seed: int) -> None:
 
 
 def _kept(value: Any) -> tuple[Any]:
-    # DCP takes dicts and lists apart, loses empty ones and turns keys into text; a tuple is
-    # one entry, and comes back as it was.
+    # DCP splits dicts and lists, loses empty ones and turns keys into text; a tuple is one
+    # entry, and loads as it was.
     return (value,)
 
 
 def _extra(state: dict[str, Any]) -> Any:
-    """Sharded where there are tensors in it, else one value."""
+    """The state as it is where it holds tensors, else as one value."""
     return state if any(True for _ in _tensors(state, "")) else _kept(state)
 
 
 def check_readable(state: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for what `Reader` could not load again: a value, or a tensor.
+    """Raise `UsageError` for a value or a tensor that `Reader` could not load again.
 
-    What is loaded must be made of plain values and tensors: nothing from a checkpoint
-    ever runs. Cost: a copy of the small entries in memory, and of tensors of an unusual
-    class.
+    `Reader` loads plain values and tensors, and runs nothing from a checkpoint. Cost: a copy
+    of the small entries in memory, and of tensors of an unusual class.
     """
     import io
 
@@ -223,7 +220,7 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
 
 
 def _local_tensors(tensor: Any) -> Iterator[Any]:
-    """What of a tensor lies on this rank, and is written by it."""
+    """The parts of a tensor that lie on this rank, and are written by it."""
     if hasattr(tensor, "local_shards"):  # ShardedTensor of FSDP1
         for shard in tensor.local_shards():
             yield from _local_tensors(shard.tensor)
@@ -234,7 +231,7 @@ def _local_tensors(tensor: Any) -> Iterator[Any]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What DCP writes as one entry: all that is neither a dict nor a list."""
+    """Each value that DCP writes as one entry: what is neither a dict nor a list."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(one, f"{name}.{key}")
@@ -255,9 +252,9 @@ def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def template(parts: Parts, place: Place, saved: Metadata) -> dict[str, Any]:
-    """What DCP loads into, on this rank: the tensors as they are, and a place for each value.
+    """The state that DCP loads into on this rank: the tensors, and a placeholder per value.
 
-    Only what the step holds is asked for. Raises `ModelDiffers` where a tensor of the model
+    It names only what the step holds. Raises `ModelDiffers` where a tensor of the model
     or the optimizer is not in the step, or has another shape there.
     """
     state = _sharded(parts)
