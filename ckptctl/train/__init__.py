@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ckptctl.distributed.process_group import ProcessGroup, make_group
     from ckptctl.train.checkpointer import Checkpointer
     from ckptctl.train.graceful import GracefulStop
+    from ckptctl.train.job import Start
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.resolving import resolve
-    from ckptctl.train.resuming import Start
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
     from ckptctl.train.signals import outlive_stop
 
@@ -50,7 +50,7 @@ __all__ = [
 
 _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
-    "ckptctl.train.resuming": "Start",
+    "ckptctl.train.job": "Start",
     "ckptctl.distributed.launcher": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",

@@ -24,9 +24,10 @@ from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
 from ckptctl.train.agreement import SETTLE_S, Looking
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
-from ckptctl.train.reporting import Tell, to_stderr
+from ckptctl.train.job import Job, Start, Tell
+from ckptctl.train.reporting import to_stderr
 from ckptctl.train.restoring import Policies
-from ckptctl.train.resuming import Job, Start, replay_job, resume_job
+from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
 from ckptctl.train.staging import Stager
@@ -156,9 +157,9 @@ class Checkpointer:
             raise UsageError(f"replay is {replay}; at least 1 step must be trained again")
         try:
             if replay is not None:
-                self._replay = replay_job(self._job, resume_from, replay)
+                self._replay = Resume(self._job, resume_from).replay(replay)
                 return self._replay
-            attempt, start = resume_job(self._job, resume_from)
+            attempt, start = Resume(self._job, resume_from).run()
         except CkptctlError as error:
             if self._job.group.is_first and error.next_command:
                 self._job.tell(f"next: {error.next_command}")

@@ -1,31 +1,73 @@
-"""Print messages of ckptctl in a training job.
+"""Report a resume: the document that is kept, and the lines that rank 0 prints.
 
-On standard error of rank 0, a few lines at a resume, unless the script gives a function
-of its own. The one module below `train/` that writes anywhere but into the root.
+The lines go to standard error unless the script gives a function of its own. No other
+module of `train/` prints.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-Tell = Callable[[str], None]
+from ckptctl.resharding.advising import Advice, advise
+from ckptctl.storage.opening import base_name, open_store, parent_url
+from ckptctl.train.job import Job, Restored
+from ckptctl.train.ledger import utc_now
 
 
 def to_stderr(line: str) -> None:
-    """One line, at once."""
+    """Print one line, and flush it."""
     sys.stderr.write(f"ckptctl: {line}\n")
     sys.stderr.flush()
 
 
-def lines_of(report: Mapping[str, Any], notes: list[str], age_s: float | None) -> Iterator[str]:
-    """What a resume says: from where, how old, what was refused and why; then the inventory."""
+def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
+    """The report (schema `ckptctl.resume/1`) without what the attempt adds; on rank 0 only."""
+    decision, saved, rejected = restored.decision, restored.saved, restored.rejected
+    advice = _advice(job, restored)
+    return {
+        "schema": "ckptctl.resume/1",
+        "attempt": None,
+        "at": utc_now(),
+        "root": job.root,
+        "step": decision.step,
+        "path": decision.path,
+        "tokens": saved.tokens,
+        "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
+        "rejected": [
+            {"step": one.step, "path": one.path, "verdict": one.verdict, "reason": one.reason}
+            for one in rejected
+        ],
+        "superseded": [],
+        "warnings": [],
+        "world_size": job.group.size,
+        "saved_world_size": saved.world_size,
+        "resharding": None if advice is None else advice.document(),
+        "previous_attempt": None,
+        "state": restored.inventory.document(),
+        "cluster": None,
+    }
+
+
+def _advice(job: Job, restored: Restored) -> Advice | None:
+    """What a load of this step reads, where the ranks are not those that saved it."""
+    path = restored.decision.path
+    if path is None or restored.saved.world_size in (None, job.group.size):
+        return None
+    with open_store(parent_url(path), job.looking.storage) as store:
+        return advise(store, base_name(path), job.group.size)
+
+
+def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:
+    """The lines of a resume: its step and age, what was refused and why, and the inventory."""
     if report["step"] is None:
-        what = "no save has come to its end there" if report["rejected"] else "it holds no step"
+        what = "no save was completed there" if report["rejected"] else "it holds no step"
         yield f"fresh run in {report['root']}: {what}"
     else:
-        age = "" if age_s is None else f", saved {_ago(age_s)} ago"
+        written_s = restored.decision.written_s
+        age = "" if written_s is None else f", saved {_duration(time.time() - written_s)} ago"
         ranks = report["saved_world_size"]
         by = "" if ranks is None else f" by {ranks} rank{'' if ranks == 1 else 's'}"
         tokens = "" if report["tokens"] is None else f", {report['tokens']:,} tokens"
@@ -44,11 +86,11 @@ def lines_of(report: Mapping[str, Any], notes: list[str], age_s: float | None) -
     if report["resharding"] is not None:
         saved, now = report["saved_world_size"], report["world_size"]
         yield f"note: saved by {saved}, loaded on {now}: {report['resharding']['message']}"
-    for note in notes:
+    for note in restored.inventory.notes:
         yield f"note: {note}"
 
 
-def _ago(age_s: float) -> str:
+def _duration(age_s: float) -> str:
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if age_s >= 2 * size:
             return f"{age_s / size:.0f} {unit}"

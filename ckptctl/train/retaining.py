@@ -25,7 +25,7 @@ from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.threads import start_daemon
-from ckptctl.train.reporting import Tell
+from ckptctl.train.job import Tell
 
 PATIENCE_S = 30.0
 """How long a save, or the end, waits for the removal before it."""

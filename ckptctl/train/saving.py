@@ -45,7 +45,7 @@ from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.room import FULL
-from ckptctl.train.evidence import move_aside
+from ckptctl.train.abandoning import move_aside
 from ckptctl.train.writing import WrittenFile, describe_failures, write_state
 
 _NO_GRACE_S = 0.0

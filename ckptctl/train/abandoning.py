@@ -1,0 +1,220 @@
+"""Rule out the steps that a resume abandons.
+
+Who resumes from step N abandons the branch of newer steps: they are superseded, in every
+root of the run, so that no later resume takes one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptctl.errors import StorageError
+from ckptctl.findings import Report
+from ckptctl.formats.frameworks.layouts import StepName, step_name
+from ckptctl.formats.own.marks import MarkKind
+from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import Level
+from ckptctl.options import Requirements
+from ckptctl.selection.branches import put_resume
+from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.marking import check_inspected, new_mark, put_mark
+from ckptctl.selection.retention import ASIDE_FOLDER
+from ckptctl.selection.roots import list_root
+from ckptctl.storage.contract import Folders, Kind, Store
+from ckptctl.storage.opening import base_name, join_url
+from ckptctl.train.agreement import Decision
+from ckptctl.train.job import Job
+
+
+def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
+    """The steps that `pick` prefers to the one decided on, in each root; on rank 0 only."""
+    found = []
+    preferred = True
+    path = decision.path
+    for url, store in job.stores.items():
+        preferred = preferred and (path is None or join_url(url, base_name(path)) != path)
+        try:
+            if url in job.looking.roots.optional and not list_root(store).exists:
+                found.append(Branch(store, (), f"{url} does not exist"))
+                continue
+            newer = newer_steps(store, decision.step, path, decision.digests, preferred=preferred)
+        except job.tolerated(url) as error:
+            found.append(Branch(store, (), error.message))
+        else:
+            found.append(Branch(store, newer))
+    return tuple(found)
+
+
+def supersede_all(
+    job: Job, held: Held, decision: Decision, branches: Sequence[Branch]
+) -> tuple[list[int], list[str]]:
+    """Record the resume, and rule out the abandoned steps of each root; numbers and warnings.
+
+    The record comes first: it rules out the steps of the other roots where a mark cannot be
+    written, and where this process is killed before the last mark.
+    """
+    if len(job.stores) > 1:
+        others = (branch for branch in branches if branch.store is not job.store)
+        left = [one.report for branch in others for one in branch.steps]
+        put_resume(job.store, held.token.attempt, decision.step, decision.digests, left)
+    numbers: set[int] = set()
+    warnings = []
+    for branch in branches:
+        why = branch.warning
+        try:
+            numbers.update(supersede(held, branch, decision.step))
+        except StorageError as error:
+            if branch.store is job.store:
+                raise
+            why = error.message
+        if why is not None:
+            warnings.append(
+                f"{branch.store.url}: steps that this resume abandons were not marked there "
+                f"({why}); {job.root} records them, and pick over these roots passes over them"
+            )
+    return sorted(numbers), warnings
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The root that an attempt holds, by its token; it may write there, and mark in others."""
+
+    store: Store
+    token: Token
+
+    def check(self) -> None:
+        """Raise `Fenced` where another attempt holds the root."""
+        check_token(self.store, self.token)
+
+    def mark(
+        self,
+        store: Store,
+        name: str,
+        report: Report,
+        word: MarkKind,
+        *,
+        reason: str,
+        evidence: Sequence[str] = (),
+    ) -> None:
+        """Mark the save that `report` describes, in any root; raises `Fenced`.
+
+        If another save replaces it meanwhile, the mark does not apply: it names the metadata.
+        """
+        by = f"attempt {self.token.attempt}"
+        made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
+        self.check()
+        put_mark(store, name, made)
+
+
+@dataclass(frozen=True, slots=True)
+class NewerStep:
+    """A step that `pick` would prefer to the one resumed from, as it was at the decision.
+
+    `marks` are the ids of the marks that apply; `superseded` tells that one of them rules
+    the step out already.
+    """
+
+    name: str
+    report: Report
+    marks: tuple[str, ...]
+    superseded: bool
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Values that differ once somebody has saved, completed or marked the step."""
+        return self.report.url, self.report.digests, self.marks
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The steps of one root that a resume abandons.
+
+    `warning` is why they are not known, for an optional root only.
+    """
+
+    store: Store
+    steps: tuple[NewerStep, ...]
+    warning: str | None = None
+
+    @property
+    def states(self) -> tuple[object, ...]:
+        """Values that differ once the branch has changed."""
+        return tuple(one.state for one in self.steps)
+
+
+def newer_steps(
+    store: Store,
+    step: int | None,
+    path: str | None,
+    digests: tuple[tuple[str, str], ...] = (),
+    *,
+    preferred: bool = False,
+) -> tuple[NewerStep, ...]:
+    """The steps of a root that `pick` prefers to `step`, newest first; all for a fresh run.
+
+    Of one number the later attempt is preferred, and so is another save of it in a root
+    that is `preferred` to that of `path`; `digests` are those of the save at `path`. Raises
+    `StorageError` for a step that cannot be inspected. Cost: one listing, and an inspection
+    at `listing` for each of them.
+    """
+    own = path is not None and path == join_url(store.url, base_name(path))
+    chosen = step_name(base_name(path)) if path is not None and own else None
+    last_attempt = -1.0 if preferred else math.inf
+    last_attempt = chosen.attempt if chosen else last_attempt
+    newer = []
+    for named in list_root(store).steps:
+        if step is not None and (named.number, named.attempt) <= (step, last_attempt):
+            continue
+        inspection = inspect_listed(store, named)
+        check_inspected(inspection.report)
+        if named.number == step and not own and inspection.report.digests == digests:
+            continue
+        marks = inspection.notes.marks if inspection.notes else ()
+        superseded = any(one.word is MarkKind.SUPERSEDED for one in marks)
+        ids = tuple(one.id for one in marks)
+        newer.append(NewerStep(named.name, inspection.report, ids, superseded))
+    return tuple(newer)
+
+
+def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
+    """Rule out the abandoned steps of one root; their numbers, oldest first.
+
+    `branch` was read when the step to resume from was decided, so it excludes what a later
+    attempt has saved. A step with metadata is marked, and so is an interrupted save on an
+    object store, where its metadata may still be on the way. On a file system an interrupted
+    save is moved aside: a process that wakes up finds no folder to publish it in.
+
+    Raises `Fenced` before a mark that would hit another attempt.
+    """
+    why = "the run began anew" if step is None else f"the run went on from step {step}"
+    done = []
+    for one in reversed(branch.steps):
+        number = one.report.number
+        if one.superseded or number is None:
+            continue
+        store = branch.store
+        if one.report.digests or (store.kind is Kind.OBJECT and one.report.interrupted):
+            held.mark(store, one.name, one.report, MarkKind.SUPERSEDED, reason=why)
+        elif one.report.interrupted and not one.marks and store.folders is not None:
+            held.check()
+            move_aside(store.folders, held.token, one.name)
+        else:
+            continue
+        done.append(number)
+    return tuple(done)
+
+
+def move_aside(folders: Folders, token: Token, name: str) -> str:
+    """Rename a folder of the root into `.ckptctl/aside/`, durably; its path there."""
+    target = f"{ASIDE_FOLDER}/{name}.{token.number:06}.{os.urandom(2).hex()}"
+    folders.move(name, target)
+    return target
+
+
+def inspect_listed(store: Store, named: StepName) -> Inspection:
+    """An inspection at `listing`, in which no unfinished save counts as running."""
+    return inspect_step(OpenStep(store, named), Requirements(grace_s=0.0), level=Level.LISTING)
