@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 
 from jsonschema import Draft202012Validator, FormatChecker
 from next_commands import follow
-from referencing import Registry, Resource
 
-from ckptctl.cli.documents import DOCUMENTS
-from ckptctl.cli.schemas import schema as generated
+from ckptctl.cli.schemas import schema
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = (sys.executable, "-m", "ckptctl")
@@ -59,21 +56,11 @@ def run_and_follow(
     return done
 
 
-def schema(name: str) -> dict:
-    """The schema of a document or of a file."""
-    if name in DOCUMENTS:
-        return generated(name)
-    return json.loads(resources.files("ckptctl").joinpath("schemas", f"{name}.json").read_text())
-
-
 def validated(text: str) -> dict:
     """The one document in `text`, after it was held against its schema."""
     document = json.loads(text, parse_constant=_refuse)
     name = document["schema"].removeprefix("ckptctl.").removesuffix("/1")
-    registry = Registry().with_resource("common.json", Resource.from_contents(schema("common")))
-    validator = Draft202012Validator(
-        schema(name), registry=registry, format_checker=FormatChecker()
-    )
+    validator = Draft202012Validator(schema(name), format_checker=FormatChecker())
     validator.validate(document)
     return document
 

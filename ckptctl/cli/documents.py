@@ -114,10 +114,27 @@ class Failed(TypedDict):
 
 
 class Kind(NamedTuple):
-    """A kind of document: its title, and the classes whose fields it has, as `module:Class`."""
+    """A kind of document: its title, and the classes whose fields it has, as `module:Class`.
+
+    Answers have an envelope and are open. Files of a root are closed: they have these fields
+    and no others, and most have a `digest` of themselves.
+    """
 
     title: str
     holds: tuple[str, ...]
+    is_answer: bool = True
+    is_closed: bool = False
+    has_digest: bool = False
+
+
+def _own_file(title: str, holds: str) -> Kind:
+    return Kind(
+        title,
+        (f"formats.own.documents:{holds}",),
+        is_answer=False,
+        is_closed=True,
+        has_digest=True,
+    )
 
 
 DOCUMENTS: Mapping[str, Kind] = {
@@ -141,6 +158,26 @@ DOCUMENTS: Mapping[str, Kind] = {
     "doctor": Kind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
     "explain": Kind("ckptctl explain --json", ("cli.documents:Explained",)),
     "error": Kind("An error, with --json", ("cli.documents:Failed",)),
+    "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument"),
+    "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
+    "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
+    "root": _own_file("The sentinel of a root: .ckptctl/root.json", "RootDocument"),
+    "fence": _own_file("A token: .ckptctl/fence/NUMBER.json of a root", "FenceDocument"),
+    "branch": _own_file(
+        "A resume of a run with several roots: .ckptctl/branches/ATTEMPT.from-STEP.json",
+        "BranchDocument",
+    ),
+    "resume": Kind(
+        "A resume report: .ckptctl/attempts/ATTEMPT.resume.json of a root",
+        ("formats.own.documents:ResumeDocument",),
+        is_answer=False,
+        is_closed=True,
+    ),
+    "node": Kind(
+        "ckptctl preflight --node-report",
+        ("preflight_checks.launching:NodeDocument",),
+        is_answer=False,
+    ),
 }
 """By the name in `"schema": "ckptctl.NAME/1"`."""
 

@@ -41,6 +41,13 @@ _CLOSED = frozenset(
 )
 """Lists of words that do not grow within a major version."""
 
+_DIGEST: Schema = {
+    "type": "string",
+    "pattern": "^[0-9a-f]{64}$",
+    "description": "SHA-256 of the document without `digest` and `hmac`: keys sorted, no spaces, "
+    "ASCII only.",
+}
+
 
 def schema(name: str) -> Schema:
     """The JSON Schema of the documents whose field `schema` is `name`, such as `ckptctl.pick/1`.
@@ -54,6 +61,10 @@ def schema(name: str) -> Schema:
         raise UsageError(f"there is no document {name!r}; the documents are {known}")
     definitions: dict[str, Schema] = {}
     parts = [_object(each, definitions) for each in _classes(kind)]
+    own: dict[str, Schema] = {"schema": {"const": f"ckptctl.{short}/1"}}
+    if kind.has_digest:
+        own["digest"] = _DIGEST
+    parts = [{"properties": own, "required": list(own)}, *parts]
     properties = {key: each for part in parts[::-1] for key, each in part["properties"].items()}
     order = dict.fromkeys(key for part in parts for key in part["properties"])
     return {
@@ -61,14 +72,17 @@ def schema(name: str) -> Schema:
         "title": kind.title,
         "type": "object",
         "required": list(dict.fromkeys(key for part in parts for key in part["required"])),
-        "properties": {key: properties[key] for key in order}
-        | {"schema": {"const": f"ckptctl.{short}/1"}},
-        "$defs": definitions,
+        "properties": {key: properties[key] for key in order} | own,
+        **({"additionalProperties": False} if kind.is_closed else {}),
+        "$defs": {
+            name: {**each, "additionalProperties": False} if kind.is_closed else each
+            for name, each in definitions.items()
+        },
     }
 
 
 def _classes(kind: Kind) -> Iterator[type]:
-    for place in ("cli.documents:Envelope", *kind.holds):
+    for place in (*(("cli.documents:Envelope",) if kind.is_answer else ()), *kind.holds):
         module, _, name = place.partition(":")
         yield getattr(import_module(f"ckptctl.{module}"), name)
 
@@ -90,7 +104,8 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
 
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return {**inner(of[0]), **dict(of[1:])}
+        more = {key: list(each) if isinstance(each, tuple) else each for key, each in of[1:]}
+        return {**inner(of[0]), **more}
     if origin in (typing.Union, types.UnionType):
         return _either([inner(each) for each in of])
     if origin is typing.Literal:
@@ -101,7 +116,7 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
         return _array(map(inner, of))
     if origin in (tuple, list, Sequence):
         return {"type": "array", "items": inner(of[0])}
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         values = {} if of[1] is object else {"additionalProperties": inner(of[1])}
         return {"type": "object", **values}
     if hint in _TYPES:
@@ -168,9 +183,11 @@ def _tree(module: str) -> ast.Module:
 
 
 def _texts(module: str, name: str) -> Mapping[str, str]:
-    """The docstring behind each field of a class."""
-    kind = next(n for n in _tree(module).body if isinstance(n, ast.ClassDef) and n.name == name)
-    return {
+    """The docstring behind each field of a class, and of its bases in the same module."""
+    classes = {each.name: each for each in _tree(module).body if isinstance(each, ast.ClassDef)}
+    kind = classes[name]
+    bases = [each.id for each in kind.bases if isinstance(each, ast.Name) and each.id in classes]
+    return {key: text for base in bases for key, text in _texts(module, base).items()} | {
         field.target.id: _text(str(text.value.value))
         for field, text in pairwise(kind.body)
         if isinstance(field, ast.AnnAssign)

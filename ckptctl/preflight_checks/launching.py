@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from typing import TypedDict
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
@@ -36,6 +37,20 @@ _MOST_PROCESSES = 4096
 _TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
 # They are about the process that was typed, and not about those on other nodes.
 _NOT_HANDED_ON = ("CKPTCTL_JSON", "CKPTCTL_QUIET", "CKPTCTL_REPORT", "CKPTCTL_LAUNCHER")
+
+
+class _Probed(TypedDict, total=False):
+    written: Written
+    """What this process wrote for the probe."""
+    compared: Compared
+    """What this process read of the probe that it was given."""
+
+
+class NodeDocument(_Probed):
+    """What one process on a node prints."""
+
+    roots: tuple[NodeFacts, ...]
+    """What this process found in each root, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

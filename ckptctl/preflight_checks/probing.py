@@ -19,6 +19,7 @@ from functools import partial
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, Outcome
 from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.local import LocalStore
@@ -33,13 +34,18 @@ _WRONG_CONTENT = 11  # as for damaged steps: page someone, and trust nothing fro
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one process wrote; `token` is `ID/N`, of a probe that wrote N files."""
+    """What one process wrote for a probe."""
 
     host: str
+    """The name of the machine."""
     token: str
-    seconds: float
+    """`ID/N`, of a probe that wrote N files."""
+    seconds: NonNegative
+    """How long that took."""
     error: str | None = None
+    """Why it could not be done; null where it could."""
     error_code: int = 0
+    """The exit code of that error; 0 without one."""
 
     @property
     def folder(self) -> str:
@@ -60,14 +66,20 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What one process read back: `wrong` says in words what differs from what was written."""
+    """What one process read back of a probe."""
 
     host: str
+    """The name of the machine."""
     n_bytes: int
-    seconds: float
+    """Bytes that were read."""
+    seconds: NonNegative
+    """How long that took."""
     wrong: tuple[str, ...] = ()
+    """What differs from what was written, in words."""
     error: str | None = None
+    """Why it could not be done; null where it could."""
     error_code: int = 0
+    """The exit code of that error; 0 without one."""
 
 
 class StorageProbe:

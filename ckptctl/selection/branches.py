@@ -11,21 +11,14 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.own.files import (
-    list_in,
-    object_in,
-    optional_count_in,
-    read_back,
-    same_names,
-    text_in,
-    with_digest,
-)
+from ckptctl.formats.own.documents import BranchDocument, LeftBehind
+from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
@@ -39,8 +32,6 @@ MAX_READ = 1_000
 """So many records are read, the newest; of older ones the name counts."""
 
 _SCHEMA = "ckptctl.branch/1"
-_FIELDS = ("schema", "attempt", "step", "at", "loaded", "left")
-_FIELDS_LEFT = ("url", "number", "metadata")
 _MAX_BYTES = 8 << 20
 _MAX_OBJECTS = 50_000
 _START = "start"
@@ -109,8 +100,7 @@ def put_resume(
 ) -> None:
     """Record a resume in the root that the job saves to. Cost: one write."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    document = {
-        "schema": _SCHEMA,
+    document: BranchDocument = {
         "attempt": attempt,
         "step": step,
         "at": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
@@ -122,10 +112,11 @@ def put_resume(
                 "metadata": metadata_digest(one.digests),
             }
             for one in left
+            if one.number is not None
         ],
     }
     name = f"{attempt}.from-{_START if step is None else step}.json"
-    store.put(f"{BRANCHES_FOLDER}/{name}", with_digest(document), replace=True)
+    store.put(f"{BRANCHES_FOLDER}/{name}", as_stored(_SCHEMA, document), replace=True)
 
 
 def read_resumes(store: Store) -> tuple[Resume, ...]:
@@ -161,28 +152,21 @@ def _read(store: Store, path: str) -> bytes | None:
 
 def _parsed(named: Resume, data: bytes) -> Resume:
     try:
-        fields, _ = read_back(data, _SCHEMA, _FIELDS, max_objects=_MAX_OBJECTS)
-        loaded = fields["loaded"]
-        left = [_left(object_in(one, "left")) for one in list_in(fields["left"], "left")]
-        return replace(
-            named,
-            at_s=_seconds(text_in(fields["at"], "at")) or named.at_s,
-            loaded=None if loaded is None else text_in(loaded, "loaded"),
-            left=frozenset(left),
-        )
+        fields = read_back(data, _SCHEMA, BranchDocument, max_objects=_MAX_OBJECTS)
     except OwnFileUnreadable:
         return named
+    return replace(
+        named,
+        at_s=_seconds(fields["at"]) or named.at_s,
+        loaded=fields["loaded"],
+        left=frozenset(_left(each) for each in fields["left"]),
+    )
 
 
-def _left(fields: Mapping[str, object]) -> Left:
-    same_names(fields, _FIELDS_LEFT, "left")
-    number = optional_count_in(fields["number"], "left.number")
-    if number is None:
-        raise OwnFileUnreadable("a save in left has no number")
-    if fields["metadata"] is None:
-        return Left(text_in(fields["url"], "left.url"), number, None)
+def _left(save: LeftBehind) -> Left:
     # The same save counts wherever a copy of it lies.
-    return Left("", number, text_in(fields["metadata"], "left.metadata"))
+    url = save["url"] if save["metadata"] is None else ""
+    return Left(url, save["number"], save["metadata"])
 
 
 def _seconds(text: str, form: str = "%Y-%m-%dT%H:%M:%S.%fZ") -> float | None:

@@ -20,13 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFound, UsageError
-from ckptctl.formats.own.files import read_back, text_in, time_now, with_digest
+from ckptctl.formats.own.documents import FenceDocument
+from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
 from ckptctl.storage.contract import Kind, Store, TooLarge
 from ckptctl.storage.opening import absolute_url, join_url
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
 _MAX_NUMBER = 9_999_999_999  # the digits of a token, and of `step_N.attempt-M`
+_SCHEMA = "ckptctl.fence/1"
 _MAX_BYTES = 64 << 10
 
 
@@ -73,8 +75,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
                 "once no job writes to the root",
                 next_command=f"ckptctl scan {shlex.quote(store.url)}",
             )
-        fields: dict[str, object] = {
-            "schema": "ckptctl.fence/1",
+        fields: FenceDocument = {
             "number": number,
             "attempt": attempt,
             "at": time_now(),
@@ -82,7 +83,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
             "pid": os.getpid(),
         }
         try:
-            store.put(f"{FENCE_FOLDER}/{number:010}.json", with_digest(fields))
+            store.put(f"{FENCE_FOLDER}/{number:010}.json", as_stored(_SCHEMA, fields))
         except AlreadyExists:
             continue
         token = Token(number, attempt)
@@ -143,11 +144,8 @@ def _attempt_of(store: Store, number: int) -> str:
 
 def _read_attempt(store: Store, number: int) -> str | None:
     path = f"{FENCE_FOLDER}/{number:010}.json"
-    names = ("schema", "number", "attempt", "at", "host", "pid")
     try:
-        fields, _ = read_back(
-            store.read(path, limit=_MAX_BYTES), "ckptctl.fence/1", names, max_objects=8
-        )
-        return text_in(fields["attempt"], "attempt")
+        data = store.read(path, limit=_MAX_BYTES)
+        return read_back(data, _SCHEMA, FenceDocument, max_objects=8)["attempt"]
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return None

@@ -18,14 +18,8 @@ from ckptctl import __version__
 from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import (
-    Fields,
-    flag_in,
-    optional_count_in,
-    read_back,
-    time_now,
-    with_digest,
-)
+from ckptctl.formats.own.documents import RootDocument
+from ckptctl.formats.own.files import Fields, as_stored, read_back, time_now
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.in_flight import in_flight
@@ -36,8 +30,6 @@ ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
 _SCHEMA = "ckptctl.root/1"
-_FIELDS = ("schema", "tool", "created_at")
-_LATER_FIELDS = ("began_empty", "usable_step")
 _MAX_SENTINEL = 64 << 10
 _MAX_LEDGER = 16 << 20
 _MAX_LINE = 1 << 20
@@ -91,7 +83,7 @@ def put_sentinel(store: Store) -> None:
         if _sentinel(store) is not None:
             return
     with suppress(AlreadyExists):
-        store.put(ROOT_FILE, with_digest(_new(began_empty=not list_root(store).steps)))
+        store.put(ROOT_FILE, as_stored(_SCHEMA, _new(began_empty=not list_root(store).steps)))
 
 
 def record_usable(store: Store, step: int) -> None:
@@ -105,19 +97,18 @@ def record_usable(store: Store, step: int) -> None:
         fields = None
     if fields is None or fields.get("usable_step") is None:
         fields = {**(fields or _new(began_empty=False)), "usable_step": step}
-        store.put(ROOT_FILE, with_digest(fields), replace=True)
+        store.put(ROOT_FILE, as_stored(_SCHEMA, fields), replace=True)
 
 
-def _new(*, began_empty: bool) -> Fields:
+def _new(*, began_empty: bool) -> RootDocument:
     return {
-        "schema": _SCHEMA,
         "tool": f"ckptctl {__version__}",
         "created_at": time_now(),
         "began_empty": began_empty,
     }
 
 
-def _sentinel(store: Store) -> Fields | None:
+def _sentinel(store: Store) -> RootDocument | None:
     """The fields of the sentinel, None without one. Raises `OwnFileUnreadable`, `StorageError`."""
     try:
         data = store.read(ROOT_FILE, limit=_MAX_SENTINEL)
@@ -125,10 +116,7 @@ def _sentinel(store: Store) -> Fields | None:
         return None
     except TooLarge as error:
         raise OwnFileUnreadable(f"it is larger than {_MAX_SENTINEL:,} bytes") from error
-    fields, _ = read_back(data, _SCHEMA, _FIELDS, optional=_LATER_FIELDS, max_objects=4)
-    flag_in(fields.get("began_empty", False), "began_empty")
-    optional_count_in(fields.get("usable_step"), "usable_step")
-    return fields
+    return read_back(data, _SCHEMA, RootDocument, max_objects=4)
 
 
 def read_history(store: Store) -> History:

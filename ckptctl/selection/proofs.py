@@ -17,7 +17,8 @@ from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own
-from ckptctl.formats.own.files import canonical, read_back, time_now, with_digest
+from ckptctl.formats.own.documents import ProofDocument
+from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
@@ -29,7 +30,6 @@ PROOF = f"{OWN_FOLDER}/proof.json"
 
 SCHEMA = "ckptctl.proof/1"
 
-_FIELDS = ("schema", "tool", "at", "number", "metadata", "files")
 _MAX_BYTES = 64 << 10
 
 
@@ -52,7 +52,7 @@ def is_proven(store: Store, looked: Inspection) -> bool:
 
 def write_proof(store: Store, looked: Inspection) -> None:
     """Leave a note that all bytes of the step have been compared. Cost: one write."""
-    store.put(f"{looked.step.name}/{PROOF}", with_digest(_fields(looked)), replace=True)
+    store.put(f"{looked.step.name}/{PROOF}", as_stored(SCHEMA, _fields(looked)), replace=True)
 
 
 def _as_sealed(seal: Seal, step: Step) -> bool:
@@ -72,14 +72,15 @@ def _noted(store: Store, looked: Inspection) -> bool:
         return False
     try:
         data = store.read(f"{looked.step.name}/{PROOF}", limit=_MAX_BYTES)
-        fields, _ = read_back(data, SCHEMA, _FIELDS, max_objects=8)
+        noted = read_back(data, SCHEMA, ProofDocument, max_objects=8)
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return False
     now = _fields(looked)
-    return all(fields[name] == now[name] for name in ("number", "metadata", "files"))
+    was = (noted["number"], noted["metadata"], noted["files"])
+    return was == (now["number"], now["metadata"], now["files"])
 
 
-def _fields(looked: Inspection) -> dict[str, object]:
+def _fields(looked: Inspection) -> ProofDocument:
     report = looked.report
     files = {
         file.path: [file.size, written_ms(file)]
@@ -87,7 +88,6 @@ def _fields(looked: Inspection) -> dict[str, object]:
         if not is_own(file.path)
     }
     return {
-        "schema": SCHEMA,
         "tool": f"ckptctl {__version__}",
         "at": time_now(),
         "number": report.number,

@@ -1,4 +1,4 @@
-"""The documents of --json, against the schemas that the package ships."""
+"""The documents of --json, against the schemas that `explain` prints."""
 
 import math
 

@@ -2,9 +2,9 @@
 
 Seals and marks are JSON documents in one form: a schema, a closed set of
 fields, and the digest of the document itself. Here they become bytes and are
-read back strictly: cut short, with a field too many, twice or not at all, or
-with one bit changed, they are refused. What the fields mean is the question of
-`seals` and `marks`.
+read back strictly: truncated, with a field too many, twice or not at all, of
+another type, or with one bit changed, they are refused. `documents` lists the
+fields; `seals` and `marks` give them meaning.
 
 The digest shows damage. Whoever can write the file can make it anew; only a
 seal with a key withstands that.
@@ -15,7 +15,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, decode_json
@@ -44,26 +47,28 @@ def digest_of(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(canonical(fields)).hexdigest()
 
 
-def with_digest(fields: Mapping[str, object]) -> bytes:
-    """The document as it is stored: with its own digest in it, and a line end."""
+def as_stored(schema: str, fields: Mapping[str, object]) -> bytes:
+    """The document as it is stored: with its schema, its own digest, and a line end."""
+    fields = {**fields, "schema": schema}
     return canonical({**fields, "digest": digest_of(fields)}) + b"\n"
 
 
-def read_back(
-    data: bytes,
-    schema: str,
-    fields: Collection[str],
-    *,
-    optional: Collection[str] = (),
-    beside: Collection[str] = (),
-    max_objects: int,
+Kind = TypeVar("Kind")
+
+
+def read_back(data: bytes, schema: str, kind: type[Kind], *, max_objects: int) -> Kind:
+    """The fields of a stored document; see `opened` and `typed`."""
+    return typed(kind, opened(data, schema, max_objects=max_objects)[0])
+
+
+def opened(
+    data: bytes, schema: str, *, beside: Collection[str] = (), max_objects: int
 ) -> tuple[Fields, Fields]:
     """The fields of a stored document, and those `beside` them that the digest does not cover.
 
-    `schema` is `NAME/1`; `fields` are the names that must be there, `optional` those that
-    may be, and no others; `beside` are optional, too. `max_objects` bounds the lists and
-    objects in the document before any is made. Raises `OwnFileUnsupported` for another version,
-    `OwnFileUnreadable` for anything else that is wrong.
+    `schema` is `NAME/1`. `max_objects` bounds the lists and objects in the document before
+    any is made. Raises `OwnFileUnsupported` for another version, `OwnFileUnreadable` for
+    anything else that is wrong.
     """
     # Counted inside strings too: a name with a thousand braces is no name of ours.
     if data.count(b"{") + data.count(b"[") > max_objects:
@@ -72,9 +77,9 @@ def read_back(
     _check_schema(document, schema)
     found_beside = {name: document.pop(name) for name in beside if name in document}
     digest = document.pop("digest", None)
-    same_names(document, {*fields, *(set(optional) & document.keys())}, "it")
     if digest != digest_of(document):
         raise OwnFileUnreadable("it does not match its own digest: it was changed or damaged")
+    del document["schema"]
     return document, found_beside
 
 
@@ -101,73 +106,116 @@ def _check_schema(document: Fields, schema: str) -> None:
     raise OwnFileUnreadable(f"it does not say that it is {schema}")
 
 
-def same_names(document: Mapping[str, object], fields: Collection[str], what: str) -> None:
-    """Raise `OwnFileUnreadable` unless the document has exactly these fields."""
-    missing = sorted(set(fields) - document.keys())
-    unknown = sorted(document.keys() - set(fields))
-    if missing:
-        raise OwnFileUnreadable(f"{what} lacks the field {missing[0]!r}")
-    if unknown:
-        raise OwnFileUnreadable(f"{what} has the unknown field {unknown[0][:64]!r}")
+def typed(kind: type[Kind], fields: Fields) -> Kind:
+    """The fields as a `TypedDict`, none missing and none more.
+
+    Raises `OwnFileUnreadable`, with the place of the first that does not fit.
+    """
+    try:
+        check = _check_of(cast(Any, kind))
+        return cast(Kind, check(fields))
+    except _Misfit as misfit:
+        raise OwnFileUnreadable(f"{misfit.where.lstrip('.') or 'it'} {misfit.what}") from None
 
 
-# One value each, or `OwnFileUnreadable`.
+class _Misfit(Exception):
+    """A value is not of its type; `where` is extended on the way out."""
+
+    def __init__(self, what: str, where: str = "") -> None:
+        self.what = what
+        self.where = where
 
 
-def object_in(value: object, what: str) -> Fields:
-    """An object."""
-    if not isinstance(value, dict):
-        raise _wrong(what, "an object")
-    return value
+_Check = Callable[[Any], object]
 
 
-def list_in(value: object, what: str) -> list[object]:
-    """A list."""
-    if not isinstance(value, list):
-        raise _wrong(what, "a list")
-    return value
+@cache
+def _check_of(hint: Any, /) -> _Check:
+    """The check of a type: it returns the value, or raises `_Misfit`."""
+    origin, of = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _constrained(_check_of(of[0]), dict(of[1:]))
+    if origin is list:
+        return partial(_check_list, _check_of(of[0]))
+    if origin is dict:
+        return partial(_check_values, _check_of(of[1]))
+    if of:  # `X | None`
+        inner = _check_of(of[0])
+        return lambda value: None if value is None else inner(value)
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    hints = get_type_hints(hint, include_extras=True)
+    checks = {name: _check_of(each) for name, each in hints.items()}
+    return partial(_check_fields, checks, hint.__required_keys__)
 
 
-def text_in(value: object, what: str) -> str:
-    """A string of bounded length."""
+def _check_text(value: object) -> object:
     if not isinstance(value, str) or len(value) > MAX_STRING:
-        raise _wrong(what, f"a string of at most {MAX_STRING:,} characters")
+        raise _Misfit(f"is not a string of at most {MAX_STRING:,} characters")
     return value
 
 
-def texts_in(value: object, what: str) -> tuple[str, ...]:
-    """A list of strings."""
-    return tuple(text_in(item, what) for item in list_in(value, what))
-
-
-def count_in(value: object, what: str) -> int:
-    """An integer from 0 on that fits 63 bits."""
+def _check_count(value: object) -> object:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise _wrong(what, "an integer from 0 on")
+        raise _Misfit("is not an integer from 0 on")
     return value
 
 
-def optional_count_in(value: object, what: str) -> int | None:
-    """The same, or null."""
-    return None if value is None else count_in(value, what)
-
-
-def flag_in(value: object, what: str) -> bool:
-    """True or false."""
+def _check_flag(value: object) -> object:
     if not isinstance(value, bool):
-        raise _wrong(what, "true or false")
+        raise _Misfit("is not true or false")
     return value
 
 
-def hex_in(value: object, what: str, n_digits: int) -> str:
-    """A digest: so many hexadecimal digits, in small letters."""
-    if not isinstance(value, str) or len(value) != n_digits or not set(value) <= _HEX:
-        raise _wrong(what, f"{n_digits} hexadecimal digits")
+_SIMPLE: Mapping[object, _Check] = {str: _check_text, int: _check_count, bool: _check_flag}
+
+
+def _constrained(check: _Check, constraints: Mapping[str, Any]) -> _Check:
+    """A check of a pattern or a minimum as well; who reads a document checks the others."""
+    pattern, minimum = constraints.get("pattern"), constraints.get("minimum")
+    fits = re.compile(pattern).fullmatch if pattern else None
+
+    def constrained(value: Any) -> object:
+        check(value)
+        if fits and not fits(value):
+            raise _Misfit(f"is not hexadecimal digits: {pattern}")
+        if minimum is not None and value < minimum:
+            raise _Misfit(f"is not an integer from {minimum} on")
+        return value
+
+    return constrained
+
+
+def _check_list(check: _Check, value: object) -> object:
+    if not isinstance(value, list):
+        raise _Misfit("is not a list")
+    n_checked = 0
+    try:
+        for each in value:
+            check(each)
+            n_checked += 1
+    except _Misfit as misfit:
+        raise _Misfit(misfit.what, f"[{n_checked}]{misfit.where}") from None
     return value
 
 
-_HEX = frozenset("0123456789abcdef")
+def _check_values(check: _Check, value: object) -> object:
+    if not isinstance(value, dict):
+        raise _Misfit("is not an object")
+    return _check_fields(dict.fromkeys(value, check), frozenset(), value)
 
 
-def _wrong(what: str, expected: str) -> OwnFileUnreadable:
-    return OwnFileUnreadable(f"{what} is not {expected}")
+def _check_fields(checks: Mapping[str, _Check], required: frozenset[str], value: object) -> object:
+    if not isinstance(value, dict):
+        raise _Misfit("is not an object")
+    for name in sorted(required - value.keys()):
+        raise _Misfit(f"lacks the field {name!r}")
+    for name in sorted(value.keys() - checks.keys()):
+        raise _Misfit(f"has the unknown field {name[:64]!r}")
+    name = ""
+    try:
+        for name, each in value.items():
+            checks[name](each)
+    except _Misfit as misfit:
+        raise _Misfit(misfit.what, f".{name[:64]}{misfit.where}") from None
+    return value

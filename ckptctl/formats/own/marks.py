@@ -17,18 +17,8 @@ from enum import Enum
 
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
-from ckptctl.formats.own.files import (
-    Fields,
-    canonical,
-    hex_in,
-    object_in,
-    optional_count_in,
-    read_back,
-    same_names,
-    text_in,
-    texts_in,
-    with_digest,
-)
+from ckptctl.formats.own.documents import MarkDocument
+from ckptctl.formats.own.files import as_stored, canonical, read_back
 from ckptctl.model import Time
 
 MARKS_FOLDER = f"{OWN_FOLDER}/marks"
@@ -39,7 +29,6 @@ SCHEMA = "ckptctl.mark/1"
 MAX_MARK_BYTES = 256 << 10
 
 _MAX_OBJECTS = 64
-_SHA256_DIGITS = 64
 
 
 class MarkKind(str, Enum):
@@ -117,53 +106,42 @@ def metadata_digest(digests: Sequence[tuple[str, str]]) -> str | None:
 
 def mark_bytes(mark: Mark) -> bytes:
     """The mark as it is stored, one line."""
-    return with_digest(
-        {
-            "schema": SCHEMA,
-            "id": mark.id,
-            "word": mark.word.value,
-            "by": mark.by,
-            "at": mark.at,
-            "reason": mark.reason,
-            "evidence": list(mark.evidence),
-            "lifts": list(mark.lifts),
-            "step": {"url": mark.url, "number": mark.number, "metadata": mark.metadata},
-        }
-    )
+    fields: MarkDocument = {
+        "id": mark.id,
+        "word": mark.word.value,
+        "by": mark.by,
+        "at": mark.at,
+        "reason": mark.reason,
+        "evidence": list(mark.evidence),
+        "lifts": list(mark.lifts),
+        "step": {"url": mark.url, "number": mark.number, "metadata": mark.metadata},
+    }
+    return as_stored(SCHEMA, fields)
 
 
 def parse_mark(data: bytes) -> Mark:
     """The mark that a file or a line holds; raises `OwnFileUnreadable`."""
-    fields, _ = read_back(data, SCHEMA, _MARK_FIELDS, max_objects=_MAX_OBJECTS)
-    step = object_in(fields["step"], "step")
-    same_names(step, _STEP_FIELDS, "its step")
+    fields = read_back(data, SCHEMA, MarkDocument, max_objects=_MAX_OBJECTS)
+    step = fields["step"]
     return Mark(
-        id=text_in(fields["id"], "id"),
-        word=_word(fields),
-        by=text_in(fields["by"], "by"),
-        at=text_in(fields["at"], "at"),
-        reason=text_in(fields["reason"], "reason"),
-        url=text_in(step["url"], "step.url"),
-        number=optional_count_in(step["number"], "step.number"),
-        metadata=(
-            None
-            if step["metadata"] is None
-            else hex_in(step["metadata"], "step.metadata", _SHA256_DIGITS)
-        ),
-        evidence=texts_in(fields["evidence"], "evidence"),
-        lifts=texts_in(fields["lifts"], "lifts"),
+        id=fields["id"],
+        word=_word(fields["word"]),
+        by=fields["by"],
+        at=fields["at"],
+        reason=fields["reason"],
+        url=step["url"],
+        number=step["number"],
+        metadata=step["metadata"],
+        evidence=tuple(fields["evidence"]),
+        lifts=tuple(fields["lifts"]),
     )
 
 
-_MARK_FIELDS = ("schema", "id", "word", "by", "at", "reason", "evidence", "lifts", "step")
-_STEP_FIELDS = ("url", "number", "metadata")
-
-
-def _word(fields: Fields) -> MarkKind:
+def _word(word: str) -> MarkKind:
     try:
-        return MarkKind(fields["word"])
+        return MarkKind(word)
     except ValueError:
-        raise OwnFileUnreadable(f"{str(fields['word'])[:64]!r} is no word of a mark") from None
+        raise OwnFileUnreadable(f"{word[:64]!r} is no word of a mark") from None
 
 
 def standing(marks: Iterable[Mark]) -> tuple[Mark, ...]:
