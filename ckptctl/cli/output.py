@@ -37,15 +37,15 @@ class Color(str, Enum):
     NEVER = "never"
 
 
-# Of the 256 colours those that can be read on a white and on a black background;
-# where there are 16, each becomes the nearest of them. Glyphs and words say the same.
-_STYLES: Mapping[Style, str] = {
-    "good": "color(28)",
-    "warn": "color(166)",
-    "bad": "bold color(160)",
-    "strong": "bold",
-    "name": "bold",
-    "command": "bold color(32)",
+# Select Graphic Rendition: of 256 colours those that can be read on a white and on a black
+# background, and the nearest of 16. Glyphs and words say the same.
+_STYLES: Mapping[Style, tuple[str, str]] = {
+    "good": ("38;5;28", "32"),
+    "warn": ("38;5;166", "33"),
+    "bad": ("1;38;5;160", "1;31"),
+    "strong": ("1", "1"),
+    "name": ("1", "1"),
+    "command": ("1;38;5;32", "1;36"),
 }
 
 
@@ -120,8 +120,6 @@ class Output:
         self._aside = False
         self._report_file = report_file
         self._complete = complete
-        # Colour is worth an import, but not in front of a training job.
-        color = Color.NEVER if self.command == "pick" else color
         self.out = Channel.on(sys.stdout, color, must_arrive=True)
         self.err = Channel.on(sys.stderr, color, must_arrive=False)
         self._progress: Progress | None = None
@@ -290,13 +288,9 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _colored(a_line: Line) -> str:
-    from rich.color import ColorSystem
-    from rich.style import Style as RichStyle
-
-    many = "256" in os.environ.get("TERM", "") or os.environ.get("COLORTERM")
-    system = ColorSystem.EIGHT_BIT if many else ColorSystem.STANDARD
+    few = "256" not in os.environ.get("TERM", "") and not os.environ.get("COLORTERM")
     return "".join(
-        RichStyle.parse(_STYLES[style]).render(text, color_system=system) if style else text
+        f"\x1b[{_STYLES[style][few]}m{text}\x1b[0m" if style else text
         for text, style in a_line.spans
     )
 

@@ -98,7 +98,7 @@ def test_torch_stays_in_its_floors_and_numpy_out_of_the_package(path):
     roots = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()))}
     assert "numpy" not in roots or own == "train"
     assert "torch" not in roots or own in TORCH_ALLOWED
-    assert "rich" not in roots or own == "cli"
+    assert "rich" not in roots
     assert "click" not in roots
 
 
