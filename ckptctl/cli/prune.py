@@ -6,9 +6,16 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import LevelOpt, MarksOpt, PatternOpt, RootArg, option
+from ckptctl.cli.options import (
+    LevelOpt,
+    MarksOpt,
+    PatternOpt,
+    RequireOpt,
+    RootArg,
+    option,
+)
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of
+from ckptctl.cli.values import level_of, parse_kinds
 from ckptctl.cli.views.prune import prune_lines
 from ckptctl.options import StorageOptions
 
@@ -34,6 +41,15 @@ def prune(
         option("--unsealed", help="Let steps without a seal count as good ones too."),
     ] = False,
     level: LevelOpt = None,
+    require: RequireOpt = None,
+    other_root: Annotated[
+        list[str] | None,
+        option(
+            "--other-root",
+            metavar="ROOT",
+            help="Another root of the run: its marks and records count; nothing is removed there.",
+        ),
+    ] = None,
     marks: MarksOpt = None,
     pattern: PatternOpt = None,
     *,
@@ -53,6 +69,8 @@ def prune(
         apply=apply,
         unsealed=unsealed,
         level=level_of(level),
+        require=parse_kinds(require),
+        other_roots=tuple(other_root or ()),
         marks=marks,
         pattern=pattern,
         on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),

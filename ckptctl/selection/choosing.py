@@ -133,10 +133,12 @@ def take_one_of(
     look: Inspect,
     policy: PickPolicy,
     choice: Choice,
+    beside: Sequence[Candidate] = (),
 ) -> bool:
     """Whether one of the copies of a step may be resumed from: it is `choice.chosen` then.
 
-    `older` are the steps that it is compared with. `choice` holds what was passed over
+    `older` are the steps that it is compared with, `beside` copies of it that are not to be
+    taken and whose marks count. `choice` holds what was passed over
     before, and gets what is passed over here. `pick` stops at the first step for which
     this is true; retention goes on until it has counted enough of them.
     """
@@ -147,7 +149,7 @@ def take_one_of(
         if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
             choice.no_steps.append(candidate)
             continue
-        others = [one for one in copies if one.tier != candidate.tier]
+        others = [one for one in (*copies, *beside) if one.tier != candidate.tier]
         reason = why_not(report, older, look, policy, others)
         if reason is None:
             choice.chosen, choice.exit_code = report, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,9 +37,8 @@ from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import OnLooked, PruneDecision, Retained, Rules, retain
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import CachingInspector
-from ckptctl.selection.tiers import Tier
+from ckptctl.selection.tiers import open_tiers, roots_in
 from ckptctl.storage.contract import Store, Upload
-from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,6 +82,7 @@ def prune(
     apply: bool = False,
     unsealed: bool = False,
     level: Level | str | None = None,
+    other_roots: Sequence[str] = (),
     on_looked: OnLooked | None = None,
     on_bytes: OnBytes | None = None,
     requirements: Requirements = Requirements(),
@@ -96,8 +97,10 @@ def prune(
     stay, those with a mark that cannot be read, and the one that the newest attempt resumed
     from; damaged ones are left to a person. A step that is not as it was looked at stays.
 
-    `on_looked` is told how many steps have been looked at, `on_bytes` how much of one has been
-    read. Each field of the two options objects is a keyword of this function, too.
+    `other_roots` are further roots of the run: what `pick` over all of them would refuse does
+    not count. Nothing is removed in them, and each must answer. `on_looked` is told how many
+    steps have been looked at, `on_bytes` how much of one has been read. Each field of the two
+    options objects is a keyword of this function, too.
 
     A step that cannot be removed is reported in its fate, and the others go. Raises
     `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
@@ -112,17 +115,20 @@ def prune(
     marks_before = read_marks_file(marks) if marks is not None else None
     policy = PickPolicy(level=known_level(level))
     compiled = compile_pattern(requirements.pattern)
-    with open_store(root, storage) as store:
-        listing, trees = list_all(store, compiled)
+    with ExitStack() as stack:
+        roots = roots_in((root, *other_roots))
+        tier, *others = open_tiers(stack, roots, lambda store: list_all(store, compiled), storage)
+        store, listing = tier.store, tier.listing
         check_has_steps(store, listing, compiled)
         protected = _resumed_from(store, listing.steps)
         uploads = abandoned_uploads(store, compiled)
         rules = Rules(keep, requirements, policy, unsealed=unsealed, protected=protected)
         retained = retain(
-            Tier(store, listing, trees=trees),
+            tier,
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
             remove=partial(_remove, store, marks_before) if apply else None,
+            others=others,
             on_looked=on_looked,
         )
         if retained.failures and not any(one.goes for one in retained.fates):
@@ -131,6 +137,8 @@ def prune(
     options = [
         *(["--unsealed"] if unsealed else []),
         *(["--level", policy.level.value] if policy.level is not None else []),
+        *(["--require", ",".join(requirements.require)] if requirements.require else []),
+        *(word for url in other_roots for word in ("--other-root", url)),
         *(["--marks", marks] if marks is not None else []),
         *(["--pattern", requirements.pattern] if requirements.pattern is not None else []),
     ]

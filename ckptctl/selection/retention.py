@@ -111,22 +111,24 @@ def retain(
     *,
     prove: Prove,
     remove: Remove | None,
+    others: Sequence[Tier] = (),
     memory: dict[str, Inspection] | None = None,
     on_looked: OnLooked | None = None,
 ) -> Retained:
     """Decide on every step of a root, and with `remove` remove what goes.
 
-    `memory` holds what was seen of whole steps the last time, and gets what is
-    seen now: a step whose files are the same is not read again. Where a step that counts
-    has changed since it was looked at, nothing more goes. What cannot be removed is
-    reported, and the others go.
+    `others` are further roots of the run: what `pick` over all of them would refuse does not
+    count, and nothing is removed there. `memory` holds what was seen of whole steps the
+    last time, and gets what is seen now: a step whose files are the same is not read again.
+    Where a step that counts has changed since it was looked at, nothing more goes. What
+    cannot be removed is reported, and the others go.
 
     Raises `StorageError` where the root, or what was moved aside, cannot be listed: nothing
     has gone then. Cost: a look at level `listing`
     at each step, several at once; the look of `pick` at those that may count; what `prove`
     reads; before each removal a listing of each step that counts.
     """
-    decision = _Decision(tier, rules, memory, on_looked)
+    decision = _Decision(tier, others, rules, memory, on_looked)
     decision.count(prove)
     if len(decision.counted) == rules.keep:
         decision.remove_older(remove)
@@ -139,6 +141,7 @@ class _Decision:
     def __init__(
         self,
         tier: Tier,
+        others: Sequence[Tier],
         rules: Rules,
         memory: dict[str, Inspection] | None,
         on_looked: OnLooked | None,
@@ -146,8 +149,11 @@ class _Decision:
         self._store = tier.store
         self._rules = rules
         self._tier = tier
-        self._looker = CachingInspector([tier], rules.requirements, rules.policy.level)
-        self._order = in_order(candidates_of([tier]), rules.policy)
+        tiers = [tier, *others]
+        self._looker = CachingInspector(tiers, rules.requirements, rules.policy.level)
+        self._compared = in_order(candidates_of(tiers), rules.policy)
+        self._order = [candidate for candidate in self._compared if candidate.tier == 0]
+        self._alone = not others
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
         self._fates: dict[str, PruneDecision] = {}
@@ -186,6 +192,8 @@ class _Decision:
     @property
     def _is_all_that_pick_sees(self) -> bool:
         level = self._rules.policy.level
+        if not self._alone:  # the records of other roots may rule a step out
+            return False
         return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
 
     def _inspect(self, candidate: Candidate) -> Inspection:
@@ -211,12 +219,14 @@ class _Decision:
     def count(self, prove: Prove) -> None:
         """Find the newest steps that count, as `pick` finds the newest that it takes."""
         choice = Choice()
-        for copies, older in by_number(self._order):
+        for copies, older in by_number(self._compared):
             if len(self.counted) == self._rules.keep:
                 return
-            for copy in copies:
+            beside = [copy for copy in copies if copy.tier != 0]
+            for copy in (copy for copy in copies if copy.tier == 0):
                 name = copy.named.name
-                reason = self._cannot_count(name, choice) or self._taken(copy, older, choice, prove)
+                taken = partial(self._taken, copy, older, beside, choice, prove)
+                reason = self._cannot_count(name, choice) or taken()
                 if reason is None:
                     break
                 self._fates[name] = self._fate(name, f"{reason}: does not count")
@@ -236,7 +246,12 @@ class _Decision:
         return None
 
     def _taken(
-        self, copy: Candidate, older: Sequence[Candidate], choice: Choice, prove: Prove
+        self,
+        copy: Candidate,
+        older: Sequence[Candidate],
+        beside: Sequence[Candidate],
+        choice: Choice,
+        prove: Prove,
     ) -> str | None:
         """Count a step that `pick` would take and whose bytes are proven; else why it does not."""
         consulted: list[Candidate] = []
@@ -246,7 +261,7 @@ class _Decision:
             return self._looker(candidate, at_least)
 
         n_before = len(choice.passed_over)
-        if not take_one_of([copy], older, asked, self._rules.policy, choice):
+        if not take_one_of([copy], older, asked, self._rules.policy, choice, beside):
             over = choice.passed_over[n_before:]
             # `pick` goes on to say which of its options would take the step.
             reason = over[0].reason.partition(": a resume from here")[0] if over else ""
@@ -360,9 +375,9 @@ class _Decision:
         """What a step that counts is compared with once `gone` are gone."""
         older = (
             candidate
-            for candidate in self._order
+            for candidate in self._compared
             if candidate.named.number < one.candidate.named.number
-            and candidate.named.name not in gone
+            and (candidate.tier != 0 or candidate.named.name not in gone)
         )
         return list(islice(older, MAX_PREDECESSORS))
 

@@ -314,6 +314,11 @@ class Checkpointer:
                 looking.requirements,
                 looking.policy,
                 self._job.tell,
+                [
+                    (store, url in looking.roots.optional)
+                    for url, store in self._job.stores.items()
+                    if store is not self._job.store
+                ],
             )
         protected = {step: "it was saved just now"}
         if attempt.resumed_from is not None:

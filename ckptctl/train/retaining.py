@@ -9,18 +9,19 @@ interrupted save, which the next one removes. What may go is decided in
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.errors import CkptctlError
+from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements
+from ckptctl.selection.branches import read_resumes
 from ckptctl.selection.choosing import Candidate
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import Rules, retain
-from ckptctl.selection.roots import list_all
+from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
@@ -35,7 +36,8 @@ class Retention:
     """Keeps the newest `keep` steps of a root that `token` holds.
 
     `requirements` and `policy` are those of a resume, so that only what a resume would take
-    counts. What was seen of a step is remembered: as long as its files are the same, a
+    counts. `others` are the further roots of the run, each with whether it is optional.
+    What was seen of a step is remembered: as long as its files are the same, a
     later save lists it and reads nothing of it.
     """
 
@@ -47,6 +49,7 @@ class Retention:
         requirements: Requirements,
         policy: PickPolicy,
         tell: Tell,
+        others: Sequence[tuple[Store, bool]],
     ) -> None:
         self._store = store
         self._token = token
@@ -54,6 +57,7 @@ class Retention:
         self._requirements = requirements
         self._policy = replace(policy, level=Level.LISTING)
         self._tell = tell
+        self._others = others
         self._memory: dict[str, Inspection] = {}
         self._thread: threading.Thread | None = None
 
@@ -79,6 +83,7 @@ class Retention:
                 rules,
                 prove=_not_now,
                 remove=self._remove,
+                others=[tier for other in self._others for tier in _listed(*other)],
                 memory=self._memory,
             ).failures
         except CkptctlError as error:
@@ -90,6 +95,17 @@ class Retention:
     def _remove(self, looked: Inspection) -> bool:
         check_token(self._store, self._token)
         return remove_step(self._store, looked.step.name, seen=looked.step.files)
+
+
+def _listed(store: Store, optional: bool) -> Iterator[Tier]:
+    """A further root, unless it is optional and absent or does not answer."""
+    try:
+        listing = list_root(store)
+        if listing.exists:
+            yield Tier(store, listing, optional, resumes=read_resumes(store))
+    except StorageError:
+        if not optional:
+            raise
 
 
 def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:

@@ -24,12 +24,14 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level
-from ckptctl.errors import AccessDenied, PathEscape, UsageError
+from ckptctl.errors import AccessDenied, PathEscape, StorageUnavailable, UsageError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.selection import pruning
+from ckptctl.selection import pruning, tiers
+from ckptctl.selection.branches import put_resume
 from ckptctl.selection.proofs import write_proof
 from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
 
 pytestmark = pytest.mark.torch
 
@@ -254,7 +256,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
 ):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
-    real = pruning.open_store
+    real = tiers.open_store
 
     def with_a_fault(*args: object, **options: object) -> FaultyStore:
         store = FaultyStore(real(*args, **options))
@@ -262,7 +264,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
         store.fail("remove", denied, path="step_100/.metadata")
         return store
 
-    monkeypatch.setattr(pruning, "open_store", with_a_fault)
+    monkeypatch.setattr(tiers, "open_store", with_a_fault)
     found = prune(root)
     assert [one.number for one in found.fates if one.goes] == [300, 200]
     assert found.exit_code == AccessDenied.exit_code
@@ -290,7 +292,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
 ):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
-    real = pruning.open_store
+    real = tiers.open_store
 
     def with_a_fault(*args: object, **options: object) -> FaultyStore:
         store = FaultyStore(real(*args, **options))
@@ -298,7 +300,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
             store.fail("list_tree", AccessDenied("not allowed"), path=step)
         return store
 
-    monkeypatch.setattr(pruning, "open_store", with_a_fault)
+    monkeypatch.setattr(tiers, "open_store", with_a_fault)
     prune(root)
     whole = {path.parent.name for path in root.glob("step_*/.metadata")}
     assert whole == left
@@ -331,6 +333,61 @@ def test_a_record_of_an_attempt_that_is_nested_without_end_names_no_step(
     attempts.mkdir(parents=True)
     (attempts / "1.resume.json").write_text("[" * 100_000)
     assert ckptctl.prune(str(root), 1).exit_code == 0
+
+
+def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(
+    templates: Path, root: Path, tmp_path: Path
+):
+    other = tmp_path / "other"
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    put_step(templates, other, 300)
+    ckptctl.mark(f"{other}@300", "rejected", reason="the loss diverges")
+    assert ckptctl.pick(str(root), str(other)).step == 200
+    plan = ckptctl.prune(str(root), 1, other_roots=[str(other)])
+    assert plan.next_command == f"ckptctl prune {root} --keep 1 --other-root {other} --apply"
+    found = prune(root, other_roots=[str(other)])
+    assert there(root) == {"step_200", "step_300"}
+    assert "rejected in" in found.fates[0].reason
+    assert ckptctl.pick(str(root), str(other)).step == 200
+    assert there(other) == {"step_300"}
+
+
+def test_a_step_that_another_root_has_gone_on_without_does_not_count(
+    templates: Path, root: Path, tmp_path: Path
+):
+    """The other root recorded a resume from step 100; this root was not there to be marked."""
+    other = tmp_path / "other"
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    put_step(templates, other, 100)
+    with open_store(str(other)) as store:
+        left = ckptctl.scan(str(root)).reports[:2]
+        put_resume(store, "20991122T031011.000000Z-0123abcd", 100, (), left)
+    assert ckptctl.pick(str(root), str(other)).step == 100
+    found = prune(root, other_roots=[str(other)])
+    assert "step_100" in there(root)
+    assert [one.counts for one in found.fates] == [False, False, True]
+
+
+def test_another_root_that_does_not_exist_stops_before_anything_goes(templates: Path, root: Path):
+    for number in (100, 200):
+        put_step(templates, root, number)
+    with pytest.raises(StorageUnavailable, match="does not exist"):
+        prune(root, other_roots=[str(root.parent / "gone")])
+    assert there(root) == {"step_100", "step_200"}
+
+
+def test_a_step_that_lacks_what_is_required_does_not_count(templates: Path, root: Path):
+    put_step(templates, root, 100)
+    for number in (200, 300):
+        put_step(templates, root, number, "no-scheduler")
+    assert taken(root) == 300
+    assert taken(root, require=["scheduler"]) == 100
+    plan = ckptctl.prune(str(root), 1, require=["scheduler"])
+    assert not any(one.goes for one in plan.fates)
+    assert taken(root, require=["scheduler"]) == 100
+    assert [one.number for one in ckptctl.prune(str(root), 1).fates if one.goes] == [200, 100]
 
 
 def resumed(root: Path, attempt: str, step: int, *, ledger: bool = True) -> Path:

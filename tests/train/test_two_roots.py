@@ -294,3 +294,22 @@ def test_run_writes_the_sentinel_into_every_mandatory_root(tmp_path):
         done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert all((root / ".ckptctl" / "root.json").exists() for root in roots)
+
+
+def test_what_is_rejected_in_another_root_does_not_count_as_kept(first, tmp_path):
+    second = tmp_path / "second"
+    shutil.copytree(f"{first}/step_3", second / "step_3")
+    job = Job([first, str(second)], keep=2)
+    job.resume()
+    job.train(7, 12)
+    job.ckpt._retention.wait()
+    shutil.copytree(f"{first}/step_12", second / "step_12")
+    ckptctl.mark(str(second / "step_12"), "rejected", reason="the loss diverges")
+    job.train(13, 15)
+    job.ckpt._retention.wait()
+    job.die()
+    assert {path.name for path in Path(first).glob("step_*")} == {
+        *("step_6", "step_9", "step_12", "step_15")  # it resumed from step 6
+    }
+    ckptctl.mark(f"{first}/step_15", "rejected", reason="the loss diverges")
+    assert taken(first, str(second)) == f"{first}/step_9"
