@@ -420,4 +420,6 @@ def _next_commands(
             shlex.join(["ckptctl", "reject", report.path, "--reason", reason]),
             shlex.join(["ckptctl", "pick", report.root]),
         )
+    if verdict is LossVerdict.NO_JUMP:
+        return ("ckptctl loss --canary",)  # a replay is the proof that the log does not hold
     return (f"ckptctl explain {verdict.value if deciding is None else deciding.code}",)

@@ -188,6 +188,7 @@ def follow_loss(
     splitter = Splitter(around=resume_point.step if resume_point is not None else None)
     deadline = None if follow.max_wait_s is None else time.monotonic() + follow.max_wait_s
     may_divide: bool | None = None
+    n_at_start = 0
     report: LossReport | None = None
     while True:
         n_new = 0
@@ -203,13 +204,22 @@ def follow_loss(
         if n_new or report is None:
             parts = splitter.split()
             if may_divide is None:
-                may_divide = _may_divide(parts, resume_point)
+                may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
             report = check_split(parts, options, logs=logs, may_divide=may_divide)
         yield report
-        if over or (report.worst is not None and _is_enough(report.worst, follow)):
+        # Rows that one log for all attempts held at the start can be those of an attempt before
+        # the claimed one, whose first step is another.
+        is_live = len(logs) > 1 or report.n_rows > n_at_start or not _is_of_another_step(report)
+        enough = report.worst is not None and is_live and _is_enough(report.worst, follow)
+        if over or enough:
             return
         left_s = follow.poll_s if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(follow.poll_s, left_s)))
+
+
+def _is_of_another_step(report: LossReport) -> bool:
+    worst = report.worst
+    return worst is not None and any(each.code == "loss.step" for each in worst.findings)
 
 
 def _is_enough(assessment: Assessment, follow: FollowOptions) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
+from ckptctl.formats.frameworks.layouts import counts_training_steps
 from ckptctl.model import ExitCode, Level, TrainState, WorldSize
 
 if TYPE_CHECKING:
@@ -201,6 +202,17 @@ class Contents:
     """The findings, worst first."""
     next_command: str | None
     """The command to run next; null where there is nothing to do."""
+
+    @property
+    def train_step(self) -> int | None:
+        """The training step of the train state, which the number in the name need not be.
+
+        The number stands for it where the train state does not hold one and the layout
+        counts training steps; None where only a count of saves or epochs is known.
+        """
+        if self.state.step.value is not None:
+            return self.state.step.value
+        return self.number if counts_training_steps(self.layout) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,14 @@ def test_show_lists_what_is_in_a_step(ckptctl, sound_root):
 
 
 @pytest.mark.parametrize(
+    ("value", "expected"), [("train-step", "30\n"), ("world-size", "2\n"), ("tokens", "7680\n")]
+)
+def test_show_prints_one_value_for_a_script(ckptctl, sound_root, value, expected):
+    done = ckptctl("show", f"{sound_root}@auto", "--print", value)
+    assert (done.returncode, done.stdout) == (0, expected)
+
+
+@pytest.mark.parametrize(
     ("arguments", "exit_code"),
     [
         (["scan", "run"], 0),

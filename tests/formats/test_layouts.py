@@ -3,7 +3,7 @@
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks import layout_tables, layouts
 from ckptctl.formats.frameworks.layouts import compile_pattern, pointed_step, step_name
 from ckptctl.model import FileInfo, PartFormat
 
@@ -41,6 +41,31 @@ def test_a_step_is_known_by_the_name_its_framework_gives_it(name, number, layout
     named = step_name(name)
     assert named is not None
     assert (named.number, named.layout, named.unfinished) == (number, layout, False)
+
+
+# What the number in the names of each layout counts.
+COUNTED = {
+    "torchtitan": "steps",
+    "dcp": "steps",
+    "olmo-core": "steps",
+    "megatron": "steps",
+    "automodel": "steps",
+    "lightning": "steps",
+    "nemo": "steps",
+    "transformers": "steps",
+    "accelerate": "saves",
+    "deepspeed": "steps",
+    "verl": "steps",
+    "composer": "steps",
+    "torchtune": "epochs",
+}
+
+
+def test_every_layout_is_known_by_what_its_number_counts():
+    layouts_with_names = {layout for layout, _ in layout_tables.STEP_NAMES}
+    assert set(COUNTED) == layouts_with_names
+    for layout, counted in COUNTED.items():
+        assert layouts.counts_training_steps(layout) is (counted == "steps"), layout
 
 
 def test_of_lightning_s_versions_the_highest_comes_first():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
-from made_losses import DIED, SAVED, resumed, times
+from made_losses import DIED, SAVED, resumed, rows, times
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_rows
@@ -108,6 +108,17 @@ def test_a_log_that_is_rotated_while_it_is_followed_loses_nothing(tmp_path):
     assert next(reports).worst is None
     os.rename(log, tmp_path / "train.jsonl.1")
     log.write_text("".join(map(line, after)))
+    *_, last = reports
+    assert last.verdict.value == "continuous"
+
+
+def test_an_older_attempt_in_the_log_is_not_taken_for_the_one_that_is_awaited(tmp_path):
+    log = tmp_path / "train.jsonl"
+    log.write_text("".join(map(line, [*rows(1, 150), *rows(101, DIED)])))
+    reports = follow_loss([str(log)], NamedCheckpoint(SAVED), follow=FollowOptions(60, poll_s=0.01))
+    assert next(reports).verdict.value == "discontinuous"  # as far as the log goes, and not final
+    with log.open("a") as file:
+        file.writelines(map(line, rows(SAVED + 1, 260)))
     *_, last = reports
     assert last.verdict.value == "continuous"
 

@@ -70,7 +70,7 @@ def test_half_the_speed_without_a_look_at_the_nodes_stops(
         {"step": n, "loss": 3 - n / 1000, "tokens_per_second": 1000 + n % 3} for n in range(1, 213)
     ]
     rows += [
-        {"step": n, "loss": 3 - n / 1000, "tokens_per_second": speed + n % 3}
+        {"step": n, "loss": 3 - n / 1000, "tokens_per_second": speed + (n + 1) % 3}
         for n in range(201, 260)
     ]
     log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

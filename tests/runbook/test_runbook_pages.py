@@ -90,9 +90,9 @@ def broken(old: str, new: str) -> Runbook:
             "Verify, block 'verify': $DEPTH is no input, and no block sets it",
         ),
         (
-            "| 0 | | Resume | the step is whole |",
-            "| 0 | | next | the step is whole |",
-            "Verify, block 'verify': it is the last of its state, so `next` leads nowhere",
+            "| 0 | | Resume | so many ranks saved the step, if it is known |",
+            "| 0 | | next | so many ranks saved the step, if it is known |",
+            "Verify, block 'saved-ranks': it is the last of its state, so `next` leads nowhere",
         ),
         (
             "| `ROOT` | the checkpoint root: the folder or prefix that holds the steps | required",

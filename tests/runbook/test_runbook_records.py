@@ -63,11 +63,13 @@ def before_resume(step: Path | str) -> tuple[dict, ...]:
         ended("Classify", "hardware", "Locate", **not_run),
         ended("Locate", "scan", "next"),
         ended("Locate", "preflight", "next", says=[str(step)]),
-        ended("Locate", "number", "next", says=["500"]),
         ended("Locate", "recomputed", "Nodes", **not_run),
         ended("Nodes", "nodes", "Capacity"),
         ended("Capacity", "capacity", "Verify"),
-        ended("Verify", "verify", "Resume"),
+        ended("Verify", "verify", "next"),
+        ended("Verify", "train-step", "next", says=["500"]),
+        ended("Verify", "tokens", "next"),
+        ended("Verify", "saved-ranks", "Resume", says=["4"]),
     )
 
 

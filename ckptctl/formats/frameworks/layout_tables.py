@@ -34,6 +34,12 @@ STEP_NAMES = (
     ("dcp", rf"(?:ckpt|checkpoint[-_]step|ckpt[-_]step|model[-_]step)[-_]?{_N}"),
 )
 
+COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {"accelerate": "saves", "torchtune": "epochs"}
+"""The layouts whose number is not the training step, and what it counts.
+
+Source: accelerate 1.15 `accelerator.py` (`save_iteration`); torchtune names a folder by its epoch.
+"""
+
 BARE_NUMBER = _N
 
 LIGHTNING_VERSION = r".*-v([1-9][0-9]{0,8})(?:\.ckpt)?"

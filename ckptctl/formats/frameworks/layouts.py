@@ -52,6 +52,11 @@ class StepName:
     attempt: int = 0
 
 
+def counts_training_steps(layout: str) -> bool:
+    """Whether the number in a step's name is the training step, and not a count of saves."""
+    return layout not in tables.COUNTS_OF_OTHER_THINGS
+
+
 def name_of_attempt(name: str, attempt: int) -> str:
     """The name of a step where every attempt writes under names of its own."""
     return f"{name}.attempt-{attempt}"
