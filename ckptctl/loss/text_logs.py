@@ -15,7 +15,12 @@ from typing import Protocol
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
-from ckptctl.loss.formats.multi_line import BLOCK_FORMATS, BlockReader, HfConsoleReader
+from ckptctl.loss.formats.multi_line import (
+    BLOCK_FORMATS,
+    BlockReader,
+    HfConsoleReader,
+    KerasReader,
+)
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.line_splitter import LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row
@@ -74,6 +79,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         HfConsoleReader,
         averages=True,
     ),
+    TextFormat(KerasReader.name, (KerasReader.hint, KerasReader.epoch_hint), KerasReader),
     *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
     *(
         TextFormat(
@@ -158,6 +164,7 @@ class TextLog:
         self._readers: dict[tuple[str, int | None], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
+        self._resumed: int | None = None
         self._hints: tuple[bytes, ...] = ()
         self._incomplete: set[tuple[str, int | None]] = set()
         if len(self._candidates) == 1:
@@ -223,6 +230,10 @@ class TextLog:
             yield from self._rows(text, number)
             return
         yield from self._ended()
+        self._resumed = marker.step
+        for reader in self._readers.values():
+            if isinstance(reader, LineReader):
+                reader.resume(marker.step)
         if self._undecided:
             self._undecided.append((None, rank, marker))
         else:
@@ -257,6 +268,8 @@ class TextLog:
                     yield from self._ended()
                     self._readers.clear()
                 reader = self._readers[key] = form.reader(self._keys)
+                if isinstance(reader, LineReader):
+                    reader.resume(self._resumed)
             for row in reader.read(text, position):
                 yield from self._found(form, rank, row)
             if reader.open:

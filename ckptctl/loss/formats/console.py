@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, clock_in, parse_step
-from ckptctl.loss.rows import LogPosition, Row
+from ckptctl.loss.rows import LogPosition, Number, Row
 
 _MAX_WRAPS = 8
 
@@ -107,10 +107,11 @@ LINE_FORMATS = (
     LineFormat(
         "levanter",
         "Progress on:train",
-        # `12.3kit` stands for a hundred steps; such a row cannot be compared.
-        r"\bProgress on:train\s+(?P<step>\d+)(?:\.0)?it/",
+        # Above 1,000 steps three digits are printed: the last row of `12.3kit` stands for it.
+        r"\bProgress on:train\s+(?P<step>\d{1,12}(?:\.\d{1,2})?[kM]?)it/",
         r"(loss)=([^\s,]+)",
         tail=r"postfix:",
+        redrawn=True,
     ),
     LineFormat(
         "torchtune",
@@ -167,6 +168,15 @@ LINE_FORMATS = (
         tail=r"samples/sec:\s*\S+",
     ),
     LineFormat(
+        "mindformers",
+        "step:[",
+        r"\bEpoch:\[ *(?P<epoch>\d{1,9})/ *\d{1,9}\], "
+        r"step:\[ *(?P<step>\d{1,12})/ *(?P<per>\d{1,12})\]",
+        r"([A-Za-z]\w*): ?\[? *([^\s,\]/]+)",
+        keys={"step_time_s": "per_step_time", "grad_norm": "global_norm"},
+        rounds=True,
+    ),
+    LineFormat(
         "rwkv",
         "-",
         r"^(?P<step>\d+) (?P<loss>\S+) \S+ (?P<lr>\d\S*) \d{4}-\d\d-\d\d \d\d:",
@@ -187,8 +197,21 @@ LINE_FORMATS = (
         "progress-bar",
         "oss=",
         # tqdm with a postfix, as in Lightning: a step is printed repeatedly, the last counts.
-        r"\| *(?P<step>\d+)/(?P<per>\d+) \[[\d:]+<(?=[^\]]*?(?:\b|_)loss)",
+        r"(?:\bEpoch (?P<epoch>\d{1,9}):[^|]{0,20}\|[^|]{0,400})?"
+        r"\| *(?P<step>\d{1,12})/(?P<per>\d{1,12}|\?) \[[\d:]{1,20}<(?=[^\]]{0,2000}?(?:\b|_)loss)",
         r"([A-Za-z][\w/]*)=([^\s,\]]+)",
+        trimmed=True,
+        fallback=True,
+        rounds=True,
+        redrawn=True,
+    ),
+    LineFormat(
+        "rich-bar",
+        "\u2022",
+        # Lightning's RichProgressBar, on a terminal.
+        r"\bEpoch (?P<epoch>\d{1,9})/-?\d{1,9} +[\u2500-\u257f ]{1,400} "
+        r"(?P<step>\d{1,12})/(?P<per>\d{1,12}|--|\?) [-\d:]{1,20} \u2022",
+        r"([A-Za-z][\w/]*): (\S+)",
         trimmed=True,
         fallback=True,
         rounds=True,
@@ -205,6 +228,17 @@ LINE_FORMATS = (
         r"(?P<step>\d[\d,]*)(?!\.?\d)(?:\s?/\s?(?P<per>\d+))?(?=\D.*?(?:\b|_)loss)",
         r"(?i)((?:(?:train\w*|val\w*|eval\w*|test) )?[a-z][\w/]*(?: norm| rate)?)[ :=]{1,3}"
         r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
+        rounds=True,
+        fallback=True,
+    ),
+    LineFormat(
+        "bracketed",
+        "oss",
+        # `[5/1000] loss=2.34`, and torchvision's `Epoch: [0][ 10/5005] ... Loss 6.9 (7.0)`.
+        r"(?i)^(?!.{0,200}\b(?:val|valid|validation|eval|evaluation|test)\b)"
+        r"[^\[]{0,200}(?:\[(?P<epoch>\d{1,9})\] ?)?"
+        r"\[ *(?P<step>\d{1,12}) ?/ ?(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\](?=.{0,1000}\bloss\b)",
+        r"([A-Za-z][\w/]*)(?: ?[=:] {0,4}| {1,4}|\t)([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
         rounds=True,
         fallback=True,
     ),
@@ -244,6 +278,8 @@ class LineReader:
         self._n_wraps = 0
         self._rounds = Rounds()
         self._drawn: Row | None = None
+        self._n_drawn = 0
+        self._last_loss: Number | None = None
 
     @property
     def open(self) -> bool:
@@ -272,8 +308,14 @@ class LineReader:
         if held is not None:
             yield from self._row(*held)
         drawn, self._drawn = self._drawn, None
-        if drawn is not None:
+        # A bar is drawn first with the loss of the step before, where a process may have ended.
+        is_stale = self._n_drawn == 1 and drawn is not None and drawn.loss == self._last_loss
+        if drawn is not None and not is_stale:
             yield drawn
+
+    def resume(self, step: int | None) -> None:
+        """Take note that the log announced a resume after `step`."""
+        self._rounds.resume(step)
 
     def _wrapped(self, text: str) -> Iterator[Row]:
         if self._held is None or self._tail is None:
@@ -307,7 +349,9 @@ class LineReader:
             yield row
             return
         drawn, self._drawn = self._drawn, row
+        self._n_drawn += 1
         if drawn is not None and drawn.step != row.step:
+            self._n_drawn, self._last_loss = 1, drawn.loss
             yield drawn
 
     def _step(self, groups: Mapping[str, str | None]) -> int | None:
@@ -318,15 +362,20 @@ class LineReader:
         step = parse_step(groups["step"] or "")
         if step is None or not self.format.rounds:
             return step
-        per, epoch = groups.get("per"), groups.get("epoch")
-        return self._rounds.step(step, int(per) if per else None, int(epoch) if epoch else None)
+        if step == 0 and self.format.redrawn:
+            return None  # a bar of which no step is done has the loss of the bar before
+        per, epoch = groups.get("per") or "", groups.get("epoch")
+        return self._rounds.step(
+            step, int(per) if per.isdecimal() else None, int(epoch) if epoch else None
+        )
 
 
 class Rounds:
     """Numbers the steps of the run where a log starts them again in each round.
 
     A round is an epoch, or a progress bar from its beginning to its end. Every step must be
-    passed in, in the order of the log. The round in which a log begins is unknown.
+    passed in, in the order of the log. The round in which a log begins is unknown, unless a
+    line announced the step of the run after which it resumed.
     """
 
     def __init__(self) -> None:
@@ -334,6 +383,12 @@ class Rounds:
         self._epoch: int | None = None
         self._last = 0
         self._per: int | None = None
+        self._longest = 0
+        self._resumed: int | None = None
+
+    def resume(self, step: int | None) -> None:
+        """Take note that the next step follows `step` of the run."""
+        self._resumed = step
 
     def step(self, step: int, per: int | None, epoch: int | None) -> int:
         """The step of the run; `per` is the number of steps in a round, where it is known.
@@ -342,15 +397,33 @@ class Rounds:
         `epoch`, a round ends with its last step; a process that restarted continues the
         round in which it ended.
         """
-        if self._begins(step, per, epoch):
+        resumed, self._resumed = self._resumed, None
+        # The last round of a run can be cut short.
+        self._longest = max(self._longest, per or 0)
+        if resumed is not None and (before := self._steps_before(resumed, step)) is not None:
+            self._before = {known: n for known, n in self._before.items() if known is not None}
+            self._before[epoch] = before
+        elif self._begins(step, per, epoch):
             self._before[epoch] = self._before[self._epoch] + (self._per or self._last)
         before = self._before.setdefault(epoch, self._before.get(self._epoch, 0))
         self._epoch, self._last, self._per = epoch, step, per
         return before + step
 
+    def _steps_before(self, resumed: int, step: int) -> int | None:
+        """The steps of the run before the round in which a process resumes after `resumed`.
+
+        None where the steps are not those that the checkpoint counts: a batch, where
+        several make one update of the weights.
+        """
+        before = resumed - resumed % self._longest if self._longest else resumed + 1 - step
+        return before if before >= 0 and before + step > resumed else None
+
     def _begins(self, step: int, per: int | None, epoch: int | None) -> bool:
         if step > self._last or self._epoch not in self._before:
             return False
+        if epoch is not None and self._epoch is None:
+            # The bar of the first epoch after a resume does not name it.
+            return self._per is None and epoch not in self._before
         if epoch is None or self._epoch is None:
             return epoch is None and self._last == per and step < self._last
         return epoch > self._epoch and epoch not in self._before

@@ -2,6 +2,7 @@
 
 `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
 Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
+Keras prints the epoch, then a bar of its batches.
 """
 
 from __future__ import annotations
@@ -84,6 +85,53 @@ class BlockReader:
         row = self._maker.row(pairs, position, step=step, at=self._at)
         if row is not None:
             yield row
+
+
+_KERAS_EPOCH = re.compile(r"\s*Epoch (\d{1,9})/\d{1,9}\s*$")
+_KERAS_BAR = re.compile(r"\s*(\d{1,12})/(\d{1,12}) [^/]{1,200}?(\d{1,9}(?:us|ms|s))/step - ")
+_KERAS_PAIR = re.compile(r"([A-Za-z]\w*): ([^\s\x08]+)")
+
+
+class KerasReader:
+    """Reads the bars of `Model.fit`: a heading names the epoch, and a bar its batches.
+
+    The loss is the mean since the epoch began. A bar is drawn repeatedly, and its last
+    drawing counts; with `verbose=2` there is one for each epoch.
+    """
+
+    name = "keras"
+    hint = "/step - "
+    epoch_hint = "Epoch "
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        self._maker = RowMaker(keys)
+        self._epoch: int | None = None
+        self._drawn: Row | None = None
+
+    open = False
+
+    def read(self, text: str, position: LogPosition) -> Iterator[Row]:
+        """The row of the batch before the one of this line."""
+        heading = _KERAS_EPOCH.match(text)
+        if heading is not None:
+            yield from self.end()
+            self._epoch = int(heading[1])
+        bar = _KERAS_BAR.match(text)
+        if bar is None or self._epoch is None:
+            return
+        batch, per = int(bar[1]), int(bar[2])
+        pairs = [*_KERAS_PAIR.findall(text, bar.end()), ("step_time_s", bar[3])]
+        step = (self._epoch - 1) * per + batch
+        row = self._maker.row([*pairs, ("interval", bar[1])], position, step=step)
+        if self._drawn is not None and self._drawn.step != step:
+            yield self._drawn
+        self._drawn = row
+
+    def end(self) -> Iterator[Row]:
+        """The last row."""
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            yield drawn
 
 
 _DICTIONARY = re.compile(r"\{[^{}]*'loss': [^{}]*\}")

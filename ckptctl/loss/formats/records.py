@@ -178,7 +178,7 @@ class TableReader:
 
     def read(self, text: str, position: LogPosition) -> Iterator[Row]:
         """The rows that this line completes."""
-        if self._header(text) or not self._names:
+        if self._header(text, position.file) or not self._names:
             return
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
@@ -190,8 +190,13 @@ class TableReader:
         """The last row."""
         yield from self._merger.end()
 
-    def _header(self, text: str) -> bool:
+    def _header(self, text: str, file: str) -> bool:
         # A job that resumes into the same file writes the header again.
+        if text.strip() == _TENSORBOARD_EXPORT:
+            tag = _TAG.search(file)
+            named = "loss" if tag is None or not self._maker.knows(tag[1]) else tag[1]
+            self._names, self._delimiter = ("wall_time", "step", named), ","
+            return True
         if not _STEP_WORD.search(text) and not self._maker.own:
             return False
         for delimiter in _DELIMITERS:
@@ -205,6 +210,9 @@ class TableReader:
         return False
 
 
+# TensorBoard's download of one tag; the name of the file holds the tag.
+_TENSORBOARD_EXPORT = "Wall time,Step,Value"
+_TAG = re.compile(r"-tag-([^/]{1,200})\.csv")
 _STEP_WORD = re.compile(r"(?i)step|iter")
 
 

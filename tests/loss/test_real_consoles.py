@@ -1,0 +1,120 @@
+"""Logs as programs printed them: `tests/loss/data` holds what a real training job wrote.
+
+The jobs of Lightning 2.6 train 23 steps in epochs of 10, and resume from step 15, in the
+middle of an epoch. That of Keras 3.15 trains three epochs of 9 batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.loss.checking import check_loss
+from ckptctl.loss.reading import read_logs
+from ckptctl.loss.rows import Marker, Row
+
+DATA = Path(__file__).parent / "data"
+
+
+def read(*names: str) -> list[Row | Marker]:
+    return list(read_logs([str(DATA / name) for name in names]))
+
+
+def steps(items: list[Row | Marker]) -> list[int]:
+    return [each.step for each in items if isinstance(each, Row)]
+
+
+def test_the_bar_of_lightning_is_read_step_by_step():
+    items = read("lightning-2.6-tqdm-1.log")
+    assert steps(items) == list(range(1, 24))
+    assert [row.loss.value for row in items][:3] == [5.98, 3.15, 1.38]
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_the_bar_after_a_resume_inside_an_epoch_goes_on_from_the_step_that_was_restored(bar):
+    marker, *rows = read(f"lightning-2.6-{bar}-2.log")
+    assert isinstance(marker, Marker)
+    assert marker.step == 15
+    # The bar begins at batch 6 of an epoch that it does not name, and has no total.
+    assert steps(rows)[0] == 16
+    assert steps(rows)[-1] == 36
+    assert steps(rows) == sorted(set(steps(rows)))
+    if bar == "tqdm":
+        assert steps(rows) == list(range(16, 37))
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_a_resume_of_lightning_is_compared_over_the_steps_that_were_trained_again(bar):
+    names = [str(DATA / f"lightning-2.6-{bar}-{number}.log") for number in (1, 2)]
+    report = check_loss(names)
+    (assessment,) = report.assessments
+    assert assessment.resume.first_step == 16
+    # The loader of this job starts its epoch again, which Lightning warns of.
+    assert report.verdict.value == "inconclusive"
+    assert "other batches" in report.message or "different batches" in report.message
+
+
+def test_one_log_of_both_processes_of_lightning_reads_the_same(tmp_path):
+    parts = [DATA / f"lightning-2.6-tqdm-{number}.log" for number in (1, 2)]
+    both = tmp_path / "train.log"
+    both.write_bytes(b"".join(part.read_bytes() for part in parts))
+    assert steps(list(read_logs([str(both)]))) == [*range(1, 24), *range(16, 37)]
+
+
+def test_the_last_bar_of_a_process_that_died_is_left_out_where_it_has_the_loss_before_it(tmp_path):
+    bars = (DATA / "lightning-2.6-tqdm-1.log").read_bytes().split(b"\r")
+    at = next(i for i, bar in enumerate(bars) if b" 5/10 " in bar)
+    log = tmp_path / "train.log"
+    log.write_bytes(b"\r".join(bars[: at + 1]) + b"\n")
+    assert steps(list(read_logs([str(log)]))) == [1, 2, 3, 4]
+
+
+def test_the_bars_of_keras_are_numbered_over_the_epochs():
+    rows = read("keras-3.15.log")
+    assert steps(rows) == sorted(set(steps(rows)))
+    assert (steps(rows)[0], steps(rows)[-1]) == (1, 27)
+    assert {9: 18.1897, 18: 17.4277, 27: 16.694}.items() <= {
+        row.step: row.loss.value for row in rows
+    }.items()
+
+
+@pytest.mark.parametrize("name", ["run-.-tag-train_loss.csv", "export.csv"])
+def test_a_download_of_tensorboard_is_a_table_of_one_metric(tmp_path, name):
+    log = tmp_path / name
+    log.write_text("Wall time,Step,Value\n1700000000.5,1,2.5\n1700000001.5,2,2.25\n")
+    rows = list(read_logs([str(log)]))
+    assert [(row.step, row.loss.value, row.at) for row in rows] == [
+        (1, 2.5, 1700000000.5),
+        (2, 2.25, 1700000001.5),
+    ]
+
+
+def test_abbreviated_steps_of_levanter_stand_for_the_last_row_of_each(tmp_path):
+    log = tmp_path / "train.log"
+    shown = [("999", 1.5), ("12.3k", 1.4), ("12.3k", 1.3), ("12.4k", 1.2)]
+    log.write_text(
+        "".join(
+            f"Progress on:train {step}it/70.0kit rate:76.8s/it remaining:1:05 elapsed:31:40 "
+            f"postfix:loss={loss}\n"
+            for step, loss in shown
+        )
+    )
+    rows = list(read_logs([str(log)]))
+    assert [(row.step, row.loss.value) for row in rows] == [(999, 1.5), (12300, 1.3), (12400, 1.2)]
+
+
+def test_the_epochs_of_torchvision_go_on(tmp_path):
+    log = tmp_path / "train.log"
+    line = "Epoch: [{epoch}][{batch:4d}/40]\tTime  0.512 ( 0.612)\tLoss {loss:.4e} (6.9e+00)\n"
+    done = [(epoch, batch) for epoch in range(3) for batch in range(10, 41, 10)]
+    log.write_text(
+        "".join(
+            line.format(epoch=e, batch=b, loss=7 - e - b / 100)
+            + f"Test: [{b:4d}/40]\tTime 0.1 (0.1)\tLoss 9.9e+00 (9.9e+00)\n"
+            for e, b in done
+        )
+    )
+    rows = list(read_logs([str(log)]))
+    assert [row.step for row in rows] == [40 * e + b for e, b in done]
+    assert max(row.loss.value for row in rows) < 7
