@@ -34,6 +34,7 @@ def test_the_flow_of_rb_7_is_that_of_its_tables():
         "Resume",
         "WatchLoss",
         "Confirm",
+        "Suspect",
         "Throughput",
         "Cadence",
         "Jump",
