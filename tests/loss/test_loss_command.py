@@ -97,7 +97,7 @@ def test_the_resume_report_gives_the_resume_point_and_the_next_commands(tmp_path
     path = log(times(1.012))
     done = run_ckptctl("loss", path, "--resume-report", tmp_path / "run", "--json")
     document = validated(done.stdout)
-    assert document["assessments"][0]["resume_point"] == {
+    assert document["assessments"][0]["resume"]["resume_point"] == {
         "step": SAVED,
         "source": "report",
         "tokens": None,
@@ -229,12 +229,13 @@ def test_a_numbered_resume_keeps_the_step_that_the_report_names(tmp_path):
     root = reported(tmp_path / "run", SAVED)
     done = run_ckptctl("loss", path, "--resume", "2", "--resume-report", root, "--json")
     (assessment,) = validated(done.stdout)["assessments"]
-    assert (assessment["number"], assessment["resume_point"]["step"]) == (2, SAVED)
-    assert assessment["resume_point"]["tokens"] == SAVED * TOKENS
+    resume = assessment["resume"]
+    assert (resume["number"], resume["resume_point"]["step"]) == (2, SAVED)
+    assert resume["resume_point"]["tokens"] == SAVED * TOKENS
     # The report of the newest resume says nothing of the one before it.
     done = run_ckptctl("loss", path, "--resume", "1", "--resume-report", root, "--json")
     (assessment,) = validated(done.stdout)["assessments"]
-    assert (assessment["number"], assessment["resume_point"]) == (1, None)
+    assert (assessment["resume"]["number"], assessment["resume"]["resume_point"]) == (1, None)
 
 
 @pytest.mark.parametrize("loaded", [150, 207], ids=["older", "newer"])
@@ -246,7 +247,7 @@ def test_a_job_that_loaded_another_step_than_was_named_is_discontinuous(tmp_path
     document = validated(done.stdout)
     assert done.returncode == 30
     assert document["assessments"][0]["findings"][0]["code"] == "loss.step"
-    assert document["assessments"][0]["where"]["file"] == str(new)
+    assert document["assessments"][0]["resume"]["position"]["file"] == str(new)
 
 
 @pytest.mark.parametrize("what", ["tokens", "samples"])
