@@ -26,14 +26,14 @@ def steps(items: list[Row | Marker]) -> list[int]:
 
 
 def test_the_bar_of_lightning_is_read_step_by_step():
-    items = read("lightning-2.6-tqdm-1.log")
+    items = read("lightning-2.6-tqdm-1.txt")
     assert steps(items) == list(range(1, 24))
     assert [row.loss.value for row in items][:3] == [5.98, 3.15, 1.38]
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_the_bar_after_a_resume_inside_an_epoch_goes_on_from_the_step_that_was_restored(bar):
-    marker, *rows = read(f"lightning-2.6-{bar}-2.log")
+    marker, *rows = read(f"lightning-2.6-{bar}-2.txt")
     assert isinstance(marker, Marker)
     assert marker.step == 15
     # The bar begins at batch 6 of an epoch that it does not name, and has no total.
@@ -46,7 +46,7 @@ def test_the_bar_after_a_resume_inside_an_epoch_goes_on_from_the_step_that_was_r
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_a_resume_of_lightning_is_compared_over_the_steps_that_were_trained_again(bar):
-    names = [str(DATA / f"lightning-2.6-{bar}-{number}.log") for number in (1, 2)]
+    names = [str(DATA / f"lightning-2.6-{bar}-{number}.txt") for number in (1, 2)]
     report = check_loss(names)
     (assessment,) = report.assessments
     assert assessment.resume.first_step == 16
@@ -56,14 +56,14 @@ def test_a_resume_of_lightning_is_compared_over_the_steps_that_were_trained_agai
 
 
 def test_one_log_of_both_processes_of_lightning_reads_the_same(tmp_path):
-    parts = [DATA / f"lightning-2.6-tqdm-{number}.log" for number in (1, 2)]
+    parts = [DATA / f"lightning-2.6-tqdm-{number}.txt" for number in (1, 2)]
     both = tmp_path / "train.log"
     both.write_bytes(b"".join(part.read_bytes() for part in parts))
     assert steps(list(read_logs([str(both)]))) == [*range(1, 24), *range(16, 37)]
 
 
 def test_the_last_bar_of_a_process_that_died_is_left_out_where_it_has_the_loss_before_it(tmp_path):
-    bars = (DATA / "lightning-2.6-tqdm-1.log").read_bytes().split(b"\r")
+    bars = (DATA / "lightning-2.6-tqdm-1.txt").read_bytes().split(b"\r")
     at = next(i for i, bar in enumerate(bars) if b" 5/10 " in bar)
     log = tmp_path / "train.log"
     log.write_bytes(b"\r".join(bars[: at + 1]) + b"\n")
@@ -71,7 +71,7 @@ def test_the_last_bar_of_a_process_that_died_is_left_out_where_it_has_the_loss_b
 
 
 def test_the_bars_of_keras_are_numbered_over_the_epochs():
-    rows = read("keras-3.15.log")
+    rows = read("keras-3.15.txt")
     assert steps(rows) == sorted(set(steps(rows)))
     assert (steps(rows)[0], steps(rows)[-1]) == (1, 27)
     assert {9: 18.1897, 18: 17.4277, 27: 16.694}.items() <= {
