@@ -12,7 +12,7 @@ from ckptctl.cli.options import OptionalRootOpt, PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.cli.values import parse_duration
-from ckptctl.cli.views.run import life_lines, supervised_lines
+from ckptctl.cli.views.run import attempt_lines, supervised_lines
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageOptions
 
@@ -71,8 +71,8 @@ def run(
         option(
             "--log",
             metavar="FILE",
-            help="A log that the command writes to; may be given several times. What a life adds "
-            "is classified, and what a restart does not help is not started again.",
+            help="A log that the command writes to; may be given several times. What an attempt "
+            "adds is classified, and a failure that a restart would meet again ends the run.",
         ),
     ] = None,
     create: Annotated[
@@ -84,8 +84,8 @@ def run(
         option(
             "--wait-storage",
             metavar="TIME",
-            help="How long to wait for a storage that does not answer, before the first life and "
-            "after a failed one.",
+            help="How long to wait for a storage that does not answer, before the first attempt "
+            "and after a failed one.",
         ),
     ] = "15m",
     pattern: PatternOpt = None,
@@ -113,7 +113,7 @@ def run(
         create=create,
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         tell=lambda said: out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err),
-        on_life=lambda life: out.lines(life_lines(life), to=out.err) if out.talks else None,
+        on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
         pattern=pattern,
         storage=storage,

@@ -1,8 +1,7 @@
 """Classify the end of one attempt by what it added to its logs.
 
-Only what a life has added is read: a log that all lives share names the failures of the
-earlier ones, too. What the lines mean is `classify`'s question; whether to start again is
-`restarting`'s.
+Only what the attempt added is read: a log that all attempts share holds the failures of
+earlier ones too. `classify` finds the cause; `restarting` decides what follows.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from ckptctl.failures.results import Classification
 
 _UNKNOWN = "unknown"
 _MOST_BYTES = 64 << 20
-"""What a life wrote last says why it ended; so much is read of each log."""
+"""How much is read of each log, from its end, where the cause of the end is."""
 
 
 class Logs:
-    """The logs of a job, files of this machine; one that is not there yet holds nothing."""
+    """The logs of a job: files of this machine, which need not exist yet."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = tuple(paths)
         self._sizes: dict[str, int] = {}
 
     def begin(self) -> None:
-        """A life begins: what the logs hold by now is not its own."""
+        """An attempt begins; what the logs hold now belongs to earlier ones."""
         self._sizes = {path: _size(path) for path in self._paths}
 
     def cause(self, exit_code: int) -> Classification | None:
-        """Why the life failed that ended with this code; None where its logs do not say."""
+        """Why the attempt with this exit code failed; None where its logs do not show it."""
         with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
             added = []
             for n, path in enumerate(filter(os.path.isfile, self._paths)):  # a pipe would wait
                 copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
-                # A log that cannot be read says nothing, and keeps no job from its restart.
+                # A log that cannot be read must not prevent a restart.
                 with suppress(OSError):
                     _copy_from(path, self._sizes.get(path, 0), copy)
                     added.append(copy)
@@ -59,7 +58,7 @@ def _size(path: str) -> int:
 
 
 def _copy_from(path: str, start: int, copy: str) -> None:
-    """Copy the end of what was added; a log that is shorter than before was begun anew."""
+    """Copy the end of what was added; a log that is shorter than before was rewritten."""
     with open(path, "rb") as log, open(copy, "wb") as added:
         size = os.fstat(log.fileno()).st_size
         log.seek(max(start if size >= start else 0, size - _MOST_BYTES))

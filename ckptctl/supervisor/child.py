@@ -1,8 +1,8 @@
 """Start one attempt of a job, forward signals, and wait for all its processes.
 
-The command runs in a session of its own. Signals that we get are passed on to it, and
-to it alone: what it does with its processes is its business. When it has ended, whatever
-is left of its session is killed: an orphan of the old life must not write beside the new.
+The command runs in a session of its own. Signals are passed on to the command only, which
+handles its own processes. When it has ended, what is left of its process group is killed: a
+process of the old attempt must not write beside the new one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PASSED_ON = (
     signal.SIGUSR2,
 )
 _ENDS_THE_JOB = frozenset(PASSED_ON) - {signal.SIGUSR2}
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 
 class Signals:
-    """The signals that came: which one asks the job to end, and whom to pass them on to."""
+    """Receives signals, passes them on to the job, and keeps the one that asks to end."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self._child: subprocess.Popen[bytes] | None = None
 
-    def _came(self, number: int, _frame: object) -> None:
+    def _receive(self, number: int, _frame: object) -> None:
         if number in _ENDS_THE_JOB and self.asked is None:
             self.asked = signal.Signals(number)
         if self._child is not None:
@@ -45,11 +45,11 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear the signals; handlers are given back at the end."""
+        """Receive signals; the earlier handlers are restored at the end."""
         before: dict[signal.Signals, Any] = {
-            each: signal.signal(each, self._came)
+            each: signal.signal(each, self._receive)
             for each in PASSED_ON
-            # A job that was started with a signal ignored wants it ignored.
+            # A signal that was ignored at the start (`nohup`) stays ignored.
             if signal.getsignal(each) is not signal.SIG_IGN
         }
         try:
@@ -61,8 +61,8 @@ class Signals:
     def run(self, command: Sequence[str], stdout: int | None, variables: Mapping[str, str]) -> int:
         """Run the command to its end; its exit code, 128 + N where signal N ended it.
 
-        `variables` are added to our environment for it. Raises `UsageError` where it cannot
-        be started.
+        `variables` are added to its environment. Raises `UsageError` where it cannot be
+        started.
         """
         try:
             self._child = subprocess.Popen(
@@ -74,7 +74,7 @@ class Signals:
         except OSError as error:
             raise UsageError(f"{command[0]}: {error.strerror}; it was not started") from error
         if self.asked is not None:
-            # It came between the last look and the start: nobody has passed it on.
+            # It came before the start, when there was no process to pass it on to.
             self._child.send_signal(self.asked)
         try:
             code = self._child.wait()
@@ -87,10 +87,10 @@ class Signals:
         """Wait; a signal that asks the job to end ends the waiting too."""
         until_s = time.monotonic() + seconds
         while self.asked is None and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, _LOOK_AGAIN_S))
+            time.sleep(min(left_s, _POLL_S))
 
 
 def _kill_session(leader: int) -> None:
-    """End what the command has left behind in its process group."""
+    """Kill what the command left in its process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

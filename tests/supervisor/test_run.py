@@ -23,10 +23,10 @@ JOB = """
 import os, shutil, sys, time
 plan, root, source = sys.argv[1:4]
 with open(plan) as file:
-    life, *later = file.read().split()
+    attempt, *later = file.read().split()
 with open(plan, "w") as file:
     file.write(" ".join(later))
-step, _, code = life.partition(":")
+step, _, code = attempt.partition(":")
 if step:
     shutil.copytree(source, os.path.join(root, "step_" + step))
 if code == "kill":
@@ -42,12 +42,12 @@ def source(framework_roots: Path) -> Path:
 
 @pytest.fixture
 def job(source: Path, tmp_path: Path):
-    """A function that gives the command of a job with lives like `100:1` (saves 100, ends 1)."""
+    """A function that gives the command of a job with attempts like `100:1` (saves 100, ends 1)."""
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "job.py").write_text(JOB)
 
-    def command(*lives: str) -> list[str]:
-        (tmp_path / "plan").write_text(" ".join(lives))
+    def command(*attempts: str) -> list[str]:
+        (tmp_path / "plan").write_text(" ".join(attempts))
         paths = [str(tmp_path / name) for name in ("job.py", "plan", "ckpt")]
         return [sys.executable, *paths, str(source)]
 
@@ -60,24 +60,26 @@ def kept_running(command: list[str], tmp_path: Path, **about: object) -> ckptctl
 
 def test_a_job_that_ends_with_0_is_done_after_one_life(job, tmp_path: Path):
     found = kept_running(job("100:0"), tmp_path)
-    assert (found.exit_code, len(found.lives)) == (0, 1)
-    assert found.lives[0].decision is Decision.DONE
-    assert (found.lives[0].step, found.lives[0].progress) == (100, True)
+    assert (found.exit_code, len(found.attempts)) == (0, 1)
+    assert found.attempts[0].decision is Decision.DONE
+    assert (found.attempts[0].step, found.attempts[0].progress) == (100, True)
 
 
 def test_the_budget_is_spent_by_lives_without_progress_and_ends_with_93(job, tmp_path: Path):
     found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=3)
     assert found.exit_code == 93
-    assert [life.left for life in found.lives] == [2, 1, 0, 0]
-    assert found.lives[-1].decision is Decision.GIVEN_UP
+    assert [attempt.left for attempt in found.attempts] == [2, 1, 0, 0]
+    assert found.attempts[-1].decision is Decision.GIVEN_UP
     assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
 
 
 def test_a_newer_usable_step_fills_the_budget_again(job, tmp_path: Path):
-    lives = (":1", ":1", "100:1", ":1", "200:1", ":1", ":0")
-    found = kept_running(job(*lives), tmp_path, max_restarts=2)
+    attempts = (":1", ":1", "100:1", ":1", "200:1", ":1", ":0")
+    found = kept_running(job(*attempts), tmp_path, max_restarts=2)
     assert found.exit_code == 0
-    assert [life.progress for life in found.lives] == [bool(life[:-2]) for life in lives]
+    assert [each.progress for each in found.attempts] == [
+        bool(attempt[:-2]) for attempt in attempts
+    ]
     assert kept_running(job(":1", ":1", ":1"), tmp_path, max_restarts=2).exit_code == 93
 
 
@@ -88,15 +90,15 @@ def test_a_newer_step_that_is_not_whole_is_no_progress(job, source: Path, tmp_pa
     shutil.copytree(source, tmp_path / "ckpt" / "step_1")
     command = job("100:1", "200:1", ":1")
     found = kept_running([*command[:-1], str(broken)], tmp_path, max_restarts=1)
-    assert [life.progress for life in found.lives] == [False, False]
+    assert [each.progress for each in found.attempts] == [False, False]
     assert found.exit_code == 93
 
 
 @pytest.mark.parametrize("code", [2, 11, 93, 127])
 def test_exit_codes_that_would_come_again_are_passed_on_at_once(job, tmp_path: Path, code: int):
     found = kept_running(job(f"100:{code}", ":0"), tmp_path)
-    assert (found.exit_code, len(found.lives)) == (code, 1)
-    assert found.lives[0].decision is Decision.NEVER
+    assert (found.exit_code, len(found.attempts)) == (code, 1)
+    assert found.attempts[0].decision is Decision.NEVER
 
 
 def test_the_caller_can_name_more_of_them(job, tmp_path: Path):
@@ -108,7 +110,7 @@ def test_a_job_that_was_killed_is_started_again_and_its_code_is_128_and_the_sign
     job, tmp_path: Path
 ):
     found = kept_running(job(":kill", "100:0"), tmp_path)
-    assert [life.exit_code for life in found.lives] == [137, 0]
+    assert [attempt.exit_code for attempt in found.attempts] == [137, 0]
 
 
 def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
@@ -117,22 +119,22 @@ def test_where_steps_are_there_and_none_is_usable_nothing_is_started_over_them(
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     os.truncate(tmp_path / "ckpt" / "step_100" / "__0_0.distcp", 100)
     found = kept_running(job(":1", ":0"), tmp_path)
-    assert (found.exit_code, len(found.lives)) == (11, 0)
+    assert (found.exit_code, len(found.attempts)) == (11, 0)
     assert (tmp_path / "plan").read_text() == ":1 :0"
 
 
-# What the root holds between two lives
+# What the root holds between two attempts
 
 
 def script(folder: Path, text: str) -> list[str]:
-    """A job in bash; it counts its lives in the file `lives`."""
-    count = "n=$(cat lives 2>/dev/null || echo 0); echo $((n + 1)) > lives"
+    """A job in bash; it counts its attempts in the file `attempts`."""
+    count = "n=$(cat attempts 2>/dev/null || echo 0); echo $((n + 1)) > attempts"
     (folder / "job.sh").write_text(f"cd {folder}; {count}; {text}")
     return ["bash", str(folder / "job.sh")]
 
 
-def n_lives(folder: Path) -> int:
-    path = folder / "lives"
+def n_attempts(folder: Path) -> int:
+    path = folder / "attempts"
     return int(path.read_text()) if path.exists() else 0
 
 
@@ -140,7 +142,7 @@ def test_steps_that_vanish_after_one_was_usable_end_with_75(job, source: Path, t
     (tmp_path / "ckpt" / "train.log").touch()
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     found = kept_running(script(tmp_path, "rm -r ckpt/step_100; exit 1"), tmp_path)
-    assert (found.exit_code, len(found.lives), n_lives(tmp_path)) == (75, 1, 1)
+    assert (found.exit_code, len(found.attempts), n_attempts(tmp_path)) == (75, 1, 1)
     assert "step 100 was usable, and the root holds no step any more" in found.message
     # The record remembers it for whoever asks next.
     assert ckptctl.pick(str(tmp_path / "ckpt"), allow_fresh=True).exit_code == 11
@@ -152,7 +154,7 @@ def test_steps_of_which_none_is_usable_after_a_life_end_with_11(job, source: Pat
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     damage = "truncate -s 100 ckpt/step_100/__0_0.distcp; exit 1"
     found = kept_running(script(tmp_path, damage), tmp_path)
-    assert (found.exit_code, n_lives(tmp_path)) == (11, 1)
+    assert (found.exit_code, n_attempts(tmp_path)) == (11, 1)
     assert found.next_command == f"ckptctl scan {tmp_path / 'ckpt'}"
 
 
@@ -161,7 +163,7 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
     job, source: Path, tmp_path: Path, comes_back: bool
 ):
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
-    # What a life leaves in its process group is killed: `setsid` takes it out of there.
+    # What an attempt leaves in its process group is killed: `setsid` takes it out of there.
     mount = (
         "setsid bash -c 'touch detached; sleep 2; mv away ckpt' >/dev/null 2>&1 & "
         "until [ -e detached ]; do sleep 0.1; done; "
@@ -171,9 +173,9 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
     said: list[str] = []
     wait_s = 600 if comes_back else 0
     found = kept_running(script(tmp_path, text), tmp_path, wait_s=wait_s, tell=said.append)
-    assert (found.exit_code, n_lives(tmp_path)) == ((0, 2) if comes_back else (75, 1))
-    assert found.lives[0].looked is comes_back
-    assert ["was there, and does not exist any more" in line for line in said] == (
+    assert (found.exit_code, n_attempts(tmp_path)) == ((0, 2) if comes_back else (75, 1))
+    assert found.attempts[0].inspected is comes_back
+    assert ["existed, and does not exist any more" in line for line in said] == (
         [True] if comes_back else []
     )
 
@@ -181,12 +183,12 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
 def test_a_storage_that_is_not_mounted_yet_is_waited_for_before_the_first_life(tmp_path: Path):
     root = tmp_path / "mount" / "ckpt"
     done = ckptctl.keep_running(["true"], str(root), wait_s=0)
-    assert (done.exit_code, done.lives) == (75, ())
+    assert (done.exit_code, done.attempts) == (75, ())
     mounting = threading.Timer(1.5, root.mkdir, kwargs={"parents": True})
     mounting.start()
     done = ckptctl.keep_running(["true"], str(root), wait_s=600)
     mounting.join()
-    assert (done.exit_code, len(done.lives)) == (0, 1)
+    assert (done.exit_code, len(done.attempts)) == (0, 1)
 
 
 def test_a_signal_ends_the_wait_for_the_storage(tmp_path: Path):
@@ -207,18 +209,18 @@ def test_a_root_that_does_not_exist_is_made_with_create_alone(tmp_path: Path):
     root = tmp_path / "ckpt"
     ran = ["touch", str(tmp_path / "ran")]
     found = kept_running(ran, tmp_path)
-    assert (found.exit_code, found.lives) == (10, ())
+    assert (found.exit_code, found.attempts) == (10, ())
     assert "does not exist: check the path" in found.message
     assert list(tmp_path.iterdir()) == []
     assert found.next_command == f"ckptctl pick {root} --allow-fresh --create"
     document = validated(run_ckptctl("run", "--json", "--root", root, "--", *ran).stdout)
-    assert (document["exit_code"], document["lives"]) == (10, [])
+    assert (document["exit_code"], document["attempts"]) == (10, [])
     assert kept_running(ran, tmp_path, create=True).exit_code == 0
     assert (root / ".ckptctl" / "root.json").exists()
 
 
 def test_the_sentinel_is_there_before_the_first_life(job, tmp_path: Path):
-    assert kept_running(script(tmp_path, "cp ckpt/.ckptctl/root.json seen"), tmp_path).lives
+    assert kept_running(script(tmp_path, "cp ckpt/.ckptctl/root.json seen"), tmp_path).attempts
     assert validated((tmp_path / "seen").read_text())["began_empty"] is True
 
 
@@ -241,7 +243,7 @@ def test_a_job_that_dies_in_its_first_save_is_started_again_and_is_fresh(
     save = f"mkdir -p ckpt/step_3 && cp {source}/__0_0.distcp ckpt/step_3; kill -9 $$"
     text = f'{pick}; [ "$n" = 2 ] && exit 0; {save}'
     found = kept_running(script(tmp_path, text), tmp_path)
-    assert [life.exit_code for life in found.lives] == [137, 137, 0]
+    assert [attempt.exit_code for attempt in found.attempts] == [137, 137, 0]
     assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
 
 
@@ -249,16 +251,16 @@ def test_a_wrong_path_is_a_warning_and_the_job_runs(job, tmp_path: Path):
     (tmp_path / "ckpt" / "last.ckpt").write_bytes(b"PK")
     done = run_ckptctl("run", "--json", "--root", tmp_path / "ckpt", "--", "true")
     document = validated(done.stdout)
-    assert (done.returncode, len(document["lives"])) == (0, 1)
+    assert (done.returncode, len(document["attempts"])) == (0, 1)
     (warning,) = document["warnings"]
     assert "last.ckpt looks like a checkpoint" in warning
     failed = kept_running(script(tmp_path, "exit 1"), tmp_path, max_restarts=1)
-    assert (failed.exit_code, n_lives(tmp_path)) == (93, 2)
+    assert (failed.exit_code, n_attempts(tmp_path)) == (93, 2)
 
 
 def test_the_reason_counts_the_restarts_as_the_life_does(job, tmp_path: Path):
     found = kept_running(job(":1", "100:1", ":1", ":0"), tmp_path, max_restarts=2)
-    assert [(life.left, life.reason) for life in found.lives[:-1]] == [
+    assert [(attempt.left, attempt.reason) for attempt in found.attempts[:-1]] == [
         (1, "1 of 2 restarts left without a newer step"),
         (1, "1 of 2 restarts left without a newer step"),
         (0, "0 of 2 restarts left without a newer step"),
@@ -270,25 +272,25 @@ WORN_OUT = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
 
 
 @pytest.mark.parametrize(
-    ("said", "failure", "lives"),
+    ("said", "failure", "attempts"),
     [
         ((OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 2),
         ((OUT_OF_MEMORY, WORN_OUT, OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 4),
     ],
 )
 def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
-    tmp_path: Path, said: tuple[str, ...], failure: str, lives: int
+    tmp_path: Path, said: tuple[str, ...], failure: str, attempts: int
 ):
     (tmp_path / "ckpt").mkdir()
     log = tmp_path / "train log"
-    log.write_text(f"{OUT_OF_MEMORY}\n")  # of a run before: it counts for none of these lives
+    log.write_text(f"{OUT_OF_MEMORY}\n")  # of a run before: it counts for none of these attempts
     for n, line in enumerate(said):
         (tmp_path / f"said-{n}").write_text(f"{line}\n")
     script = 'cat said-$(ls gone 2>/dev/null | wc -l) >> "train log"; mkdir -p gone; mktemp gone/X'
     command = ["bash", "-c", f"cd {tmp_path} && {{ {script}XXXXXX >/dev/null; exit 1; }}"]
     found = kept_running(command, tmp_path, max_restarts=9, logs=[str(log)])
-    assert [life.failure for life in found.lives][-2:] == [failure, failure]
-    assert (len(found.lives), found.lives[-1].decision) == (lives, Decision.NEVER)
+    assert [attempt.failure for attempt in found.attempts][-2:] == [failure, failure]
+    assert (len(found.attempts), found.attempts[-1].decision) == (attempts, Decision.NEVER)
     assert found.exit_code == 1
     assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"
 
@@ -297,7 +299,7 @@ def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_pa
     logs = [str(tmp_path / "quiet.log"), str(tmp_path / "gone.log")]
     Path(logs[0]).write_text("step 1 loss 2.0\n")
     found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=2, logs=logs)
-    assert ([life.failure for life in found.lives], found.exit_code) == ([None] * 3, 93)
+    assert ([attempt.failure for attempt in found.attempts], found.exit_code) == ([None] * 3, 93)
 
 
 def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):
@@ -363,7 +365,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path: Path, sent
         out, err = process.communicate()
     assert process.returncode == 143
     assert out == f"saved after {sent.name}\n"
-    assert "stopped after 1 life: a signal asked for it" in err
+    assert "stopped after 1 attempt: a signal asked for it" in err
 
 
 def test_a_signal_in_the_pause_before_a_restart_ends_the_pause(tmp_path: Path):
@@ -385,7 +387,7 @@ def test_the_output_of_the_job_is_its_own_and_ours_is_beside_it(job, tmp_path: P
     command = ["sh", "-c", "echo loss 1.0"]
     done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", *command)
     assert (done.returncode, done.stdout) == (0, "loss 1.0\n")
-    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 life: it ended by itself"
+    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 attempt: it ended by itself"
     assert run_ckptctl("run", "--root", tmp_path / "ckpt", "-q", "--", *command).stderr == ""
 
 
@@ -396,7 +398,7 @@ def test_the_document_holds_to_its_schema_and_stands_alone(job, tmp_path: Path):
     )
     document = validated(done.stdout)
     assert document["exit_code"] == done.returncode == 93
-    assert [life["exit_code"] for life in document["lives"]] == [1, 1, 5]
+    assert [attempt["exit_code"] for attempt in document["attempts"]] == [1, 1, 5]
 
 
 def test_options_behind_the_dashes_are_the_jobs_own(job, tmp_path: Path):
@@ -419,8 +421,8 @@ def test_progress_counts_in_any_of_several_roots(job, source: Path, tmp_path: Pa
     done = run_ckptctl(*words, "--json", "--", *job("100:1", "200:1", "300:1", ":0"))
     document = validated(done.stdout)
     assert done.returncode == 0
-    assert [life["step"] for life in document["lives"]] == [100, 200, 300, 300]
-    assert [life["progress"] for life in document["lives"]] == [True, True, True, False]
+    assert [attempt["step"] for attempt in document["attempts"]] == [100, 200, 300, 300]
+    assert [attempt["progress"] for attempt in document["attempts"]] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("create", [False, True])

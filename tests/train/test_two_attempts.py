@@ -27,7 +27,7 @@ from ckptctl.errors import CkptctlError, Fenced, ModelDiffers, StateRefused  # n
 from ckptctl.findings import Verdict  # noqa: E402
 from ckptctl.selection.fencing import check_token, take_token  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
-from ckptctl.train import LossGuard, evidence, resuming  # noqa: E402
+from ckptctl.train import LossGuard, abandoning, resuming  # noqa: E402
 from ckptctl.train.ledger import Ledger, new_attempt  # noqa: E402
 
 pytestmark = [pytest.mark.torch]
@@ -94,7 +94,7 @@ def test_an_attempt_that_was_overtaken_while_it_loaded_marks_nothing(root, monke
     ckptctl.mark(f"{root.url}@6", "rejected", reason="it diverges", **root.options)
     heirs = []
     older = root.job()
-    before(monkeypatch, resuming, "supersede", lambda: heirs.append(root.run(9)))
+    before(monkeypatch, abandoning, "supersede", lambda: heirs.append(root.run(9)))
     with pytest.raises(Fenced, match="has taken the root over"):
         older.resume()
     assert heirs[0].start.step == 3
@@ -107,7 +107,7 @@ def test_an_attempt_that_was_overtaken_between_two_marks_leaves_the_second(root,
     root.run(9)
     older = root.job()
     # The first two calls are those for the step that is loaded and for the first mark.
-    before(monkeypatch, evidence, "check_token", lambda: root.run(12), nth=2)
+    before(monkeypatch, abandoning, "check_token", lambda: root.run(12), nth=2)
     with pytest.raises(Fenced):
         older.resume(3)
     assert root.step() == 12

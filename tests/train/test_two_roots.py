@@ -217,13 +217,13 @@ def test_a_job_that_is_killed_between_the_record_and_the_marks_leaves_no_step_to
 ):
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.train import resuming\n"
-        "real = resuming.supersede\n"
+        "from ckptctl.train import abandoning\n"
+        "real = abandoning.supersede\n"
         "def killed(held, branch, step):\n"
         f"    if branch.store.url == {local!r}:\n"
         "        os.killpg(os.getpgid(0), signal.SIGKILL)\n"
         "    return real(held, branch, step)\n"
-        "resuming.supersede = killed\n"
+        "abandoning.supersede = killed\n"
     )
     options = ("--ranks", 1, "--other-root", local, "--resume-from", 3, "--hook", hook)
     done = run_job(tmp_path, *options, name="first")

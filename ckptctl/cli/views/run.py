@@ -8,17 +8,17 @@ from ckptctl.goodput.durations import duration
 from ckptctl.supervisor.restarting import Attempt, Decision, Supervised
 
 
-def life_lines(life: Attempt) -> list[Line]:
-    """One life of the job, when it has ended."""
-    none = "no usable step" if life.looked else "the storage did not say which steps are there"
-    step = none if life.step is None else f"newest usable step {life.step}"
-    newer = " (newer)" if life.progress else ""
-    restarted = life.failure is not None and life.decision is Decision.RESTART
-    cause = f"{life.failure}, " if restarted else ""
+def attempt_lines(one: Attempt) -> list[Line]:
+    """One attempt of the job, when it has ended."""
+    none = "no usable step" if one.inspected else "the storage did not answer which steps exist"
+    step = none if one.step is None else f"newest usable step {one.step}"
+    newer = " (newer)" if one.progress else ""
+    restarted = one.failure is not None and one.decision is Decision.RESTART
+    cause = f"{one.failure}, " if restarted else ""
     return [
         line(
-            f"ckptctl: life {life.number} ended with {life.exit_code} after "
-            f"{duration(life.seconds)}, {step}{newer}: {life.decision.value}, {cause}{life.reason}",
+            f"ckptctl: attempt {one.number} ended with {one.exit_code} after "
+            f"{duration(one.seconds)}, {step}{newer}: {one.decision.value}, {cause}{one.reason}",
             hang=2,
         )
     ]
@@ -26,6 +26,6 @@ def life_lines(life: Attempt) -> list[Line]:
 
 def supervised_lines(found: Supervised) -> list[Line]:
     """How it ended."""
-    done = bool(found.lives) and found.lives[-1].decision is Decision.DONE
+    done = bool(found.attempts) and found.attempts[-1].decision is Decision.DONE
     style = Span(found.message, "good" if done else "bad")
     return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]
