@@ -55,6 +55,12 @@ class MissingExtra(UsageError):
     code = "usage.missing-extra"
 
 
+class BinaryData(UsageError):
+    """A file that was given as a log is no text."""
+
+    code = "usage.binary-data"
+
+
 class OutOfMemory(CkptctlError, MemoryError):
     """The process may not use as much memory, or as many threads, as the work needs.
 

@@ -6,11 +6,15 @@
 Rules are edited in TOML, where patterns need no escapes and a comment can stand beside
 them. The package ships JSON: Python 3.10 reads no TOML. `<<NAME>>` in a pattern stands for
 an entry of `[fragments]`; an entry with a table `numbers` becomes one rule for each number.
+
+`*` and `+` repeat at most 300 times in the JSON. An unlimited `.*` between two texts takes
+quadratic time on a line that repeats the first text and lacks the second.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +24,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_MAX_REPEAT = 300
+# A pattern in pieces: an escape, a class of characters, or one character.
+_PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ckptctl" / "failures"
 GENERATED = PACKAGE / "rules.json"
@@ -53,7 +61,13 @@ def rules() -> Iterator[dict[str, Any]]:
             for number, what in numbers.items():
                 marks = {"{number}": number, "{what}": what}
                 marks |= {f"<<{key}>>": text for key, text in table.get("fragments", {}).items()}
-                yield {key: _filled(value, marks) for key, value in rule.items()}
+                filled = {key: _filled(value, marks) for key, value in rule.items()}
+                yield {**filled, "patterns": [*map(_bounded, filled["patterns"])]}
+
+
+def _bounded(pattern: str) -> str:
+    limits = {"*": f"{{0,{_MAX_REPEAT}}}", "+": f"{{1,{_MAX_REPEAT}}}"}
+    return "".join(limits.get(piece, piece) for piece in _PIECES.findall(pattern))
 
 
 def _filled(value: Any, marks: dict[str, str]) -> Any:

@@ -11,13 +11,15 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import option
 from ckptctl.cli.output import Output
+from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.failures import classification_lines
+from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl classify --print-nodes slurm-4711.out dmesg-node017.log --exit-code 1",
     "sacct -j 4711 -P -o JobID,State,ExitCode | ckptctl classify slurm-4711.out -",
-    "ckptctl classify --state OOMKilled --exit-code 137 --scheduler kubernetes",
+    "ckptctl classify rank*.log --flight-recorder /tmp/traces --state OOMKilled --exit-code 137",
 )
 EXIT_CODES = (0, 2, 75, 77)
 
@@ -61,6 +63,19 @@ def classify(
         SchedulerChoice | None,
         option("--scheduler", help="Who reports the exit code: 1 of torchrun says nothing."),
     ] = None,
+    flight_recorder: Annotated[
+        str | None,
+        option(
+            "--flight-recorder",
+            metavar="DIR",
+            help="Dumps of torch's flight recorder, one for each rank. Without it, dumps in a "
+            "folder of logs or beside a log are read.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        str,
+        option("--deadline", metavar="TIME", help="Read for at most this long: 30s, 5m."),
+    ] = f"{DEADLINE_S / 60:.0f}m",
     print_nodes: Annotated[
         bool,
         option(
@@ -93,6 +108,8 @@ def classify(
         exit_code=exit_code,
         state=state,
         scheduler=scheduler.value if scheduler else None,
+        flight_recorder=flight_recorder,
+        deadline_s=parse_duration(deadline),
         storage=storage,
     )
     out.answer(

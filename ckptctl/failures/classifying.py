@@ -6,7 +6,7 @@ Reads the logs, in one pass and with bounded memory, and puts the answer togethe
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
@@ -14,11 +14,11 @@ from ckptctl.failures.classes import CLASSES, Action, Domain, FailureClass, Rest
 from ckptctl.failures.deciding import Decision, decide, hardware
 from ckptctl.failures.evidence import Evidence
 from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_of_state
-from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.reading import Read, read_logs
 from ckptctl.failures.results import Classification
+from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, listed
 from ckptctl.failures.suspects import suspects_in
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.storage.log_lines import logs_below, read_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _FINISHED = ("COMPLETED", "Completed", "Succeeded", "SUCCEEDED")
 _SHOWN = 50
+DEADLINE_S = 300.0
+"""After so long no further line is read: 6 GB of a usual log, or a log made to be slow."""
 
 
 def classify(
@@ -34,6 +36,8 @@ def classify(
     exit_code: int | str | None = None,
     state: str | None = None,
     scheduler: str | None = None,
+    flight_recorder: str | None = None,
+    deadline_s: float | None = DEADLINE_S,
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Classification:
@@ -44,13 +48,15 @@ def classify(
     not; files of torchrun's `TORCHELASTIC_ERROR_FILE` too. `exit_code` is the job's, as
     `137`, `-9` or SLURM's `0:9`; `state` what the scheduler calls the end
     (`OUT_OF_MEMORY`, `OOMKilled`); `scheduler` who said so: slurm, kubernetes, torchrun,
-    ft_launcher or shell.
+    ft_launcher or shell. `flight_recorder` is a folder of dumps of torch's flight recorder,
+    one for each rank; without it, dumps in a folder of logs or beside a log are read.
 
-    Reads each log once, with bounded memory. Raises `UsageError` where nothing was given,
-    and what reading a log raises.
+    Reads each log once, with bounded memory, for at most `deadline_s` seconds; the result
+    says whether that was reached. Raises `UsageError` where nothing was given or a log is
+    binary data, and what reading a log raises.
     """
     names = [logs] if isinstance(logs, str) else [*logs]
-    if not names and exit_code is None and state is None:
+    if not names and exit_code is None and state is None and flight_recorder is None:
         raise UsageError(
             "there is neither a log nor an exit code to classify",
             next_command="ckptctl classify --help",
@@ -62,14 +68,13 @@ def classify(
         )
     given = _given(exit_code, state, scheduler)
     storage = options_from(keywords, storage)
-    files = [file for name in names for file in logs_below(name, storage)]
-    readers = [LogReader(file) for file in files]
-    counts = [0]
-    found = (*folded(_readings(readers, storage, counts)), *given)
-    first_failed = next((each.first_failed for each in readers if each.first_failed), None)
-    decision = decide(found, first_failed)
+    read = read_logs(names, flight_recorder, storage, deadline_s)
+    stall = compare_dumps(read.dumps)
+    place = flight_recorder or next((dump.file for dump in read.dumps), "")
+    found = (*read.evidence, *evidence_of(stall, place), *given)
+    decision = decide(found, read.first_failed)
     finished = _is_zero(exit_code) or state in _FINISHED
-    return _answer(decision, found, scheduler, len(files), counts[0], finished=finished)
+    return _answer(decision, found, scheduler, read, stall, finished=finished)
 
 
 def _given(
@@ -84,22 +89,12 @@ def _is_zero(exit_code: int | str | None) -> bool:
     return exit_code is not None and str(exit_code).strip() in ("0", "0:0")
 
 
-def _readings(
-    readers: Sequence[LogReader], storage: StorageOptions, counts: list[int]
-) -> Iterator[tuple[LogReader, Evidence]]:
-    for reader in readers:
-        for block in read_blocks(reader.name, storage):
-            counts[0] += len(block)
-            for found in reader.take(block):
-                yield reader, found
-
-
 def _answer(
     decision: Decision,
     found: Sequence[Evidence],
     scheduler: str | None,
-    n_files: int,
-    n_lines: int,
+    read: Read,
+    stall: Stall,
     *,
     finished: bool,
 ) -> Classification:
@@ -113,7 +108,7 @@ def _answer(
         action=Action(decisive.action) if decisive and decisive.action else about.action,
         restart=Restart(decisive.restart) if decisive and decisive.restart else about.restart,
         confidence="medium" if name == "none" else decision.confidence,
-        message=_message(about, decisive, decision, node),
+        message=_message(about, decision, stall, node),
         advice=about.advice,
         node=node,
         device=decisive.device if decisive else None,
@@ -123,8 +118,13 @@ def _answer(
         consequences=decision.consequences[:_SHOWN],
         others=decision.others[:_SHOWN],
         survived=tuple(each for each in found if each.survived)[:_SHOWN],
-        n_files=n_files,
-        n_lines=n_lines,
+        collectives=stall.collectives,
+        ranks_without_dump=stall.without_dump,
+        n_files=read.n_files,
+        n_dumps=len(read.dumps),
+        n_lines=read.n_lines,
+        not_dumps=read.not_dumps[:_SHOWN],
+        deadline_reached=read.deadline_reached,
         next_command=_next(about, decisive, node, scheduler, found),
     )
 
@@ -136,23 +136,22 @@ def _node(decisive: Evidence | None, agreeing: Sequence[Evidence]) -> str | None
     return next(same, None)
 
 
-def _message(
-    about: FailureClass, decisive: Evidence | None, decision: Decision, node: str | None
-) -> str:
+def _message(about: FailureClass, decision: Decision, stall: Stall, node: str | None) -> str:
+    decisive = decision.decisive
     if decisive is None:
         if decision.consequences:
             return "only consequences are in these logs: another rank or the kernel knows the cause"
         return about.means
-    where = ", ".join(
-        each
-        for each in (
-            node,
-            decisive.device,
-            f"rank {decisive.rank}" if decisive.rank is not None else None,
-        )
-        if each
+    ranks = decisive.ranks or (() if decisive.rank is None else (decisive.rank,))
+    recorded = decisive.rule.startswith("recorder.")
+    rank = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}" if ranks else None
+    named = None if recorded and decisive.failure == "hang" else rank
+    where = ", ".join(each for each in (node, decisive.device, named) if each)
+    others = recorded and stall.without_dump
+    return (
+        f"{decisive.says}{f' ({where})' if where else ''}"
+        f"{'; possibly others that left no dump' if others else ''}"
     )
-    return f"{decisive.says} ({where})" if where else decisive.says
 
 
 def _next(

@@ -74,7 +74,9 @@ def hardware(decision: Decision) -> tuple[Evidence, ...]:
     first = decision.decisive
     if first is None:
         return ()
-    led = (first, *decision.agreeing) if first.failure in _HARDWARE else ()
+    led = (first, *decision.agreeing) if first.failure in (*_HARDWARE, "hang") else ()
+    if first.failure == "hang":
+        led = tuple(each for each in led if each.ranks)
     rest = (*decision.others, *decision.consequences)
     return (*led, *(e for e in rest if e.failure in _HARDWARE and e.role is Role.CAUSE))
 
@@ -93,7 +95,9 @@ def _decisive(
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the other way round.
-    return _first(strong or [e for e in suspects if e not in hangs] or hangs)
+    return _first(
+        strong or [e for e in suspects if e not in hangs] or [e for e in hangs if e.ranks] or hangs
+    )
 
 
 def _first_root(
@@ -181,6 +185,8 @@ def _confidence(
         level = 1
     if decisive.failure == "unknown":
         return "low"
+    if decisive.rule.startswith("recorder."):
+        level = 1
     if {each.rule for each in agreeing} - {decisive.rule}:
         level += 1
     if any(_leads(each) for each in others):

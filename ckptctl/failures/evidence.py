@@ -59,6 +59,8 @@ class Evidence:
     """The device that the line names."""
     rank: int | None = None
     """The rank that the line names."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that it names, where there are several."""
     count: Positive = 1
     """How often the same was observed."""
     survived: bool = False

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.storage.log_lines import MAX_MATCHED
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10
+_MAX_PREFIX = 1000
 _YEARLESS_AHEAD = timedelta(days=2)
 
 
@@ -79,12 +81,12 @@ _PREFIXES = tuple(
         r"[Rr]ank (?P<rank>\d+)\s*[:|-]\s+",
         r"\((?:\w+ )?pid=\d+(?:, ip=(?P<host>[\d.]+))?\)\s*",
         # kubectl logs --prefix, docker compose
-        r"\[?pod/(?P<pod>[\w.-]+)/?[\w.-]*\]?:? +",
+        r"\[?pod/(?P<pod>[\w.-]+)(?:/[\w.-]+)?\]?:? +",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line
         r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
         r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?NCCL (?P<loud>WARN|ERROR|INFO|TRACE|CALL|VERSION)\b ?",
         # pdsh and clush: node017: text
-        r"(?P<host>[a-z][a-z-]*[a-z0-9.-]*\d[a-z0-9.-]*): (?=\S)",
+        r"(?=[a-z.-]{1,200}\d)(?P<host>[a-z][a-z0-9.-]{1,252}): (?=\S)",
         # levels and loggers
         rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
         r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
@@ -111,7 +113,7 @@ def take_apart(raw: str) -> LogLine:
     found = LogLine(text)
     for _ in range(_MAX_PREFIXES):
         for prefix in _PREFIXES:
-            match = prefix.match(text)
+            match = prefix.match(text, 0, _MAX_PREFIX)
             if match and match.end() > 0:
                 found = _learned(found, match)
                 text = text[match.end() :]
@@ -253,7 +255,7 @@ def _time_of(value: object) -> float | None:
 
 
 def _from_logfmt(found: LogLine, text: str) -> LogLine:
-    given = {m["key"]: m["value"].strip('"') for m in _LOGFMT.finditer(text)}
+    given = {m["key"]: m["value"].strip('"') for m in _LOGFMT.finditer(text[:MAX_MATCHED])}
     said = given.get("msg") or given.get("message")
     if said is None:
         return found

@@ -1,14 +1,20 @@
 """Find the lines of one log that are evidence, and the training progress after them.
 
-Holds the few things that a line does not say itself: whether its rank is inside of a
-traceback, whether the launcher is naming the first rank that failed, what the time was.
-Quotes, advice, source code and retries look like errors and are none: they end here.
-Which evidence decides is the question of `deciding`.
+Keeps the few facts that are not in the line itself: whether its rank is inside a
+traceback, whether the launcher is naming the first rank that failed, the last clock.
+Quotes, advice, source code and retries look like errors and are dropped here.
+`deciding` weighs the evidence.
+
+No line takes long: a rule is matched against at most `MAX_MATCHED` characters around
+its literal, and no pattern takes more than linear time
+(`tests/failures/test_pattern_growth.py`).
 """
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,10 +22,12 @@ from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.literals import find_literals
 from ckptctl.failures.loglines import LogLine, clock_of, take_apart
 from ckptctl.failures.rules import RULES, Rule
+from ckptctl.storage.log_lines import MAX_MATCHED
 
 _MAX_TEXT = 400
 _MAX_RANKS = 4096
-
+_MAX_CONTEXT = 300
+"""Characters before and after a match that decide whether it is a quote or advice."""
 
 # A clause that speaks of an error without being one, up to where the error is named.
 _SPOKEN_OF = re.compile(
@@ -69,16 +77,22 @@ _GAVE_UP = re.compile(
 _QUOTE_OPEN = re.compile(r"(?:^|[\s(=,\[{:])['‘“][^'’”]*$")
 _REPR = re.compile(r"(?:Error|Exception|Exit)\([^()]*$|failure(?: \d+)? '$", re.IGNORECASE)
 _STEP = re.compile(
-    r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s*[:=#]?\s*\[?(\d+)", re.IGNORECASE
+    r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s{0,9}[:=#]?\s{0,9}\[?(\d{1,18})",
+    re.IGNORECASE,
 )
 _FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 
 class LogReader:
-    """One log, block by block. `last_clock` and `n_progress` say how far it has come."""
+    """Reads one log, block by block; `n_progress` counts its lines of training progress.
 
-    def __init__(self, name: str) -> None:
+    After `until_s` of the monotonic clock no further line is matched, and `stopped` is true.
+    """
+
+    def __init__(self, name: str, until_s: float = math.inf) -> None:
         self.name = name
+        self.stopped = False
+        self._until_s = until_s
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
         self._step = -1
@@ -102,6 +116,9 @@ class LogReader:
             asked = hits.rules.get(index)
             # Nearly every line ends here: what follows may be slow.
             if asked or index in hits.frames or self._within(asked):
+                if time.monotonic() > self._until_s:
+                    self.stopped = True
+                    return
                 found = self._evidence_in(number, raw, asked)
                 if found is not None:
                     yield found
@@ -121,14 +138,15 @@ class LogReader:
         return self._weighed(number, found, sorted(asked))
 
     def _progress(self, raw: str) -> None:
+        raw = raw[:MAX_MATCHED]
         step = _STEP.search(raw)
-        if step and int(step[1][:18]) > self._step and _FINITE.search(raw):
+        if step and int(step[1]) > self._step and _FINITE.search(raw):
             self.n_progress += 1
-            self._step = int(step[1][:18])
+            self._step = int(step[1])
             self._progressed = raw
-        elif step and int(step[1][:18]) < self._step:
+        elif step and int(step[1]) < self._step:
             # Another attempt begins from an older step in the same log.
-            self._step = int(step[1][:18])
+            self._step = int(step[1])
 
     def _framed(self, line: LogLine) -> bool:
         """Whether the line only frames others: the head of a traceback, of a report."""
@@ -167,10 +185,11 @@ class LogReader:
             return None
         for which in asked:
             rule = RULES[which]
-            match = RULES[which].pattern.search(message)
-            if match is None or not _may_speak(rule, line, message, match):
+            part = _around_literal(message, rule)
+            match = rule.pattern.search(part)
+            if match is None or not _may_speak(rule, line, part, match):
                 continue
-            return self._evidence(number, line, rule, match, message, in_traceback=in_traceback)
+            return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
         return None
 
     def _evidence(
@@ -200,12 +219,26 @@ class LogReader:
             line=number,
             text=message[:_MAX_TEXT],
             at_s=at_s,
-            host=_group(match, "host") or host,
-            device=_group(match, "device") or line.device,
-            rank=int(rank_named) if rank_named else rank,
+            host=_group(match, "host") or (None if rule.reporter else host),
+            device=_group(match, "device") or (None if rule.reporter else line.device),
+            rank=int(rank_named) if rank_named else None if rule.reporter else rank,
+            ranks=_ranks_in(_group(match, "ranks") or ""),
             action=rule.action,
             restart=rule.restart,
         )
+
+
+def _around_literal(message: str, rule: Rule) -> str:
+    """The message; of one that is too long, the part around the first literal of the rule."""
+    if len(message) <= MAX_MATCHED:
+        return message
+    lower = message.lower()
+    found = (lower.find(literal) for literal in rule.literals)
+    at = min((at for at in found if at >= 0), default=0)
+    if at < MAX_MATCHED // 2:
+        return message[:MAX_MATCHED]
+    # The ellipsis keeps patterns for the start of a message from matching in its middle.
+    return "…" + message[at - MAX_MATCHED // 2 : at + MAX_MATCHED // 2]
 
 
 def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) -> bool:
@@ -218,8 +251,11 @@ def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) ->
         return False
     if rule.quotable:
         return _ADVICE.search(message) is None
-    before, after = message[: match.start()], message[match.end() :]
-    if _ADVICE.search(before[:200]) or (rule.role is not Role.CASCADE and _ADVICE.match(message)):
+    before = message[max(0, match.start() - _MAX_CONTEXT) : match.start()]
+    after = message[match.end() : match.end() + _MAX_CONTEXT]
+    if _ADVICE.search(message[: min(200, match.start())]) or (
+        rule.role is not Role.CASCADE and _ADVICE.match(message)
+    ):
         return False
     if _SPOKEN_OF.search(before) or _IS_ZERO.match(after):
         return False
@@ -244,6 +280,14 @@ def _role(rule: Rule, line: LogLine, message: str, *, in_traceback: bool) -> Rol
     if rule.name == "python.exception" and not in_traceback and line.level is None:
         return Role.SUSPECT
     return rule.role
+
+
+def _ranks_in(text: str) -> tuple[int, ...]:
+    """The ranks in a list such as `0-3, 7`."""
+    ranks: set[int] = set()
+    for first, last in re.findall(r"(\d{1,6})(?:\s?-\s?(\d{1,6}))?", text):
+        ranks |= {*range(int(first), min(int(last or first), int(first) + _MAX_RANKS) + 1)}
+    return tuple(sorted(ranks))
 
 
 def _group(match: re.Match[str], name: str) -> str | None:

@@ -21,6 +21,36 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
+class StalledCollective:
+    """A collective that did not complete, as the flight recorder of the ranks shows it."""
+
+    group: str
+    """The name of the process group."""
+    description: str
+    """What the process group is for."""
+    operation: str
+    """The collective that most members called."""
+    sequence: int
+    """Its number in the process group."""
+    shape: str
+    """Sizes of the inputs and the outputs, in elements."""
+    types: str
+    """Types of the elements."""
+    frame: str | None
+    """The line of the program that called it; null where the dump has no stacks."""
+    joined: tuple[int, ...]
+    """Members that reached it."""
+    missing: tuple[int, ...]
+    """Members with a dump that did not reach it."""
+    differing: tuple[int, ...]
+    """Members that called something else under the same number."""
+    behind: tuple[int, ...]
+    """Members where a collective of the group is pending that others completed."""
+    without_dump: tuple[int, ...]
+    """Members that left no dump."""
+
+
+@dataclass(frozen=True, slots=True)
 class Classification:
     """Why a job ended, as far as its logs tell."""
 
@@ -56,10 +86,21 @@ class Classification:
     """What supports another class, and remarks."""
     survived: tuple[Evidence, ...]
     """Errors after which training continued."""
+    collectives: tuple[StalledCollective, ...]
+    """Collectives that did not complete, by the dumps of the flight recorder: those that name a
+    rank first, at most 50."""
+    ranks_without_dump: tuple[int, ...]
+    """Members of any process group that left no dump."""
     n_files: int
     """Logs that were read."""
+    n_dumps: int
+    """Dumps of the flight recorder that were read."""
     n_lines: int
     """Lines that were read."""
+    not_dumps: tuple[str, ...]
+    """Why files that were named as dumps were not read."""
+    deadline_reached: bool
+    """Whether the deadline passed before the end of the logs; the rest was not read."""
     next_command: str | None
     """The command to run next; null where there is nothing to do."""
     exit_code: int = 0

@@ -24,8 +24,9 @@ class Rule:
     what failed. `literals` are texts in lower case; the patterns are tried only on a line
     that holds one of them. `quotable`: the form itself is proof, so it counts inside quotes
     and advice too. `level` is the lowest level of a logging line that counts: 10 debug,
-    20 info, 30 warning, 40 error. `restart` and `action` are given where they differ from
-    those of the class.
+    20 info, 30 warning, 40 error. `reporter`: the process that prints it waited for another, so
+    its rank and host are not those that failed. `restart` and `action` are given where they
+    differ from those of the class.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Rule:
     quotable: bool = False
     level: int = 30
     kernel: bool = False
+    reporter: bool = False
     action: str = ""
     restart: str = ""
 

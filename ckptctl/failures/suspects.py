@@ -26,6 +26,7 @@ def suspects_in(evidence: Iterable[Evidence]) -> tuple[Suspect, ...]:
             devices, ranks = found.setdefault(node, ({}, {}))
             if each.device:
                 devices[each.device] = None
+            ranks |= dict.fromkeys(each.ranks)
             if each.rank is not None:
                 ranks[each.rank] = None
     return tuple(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ckptctl.errors import (
     AccessDenied,
+    BinaryData,
     MissingExtra,
     PathNotFound,
     StorageUnavailable,
@@ -32,7 +33,11 @@ _PIECE = 1 << 20
 _REMOTE_PIECE = 8 << 20
 MAX_LINE = 1 << 20
 """Bytes of a line that are kept; the rest of a longer one is skipped."""
+MAX_MATCHED = 4000
+"""Characters of a line that patterns are matched against: the time that the slowest pattern takes
+on a line is bounded by this."""
 _MAX_FILES = 10_000
+_HEAD = 1 << 16
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -58,31 +63,41 @@ def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterato
     xz and zstd are recognised by their first bytes, whatever the name. A packed log that
     was cut short gives what is there of it.
 
-    Raises `UsageError` for a log that is not what its first bytes say, `PathNotFound`,
+    Raises `UsageError` for binary data and for damaged compressed data, `PathNotFound`,
     `AccessDenied`, `StorageUnavailable`, and `MissingExtra` for zstd without its package.
     """
-    if url == "-":
-        pieces = _from_descriptor(0, "standard input", watched=False)
-    elif is_local(url):
-        pieces = _from_path(url)
-    else:
-        pieces = _from_store(url, storage)
-    yield from _blocks(_gathered(_unpacked(pieces, url)))
+    yield from _blocks(_text_only(_gathered(_unpacked(_pieces(url, storage), url)), url))
 
 
 def read_text(url: str, *, limit: int) -> str:
-    """A small text of this machine whole, line ends and all; raises as `read_blocks` does.
+    """A small text of this machine whole, line ends and all; raises as `read_bytes` does."""
+    return read_bytes(url, limit=limit).decode("utf-8", "backslashreplace")
+
+
+def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions()) -> bytes:
+    """A small file whole; raises as `read_blocks` does.
 
     Also `UsageError` where it is larger than `limit` bytes.
     """
-    data = b""
-    for piece in (
-        _from_descriptor(0, "standard input", watched=False) if url == "-" else _from_path(url)
-    ):
+    data = bytearray()
+    for piece in _pieces(url, storage):
         data += piece
         if len(data) > limit:
-            raise UsageError(f"{url} is larger than {limit:,} bytes; that is no job script")
-    return data.decode("utf-8", "backslashreplace")
+            raise UsageError(f"{url} is larger than {limit:,} bytes")
+    return bytes(data)
+
+
+def read_head(path: str) -> bytes:
+    """The first bytes of a file of this machine; raises as `read_blocks` does."""
+    return next(_from_path(path), b"")[:_HEAD]
+
+
+def _pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
+    if url == "-":
+        return _from_descriptor(0, "standard input", watched=False)
+    if is_local(url):
+        return _from_path(url)
+    return _from_store(url, storage)
 
 
 def logs_below(url: str, storage: StorageOptions = StorageOptions()) -> tuple[str, ...]:
@@ -233,6 +248,25 @@ def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
             held, n_bytes = [], 0
     if held:
         yield b"".join(held)
+
+
+def _text_only(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
+    for n, piece in enumerate(pieces):
+        if n == 0 and is_binary(piece):
+            raise BinaryData(f"{name} is binary data, not a log")
+        yield piece
+
+
+# Zero bytes alone are no sign: a log that was rotated while it was written begins with them.
+_CONTROL = bytes(code for code in range(32) if code not in b"\0\a\b\t\n\v\f\r\x1b")
+_SAFETENSORS = re.compile(rb"[^\0]{1,5}\0{3,7}\{")
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of no text: a hundredth is control codes."""
+    head = head[:_HEAD]
+    n_control = len(head) - len(head.translate(None, _CONTROL))
+    return n_control * 100 > len(head) or _SAFETENSORS.match(head) is not None
 
 
 def _blocks(pieces: Iterator[bytes]) -> Iterator[Sequence[Line]]:

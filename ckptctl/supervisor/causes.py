@@ -17,6 +17,8 @@ from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import Classification
 
 _UNKNOWN = "unknown"
+_DEADLINE_S = 30.0
+"""A restart does not wait longer than this for the cause."""
 _MOST_BYTES = 64 << 20
 """How much is read of each log, from its end, where the cause of the end is."""
 
@@ -45,7 +47,7 @@ class Logs:
             if not added:
                 return None
             try:
-                found = classify(added, exit_code=exit_code)
+                found = classify(added, exit_code=exit_code, deadline_s=_DEADLINE_S)
             except CkptctlError:
                 return None
         return None if found.failure == _UNKNOWN else found

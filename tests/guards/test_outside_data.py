@@ -187,6 +187,11 @@ def classify_reads_a_log(root: Path, data: bytes) -> None:
     answers("classify", put(root.parent / "job.log", data + b"\n"), codes=(0,))
 
 
+def classify_reads_a_dump(root: Path, data: bytes) -> None:
+    put(root.parent / "dumps" / "trace_0.json", data)
+    answers("classify", "--flight-recorder", root.parent / "dumps", codes=(0, 2))
+
+
 def branch(root: Path, data: bytes) -> None:
     name = "20260101T000000.000000Z-00000000.from-10.json"
     put(root / ".ckptctl" / "branches" / name, data)
@@ -264,6 +269,7 @@ def runbook_report(root: Path, data: bytes) -> None:
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
+    "failures/flight_recorder.py": (classify_reads_a_dump,),
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),

@@ -10,6 +10,7 @@ from ckptctl.cli.views.common import next_line, section
 from ckptctl.failures.classes import Domain
 from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.results import Classification, Suspect
+from ckptctl.failures.stalled_collectives import described, listed
 
 _STYLES: dict[Domain, Style] = {
     Domain.INFRASTRUCTURE: "bad",
@@ -34,16 +35,34 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("what followed", answer.consequences)),
         *section(_listed("other evidence", answer.others)),
         *section(_listed("training went on after", answer.survived)),
+        *section(_stalled(answer)),
         *_suspected(answer.suspects),
         line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
-        line(
-            f"read {count(answer.n_lines, 'line')} from {count(answer.n_files, 'log')}"
-            if answer.n_files
-            else "no log was read"
-        ),
+        line(_read(answer)),
         *next_line(answer.next_command),
     ]
+
+
+def _read(answer: Classification) -> str:
+    dumps = f" and {count(answer.n_dumps, 'dump')}" if answer.n_dumps else ""
+    if not answer.n_files:
+        return f"no log was read{f', only {dumps[5:]}' if dumps else ''}"
+    end = "; the deadline was reached, and the rest was not read" if answer.deadline_reached else ""
+    return f"read {count(answer.n_lines, 'line')} from {count(answer.n_files, 'log')}{dumps}{end}"
+
+
+def _stalled(answer: Classification) -> Iterator[Line]:
+    if answer.collectives:
+        yield line("collectives that did not complete:")
+    for each in answer.collectives[:_FEW]:
+        yield line(f"  {described(each)}", hang=4)
+    if len(answer.collectives) > _FEW:
+        yield line(f"  and {len(answer.collectives) - _FEW:,} more (--json has them)")
+    if answer.ranks_without_dump:
+        yield line(f"  ranks without a dump: {listed(answer.ranks_without_dump)}", hang=4)
+    for message in answer.not_dumps[:_FEW]:
+        yield line(f"  {message}", hang=4)
 
 
 _RESTART = {

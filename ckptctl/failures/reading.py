@@ -1,0 +1,194 @@
+"""Read the logs of a job, and the flight-recorder dumps beside them.
+
+Each log is read once, with bounded memory and up to a deadline. A folder stands for the
+files in it: logs, dumps, and binary files, which are passed over.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckptctl.errors import BinaryData, PathNotFound, StorageError
+from ckptctl.failures.evidence import Evidence
+from ckptctl.failures.flight_recorder import (
+    MAX_BYTES,
+    Dump,
+    NotADump,
+    may_be_dump,
+    read_dump,
+)
+from ckptctl.failures.matching import LogReader, folded
+from ckptctl.options import StorageOptions
+from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
+from ckptctl.storage.opening import is_local
+
+# The variables that name the files of the recorder, without the rank at their end.
+_DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_SAME_JOB_S = 3600.0
+"""How far apart a log and a dump beside it may have been written to be of one job."""
+_DUMP_NAME = re.compile(r".*(?:trace|dump)\w*\d")
+_LOG_NAME = re.compile(
+    r".*(?:\.(?:log|out|err|txt)(?:\.\w{1,8}){0,2}|dmesg|messages|syslog|journal)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read. `first_failed` is the host and rank that a launcher names as the first.
+
+    `not_dumps` are the messages for files that were named as dumps and are none.
+    `deadline_reached`: the deadline passed before the end of the logs.
+    """
+
+    evidence: tuple[Evidence, ...]
+    first_failed: tuple[str | None, int | None] | None
+    dumps: tuple[Dump, ...]
+    not_dumps: tuple[str, ...]
+    n_files: int
+    n_lines: int
+    deadline_reached: bool
+
+
+class _Reading:
+    """The state of one reading of all logs."""
+
+    def __init__(self, storage: StorageOptions, deadline_s: float | None) -> None:
+        self.storage = storage
+        self.until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self.readers: list[LogReader] = []
+        self.dumps: dict[str, Dump] = {}
+        self.beside_binary: set[str] = set()
+        self.n_binary = 0
+        self.n_lines = 0
+        self.deadline_reached = False
+
+    def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
+        """The evidence in a log, or in the files of a folder."""
+        files = logs_below(name, self.storage)
+        for file in files:
+            if time.monotonic() > self.until_s:
+                self.deadline_reached = True
+                return
+            if file == name:
+                yield from self._in_log(file)
+            elif not self._is_dump(file):
+                try:
+                    yield from self._in_log(file)
+                except BinaryData:
+                    self.n_binary += 1
+                    self.beside_binary.add(os.path.dirname(file))
+                    self.readers.pop()
+
+    def _in_log(self, file: str) -> Iterator[tuple[LogReader, Evidence]]:
+        reader = LogReader(file, self.until_s)
+        self.readers.append(reader)
+        for block in read_blocks(file, self.storage):
+            self.n_lines += len(block)
+            for found in reader.take(block):
+                yield reader, found
+            if reader.stopped or time.monotonic() > self.until_s:
+                self.deadline_reached = True
+                return
+
+    def _is_dump(self, file: str) -> bool:
+        """Whether a file of a folder is a dump; it is read then."""
+        if not (is_local(file) and re.search(r"\d(?:\.\w+)?$", file)):
+            return False
+        if may_be_dump(file, read_head(file)):
+            with suppress(NotADump):
+                self.dumps[file] = read_dump(file, read_bytes(file, limit=MAX_BYTES))
+                return True
+        return False
+
+    def take_dumps_beside(self, logs: Iterable[str]) -> None:
+        """Read the dumps in the folders of the logs, and those that the variables name."""
+        folders = {os.path.dirname(log) or "." for log in logs if log != "-" and is_local(log)}
+        files = [*_files_in(folders, _DUMP_NAME)]
+        for variable in _DUMP_FILES:
+            if prefix := os.environ.get(variable):
+                pattern = re.compile(re.escape(os.path.basename(prefix)) + r"\d{1,7}")
+                files += _files_in((os.path.dirname(prefix) or ".",), pattern)
+        times = [at for log in logs if (at := _changed_s(log)) is not None]
+        for file in files:
+            # A folder such as /tmp also holds the dumps of other jobs.
+            at_s = _changed_s(file)
+            if at_s is not None and any(abs(at_s - each) <= _SAME_JOB_S for each in times):
+                with suppress(StorageError):
+                    self._is_dump(file)
+
+    def is_log(self, file: str) -> bool:
+        """False for a text file among the binary files of a checkpoint."""
+        return os.path.dirname(file) not in self.beside_binary or bool(
+            _LOG_NAME.fullmatch(os.path.basename(file))
+        )
+
+
+def read_logs(
+    names: Sequence[str],
+    recorder: str | None,
+    storage: StorageOptions,
+    deadline_s: float | None,
+) -> Read:
+    """Read logs, folders of logs, and a folder (or one file) of flight-recorder dumps.
+
+    Raises `BinaryData` for a binary file that was named, and for a folder that holds binary
+    files and no log.
+    """
+    reading = _Reading(storage, deadline_s)
+    not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
+    evidence = folded(found for name in names for found in reading.evidence_in(name))
+    logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
+    if reading.n_binary and not logs and not reading.dumps:
+        raise BinaryData(
+            f"{', '.join(names)}: {reading.n_binary:,} binary files and no log; checkpoints are "
+            "no logs",
+            next_command="ckptctl scan ROOT",
+        )
+    if recorder is None:
+        reading.take_dumps_beside([reader.name for reader in logs if reader.name in names])
+    read = {reader.name for reader in logs}
+    return Read(
+        evidence=tuple(found for found in evidence if found.file in read),
+        first_failed=next((each.first_failed for each in logs if each.first_failed), None),
+        dumps=tuple(reading.dumps.values()),
+        not_dumps=not_dumps,
+        n_files=len(logs),
+        n_lines=reading.n_lines,
+        deadline_reached=reading.deadline_reached,
+    )
+
+
+def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
+    for file in logs_below(recorder, reading.storage):
+        if not re.search(r"\d(?:\.\w+)?$", file):
+            continue
+        try:
+            data = read_bytes(file, limit=MAX_BYTES, storage=reading.storage)
+            reading.dumps[file] = read_dump(file, data)
+        except NotADump as error:
+            yield str(error)
+    if not reading.dumps:
+        raise PathNotFound(
+            f"{recorder}: there is no readable dump of the flight recorder; the name of a dump "
+            "ends with its rank"
+        )
+
+
+def _changed_s(file: str) -> float | None:
+    with suppress(OSError):
+        return os.path.getmtime(file)
+    return None
+
+
+def _files_in(folders: Collection[str], name: re.Pattern[str]) -> Iterator[str]:
+    for folder in sorted(folders):
+        with suppress(OSError):
+            for found in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if name.fullmatch(found.name) and found.is_file():
+                    yield os.path.join(folder, found.name)

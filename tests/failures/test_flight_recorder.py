@@ -1,0 +1,173 @@
+"""Dumps of torch's flight recorder, from gloo jobs of four ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
+
+import ckptctl
+from ckptctl.errors import BinaryData, PathNotFound
+from ckptctl.failures.flight_recorder import NotADump, read_dump
+from ckptctl.failures.stalled_collectives import Stall, compare_dumps
+
+JOB = Path(__file__).parents[1] / "jobs" / "flight_recorder_job.py"
+CASES = ("absent", "shape", "operation")
+WATCHDOG = (
+    "[rank{0}]:[E1120 03:22:44.120331234 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum=3311, OpType=ALLREDUCE)\n"
+)
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Path:
+    """A folder for each case, with a pickle and a JSON dump of each rank."""
+    folder = tmp_path_factory.mktemp("recorded")
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    for case in CASES:
+        (folder / case).mkdir()
+        command = [sys.executable, str(JOB), str(folder / case), case]
+        ranks = [subprocess.Popen([*command, str(rank), "4"], env=environment) for rank in range(4)]
+        assert [rank.wait() for rank in ranks] == [0, 0, 0, 0]
+    return folder
+
+
+def compared(folder: Path, pattern: str = "nccl_trace_rank_*") -> Stall:
+    return compare_dumps([read_dump(str(f), f.read_bytes()) for f in folder.glob(pattern)])
+
+
+@pytest.mark.parametrize("pattern", ["nccl_trace_rank_*", "trace_*.json"])
+def test_the_rank_that_never_joined_is_named_with_the_collective_and_its_line(recorded, pattern):
+    stall = compared(recorded / "absent", pattern)
+    assert (stall.never_joined, stall.behind, stall.without_dump) == ((2,), (), ())
+    (stalled,) = stall.collectives
+    assert (stalled.operation, stalled.sequence) == ("all_reduce", 4)
+    assert (stalled.joined, stalled.missing) == ((0, 1, 3), (2,))
+    if pattern.startswith("nccl"):
+        assert stalled.frame is not None
+        assert "flight_recorder_job.py" in stalled.frame
+
+
+def test_a_rank_that_passes_another_shape_is_named(recorded):
+    stall = compared(recorded / "shape")
+    assert (stall.differing, stall.ranks) == ((2,), ())
+
+
+def test_a_rank_that_calls_another_operation_is_named(recorded):
+    assert compared(recorded / "operation").differing == (2,)
+
+
+def test_of_ranks_that_wait_for_each_other_only_the_last_of_the_chain_is_named(recorded):
+    # Gloo records no point-to-point operation, so one is added in NCCL's form.
+    dumps = []
+    for rank in range(4):
+        document = pickle.loads((recorded / "absent" / f"nccl_trace_rank_{rank}").read_bytes())
+        if rank == 0:
+            waits = {"profiling_name": "nccl:recv 0<-2", "is_p2p": True, "retired": False}
+            document["entries"][-1] |= {**waits, "p2p_seq_id": 1}
+        dumps.append(read_dump(f"trace_{rank}", pickle.dumps(document, 2)))
+    assert compare_dumps(dumps).collectives[0].missing == (0, 2)
+    assert compare_dumps(dumps).never_joined == (2,)
+
+
+def test_a_rank_without_a_dump_is_possibly_at_fault_and_not_named(recorded, tmp_path):
+    for rank in (0, 1, 3):
+        shutil.copy(recorded / "absent" / f"nccl_trace_rank_{rank}", tmp_path)
+    stall = compared(tmp_path)
+    assert (stall.ranks, stall.without_dump) == ((), (2,))
+    answer = ckptctl.classify(flight_recorder=str(tmp_path))
+    assert answer.suspects == ()
+    assert "possibly others that left no dump" in answer.message
+
+
+def test_a_rank_where_a_collective_is_pending_that_its_peers_completed_is_behind(recorded):
+    dumps = [read_dump(str(f), f.read_bytes()) for f in recorded.glob("absent/nccl_trace_rank_*")]
+    changed = []
+    for dump in sorted(dumps, key=lambda each: each.rank):
+        document = pickle.loads(Path(dump.file).read_bytes())
+        for entry in document["entries"]:
+            if entry["collective_seq_id"] == 2 and dump.rank == 1:
+                entry["retired"] = False
+        changed.append(read_dump(dump.file, pickle.dumps(document, 2)))
+    assert compare_dumps(changed).behind == (1,)
+
+
+def test_without_a_fault_nothing_is_reported(recorded):
+    dump = read_dump("trace_0", (recorded / "absent" / "nccl_trace_rank_2").read_bytes())
+    assert compare_dumps([dump]) == Stall((), (), (), (), (), ())
+    assert compare_dumps([]) == Stall((), (), (), (), (), ())
+
+
+def test_the_command_names_the_ranks_and_its_document_is_as_the_schema_says(recorded):
+    ran = run_ckptctl("classify", "--flight-recorder", recorded / "absent", "--json")
+    document = validated(ran.stdout)
+    assert (document["failure"], document["confidence"]) == ("hang", "medium")
+    assert document["suspects"] == [{"node": None, "devices": [], "ranks": [2]}]
+    assert document["collectives"][0]["missing"] == [2]
+    ran = run_ckptctl("classify", "--flight-recorder", recorded / "absent")
+    assert "rank 2 never joined" in ran.stdout
+    assert "all_reduce #4" in ran.stdout
+
+
+def test_dumps_beside_the_logs_are_read_and_explain_the_watchdogs(recorded, tmp_path):
+    for dump in (recorded / "absent").glob("nccl_trace_rank_*"):
+        shutil.copy(dump, tmp_path)
+    (tmp_path / "job.log").write_text(WATCHDOG.format(0) + WATCHDOG.format(3))
+    for given in (tmp_path, tmp_path / "job.log"):
+        answer = ckptctl.classify(str(given))
+        assert (answer.failure, answer.n_dumps, answer.n_lines) == ("hang", 4, 2)
+        assert [each.ranks for each in answer.suspects] == [(2,)]
+
+
+def test_dumps_that_the_variable_names_are_read(recorded, tmp_path, monkeypatch):
+    (tmp_path / "job.log").write_text(WATCHDOG.format(0))
+    for dump in (recorded / "absent").iterdir():
+        os.utime(dump)
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(recorded / "absent" / "nccl_trace_rank_"))
+    assert ckptctl.classify(str(tmp_path / "job.log")).n_dumps == 4
+
+
+def test_a_watchdog_alone_names_no_rank(tmp_path):
+    (tmp_path / "job.log").write_text(WATCHDOG.format(0))
+    answer = ckptctl.classify(str(tmp_path / "job.log"))
+    assert (answer.failure, answer.rank, answer.suspects) == ("hang", None, ())
+
+
+def test_a_pickle_that_calls_something_is_no_dump(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch /tmp/owned",)
+
+    data = pickle.dumps({"pg_config": {}, "entries": [Evil()], "version": "2.9"}, 2)
+    with pytest.raises(NotADump, match="system"):
+        read_dump("trace_0", data)
+    (tmp_path / "trace_0").write_bytes(data)
+    with pytest.raises(PathNotFound, match="no readable dump"):
+        ckptctl.classify(flight_recorder=str(tmp_path))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 40, 400, -1])
+def test_a_dump_that_is_cut_short_is_no_dump(recorded, cut):
+    data = (recorded / "absent" / "nccl_trace_rank_0").read_bytes()
+    with pytest.raises(NotADump):
+        read_dump("trace_0", data[:cut])
+
+
+def test_binary_files_and_folders_of_checkpoints_are_refused(tmp_path, recorded):
+    pickled = tmp_path / "step_5" / "__0_0.distcp"
+    pickled.parent.mkdir()
+    pickled.write_bytes(b"PK\x03\x04" + bytes(range(256)) * 64)
+    (tmp_path / "step_5" / "config.json").write_text('{"note": "Input/output error"}\n')
+    for given in (pickled, tmp_path / "step_5", tmp_path):
+        with pytest.raises(BinaryData, match="binary"):
+            ckptctl.classify(str(given))
+    assert run_ckptctl("classify", pickled).returncode == 2
+    (tmp_path / "slurm-1.out").write_text(WATCHDOG.format(0))
+    assert ckptctl.classify(str(tmp_path)).n_files == 1

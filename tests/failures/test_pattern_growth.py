@@ -1,0 +1,91 @@
+"""No pattern takes more than linear time on a long line."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckptctl.failures import loglines, matching
+from ckptctl.failures.rules import RULES
+from ckptctl.storage.log_lines import MAX_MATCHED
+
+N_CHARS = MAX_MATCHED // 4
+MOST_GROWTH = 9.0
+"""Four times the length takes four times as long; quadratic time would be sixteen times."""
+TOO_SHORT_S = 0.005
+"""What the longest line may cost without a closer look."""
+FILLERS = (" ", "a", "7", "x=", "A1b-", "/", ":", "-", ".", "a ", "a.", '"')
+FEW = FILLERS[:5]
+
+
+def lines(texts: list[str], n_chars: int) -> Iterator[str]:
+    """Lines of `n_chars` that start a pattern over and over and never end it."""
+    for filler in FILLERS:
+        yield (filler * n_chars)[:n_chars]
+    for text in texts:
+        yield (text * n_chars)[:n_chars]
+        for filler in FEW:
+            yield ((text + filler) * n_chars)[:n_chars]
+            yield text + (filler * n_chars)[: n_chars - len(text)]
+            yield (filler * n_chars)[: n_chars - len(text)] + text
+
+
+Search = Callable[[str], object]
+
+
+def seconds(search: Search, line: str, n_times: int = 3) -> float:
+    """CPU time of one search: the best of several, so that a busy machine changes little."""
+    taken = []
+    for _ in range(n_times):
+        began = time.process_time()
+        search(line)
+        taken.append(time.process_time() - began)
+    return min(taken)
+
+
+def texts_of(pattern: str) -> list[str]:
+    """The literal runs in a pattern, at most six."""
+    found = re.findall(r"[A-Za-z][A-Za-z /:_-]{2,}", re.sub(r"\\.|\?P<\w+>", " ", pattern))
+    return list(dict.fromkeys(text.strip() for text in found))[:6]
+
+
+def too_slow(search: Search, texts: list[str]) -> list[str]:
+    """The lines on which a search takes more than linear time."""
+    slow = []
+    for one, two, four in zip(*(lines(texts, n * N_CHARS) for n in (1, 2, 4)), strict=True):
+        if seconds(search, four, 1) < TOO_SHORT_S:
+            continue
+        first, second, longest = (seconds(search, line) for line in (one, two, four))
+        if longest > MOST_GROWTH * first:
+            slow.append(f"{first:.3f} s, {second:.3f} s, {longest:.3f} s: {one[:60]!r}")
+    return slow
+
+
+PATTERNS = {f"{rule.name}-{n}": each for rule in RULES for n, each in enumerate(rule.patterns)}
+ONE_OF_EACH = {each: name for name, each in PATTERNS.items() if not name.startswith("xid.1")}
+
+
+@pytest.mark.parametrize("pattern", ONE_OF_EACH, ids=ONE_OF_EACH.values())
+def test_a_pattern_of_a_rule_takes_linear_time_on_long_lines(pattern: str) -> None:
+    assert too_slow(re.compile(pattern, re.IGNORECASE).search, texts_of(pattern)) == []
+
+
+WHOLE_MESSAGE = ("_STEP", "_FINITE", "_RETRIED", "_GAVE_UP", "_CODE")
+
+
+@pytest.mark.parametrize("name", WHOLE_MESSAGE)
+def test_a_pattern_for_whole_messages_takes_linear_time_on_long_lines(name: str) -> None:
+    pattern = getattr(matching, name)
+    assert too_slow(pattern.search, texts_of(pattern.pattern)) == []
+
+
+@pytest.mark.parametrize("pattern", loglines._PREFIXES, ids=lambda pattern: pattern.pattern[:30])
+def test_a_prefix_takes_linear_time_on_long_lines(pattern: re.Pattern[str]) -> None:
+    assert too_slow(pattern.match, texts_of(pattern.pattern)) == []
+
+
+def test_a_rule_without_a_limit_on_its_repeats_would_be_found() -> None:
+    assert too_slow(re.compile("CUDA.*error.*memory").search, ["CUDA error "])

@@ -1,0 +1,54 @@
+"""A gloo job in which some ranks do not do what the others do; every rank dumps its recorder.
+
+flight_recorder_job.py FOLDER CASE RANK WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
+
+
+def main() -> None:
+    folder, case = Path(sys.argv[1]), sys.argv[2]
+    rank, world_size = int(sys.argv[3]), int(sys.argv[4])
+    store = dist.FileStore(str(folder / f"store-{case}"), world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+    )
+    values = torch.ones(4)
+    for _ in range(3):
+        dist.all_reduce(values)
+    threading.Thread(target=misbehave, args=(case, rank, values), daemon=True).start()
+    # The ranks that wait are waiting by then: each has told the others that it will.
+    store.add("ready", 1)
+    while store.add("ready", 0) < world_size:
+        time.sleep(0.05)
+    time.sleep(2)
+    (folder / f"nccl_trace_rank_{rank}").write_bytes(_dump_fr_trace())
+    (folder / f"trace_{rank}.json").write_bytes(_dump_fr_trace_json())
+    store.add("dumped", 1)
+    while store.add("dumped", 0) < world_size:
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def misbehave(case: str, rank: int, values: torch.Tensor) -> None:
+    if case == "absent" and rank == 2:
+        return
+    if case == "operation" and rank == 2:
+        dist.broadcast(values, src=2)
+        return
+    dist.all_reduce(torch.ones(8) if case == "shape" and rank == 2 else values)
+
+
+if __name__ == "__main__":
+    main()
