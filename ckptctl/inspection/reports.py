@@ -150,27 +150,32 @@ def _newest(files: Sequence[FileInfo]) -> float | None:
     return max((file.mtime_s for file in files if file.mtime_s is not None), default=None)
 
 
+MAX_AHEAD_S = 12 * 3600.0
+"""How far a storage's clock may be ahead: local time for UTC, at most."""
+
+
 def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Iterator[Finding]:
     """The findings, with those of an unfinished save as one `step.in-progress` while it is young.
 
-    A time in the future by more than the grace is a clock that is wrong, and says
-    nothing.
+    The storage's clock may be ahead of this host's, so that a time in the future is young too.
+    One further ahead than `MAX_AHEAD_S` is no clock's, and says nothing.
     """
     newest = _newest(_saved_files(step))
     age_s = None if newest is None else time.time() - newest
-    young = age_s is not None and -grace_s <= age_s < grace_s
+    ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
+    young = age_s is not None and -ahead_s <= age_s < grace_s
     unfinished = [finding for finding in findings if finding.code in NEVER_FINISHED]
-    if not (young and unfinished):
+    if age_s is None or not (young and unfinished):
         yield from findings
         return
+    when = f"{age_s:.0f} s ago" if age_s >= 0 else f"{-age_s:.0f} s in the future"
     yield from (finding for finding in findings if finding.code not in NEVER_FINISHED)
     yield Finding(
         "step.in-progress",
         unfinished[0].where,
-        f"{unfinished[0].message}, but the last write was {age_s:.0f} s ago: "
-        "a save may still be running",
+        f"{unfinished[0].message}, but the last write was {when}: a save may still be running",
         expected=f"no write for {grace_s:.0f} s",
-        found=f"a write {age_s:.0f} s ago",
+        found=f"a write {when}",
         next_command=f"ckptctl verify {shlex.quote(step.url)}",
     )
 

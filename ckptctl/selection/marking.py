@@ -202,11 +202,14 @@ def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> 
 
 
 def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) -> Marked:
-    what = (
-        "neither rejected nor superseded, nor renamed"
-        if word is MarkKind.ACCEPTED
-        else "not pinned"
-    )
+    what, hint = "not pinned", ""
+    quoted = shlex.quote(report.url)
+    if word is MarkKind.ACCEPTED:
+        what = "neither rejected nor superseded, nor renamed"
+        hint = (
+            ". If only the record of another root supersedes it, there is no mark to lift: "
+            f"`ckptctl reject {quoted} --reason WHY`, and this command after it, lift that too"
+        )
     return Marked(
         url=report.url,
         number=report.number,
@@ -214,9 +217,9 @@ def _nothing_to_lift(report: Report, word: MarkKind, stand: tuple[Mark, ...]) ->
         path=None,
         lifted=(),
         standing=stand,
-        message=f"{report.url} is {what}; nothing was written",
+        message=f"{report.url} is {what}; nothing was written{hint}",
         exit_code=0,
-        next_command=f"ckptctl verify {shlex.quote(report.url)}",
+        next_command=f"ckptctl verify {quoted}",
     )
 
 

@@ -377,6 +377,19 @@ def test_a_save_without_metadata_is_in_progress_while_it_is_young(root: Path) ->
     assert ckptctl.verify(str(step), grace_s=0).exit_code == 20
 
 
+@pytest.mark.parametrize("ahead_s", [60, 3600, 11 * 3600])
+def test_where_the_clock_of_the_storage_is_ahead_a_save_may_still_be_running(
+    root: Path, ahead_s: int
+) -> None:
+    step = root / "step_500"
+    (step / ".metadata").unlink()
+    os.utime(step / "__0_0.distcp", (time.time() + ahead_s, time.time() + ahead_s))
+    found = ckptctl.verify(str(step))
+    assert (found.exit_code, found.verdict) == (26, Verdict.IN_PROGRESS)
+    assert "s in the future" in found.findings[0].message
+    assert ckptctl.verify(str(step), grace_s=0).exit_code == 20
+
+
 def test_a_write_in_the_future_is_a_wrong_clock_and_not_a_save(root: Path) -> None:
     step = root / "step_500"
     (step / ".metadata").unlink()

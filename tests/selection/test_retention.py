@@ -370,6 +370,28 @@ def test_a_step_that_another_root_has_gone_on_without_does_not_count(
     assert [one.counts for one in found.fates] == [False, False, True]
 
 
+def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_two_commands(
+    templates: Path, root: Path, tmp_path: Path
+):
+    other = tmp_path / "other"
+    for number in (100, 200):
+        put_step(templates, root, number)
+    put_step(templates, other, 100)
+    with open_store(str(other)) as store:
+        put_resume(
+            store, "20991122T031011.000000Z-0123abcd", 100, (), ckptctl.scan(str(root)).reports
+        )
+    assert ckptctl.pick(str(root), str(other)).step == 100
+    told = ckptctl.mark(f"{root}@200", "accepted")
+    assert told.mark is None
+    assert (
+        f"`ckptctl reject {root}/step_200 --reason WHY`, and this command after it" in told.message
+    )
+    for word in ("rejected", "accepted"):
+        ckptctl.mark(f"{root}@200", word, reason="back to the first branch")
+    assert ckptctl.pick(str(root), str(other)).step == 200
+
+
 def test_another_root_that_does_not_exist_stops_before_anything_goes(templates: Path, root: Path):
     for number in (100, 200):
         put_step(templates, root, number)
