@@ -1,8 +1,8 @@
 """Define the options that several commands share, and how an option is declared.
 
 Every option has an environment variable `CKPTCTL_…`, except those in
-`COMMAND_LINE_ONLY`. The options that every command has are added by
-`with_common`, so that no command can lack one.
+`COMMAND_LINE_ONLY`. A command takes options objects whole; `with_common` puts the options
+of the command line in their place, and adds those that every command has.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,10 +20,25 @@ from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.output import Color, Output
 from ckptctl.cli.repeating import definition_of, given_options, with_options
 from ckptctl.cli.text import Line, line
-from ckptctl.cli.values import SEAL_KEY, LevelChoice, parse_storage_options
+from ckptctl.cli.values import (
+    SEAL_KEY,
+    LevelChoice,
+    level_of,
+    parse_duration,
+    parse_kinds,
+    parse_steps,
+    parse_storage_options,
+    seal_key,
+)
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
-from ckptctl.options import TIMEOUT_S, StorageOptions
+from ckptctl.options import (
+    TIMEOUT_S,
+    ContentOptions,
+    PickPolicy,
+    Requirements,
+    StorageOptions,
+)
 from ckptctl.storage.watchdog import Watchdog
 
 COMMAND_LINE_ONLY = frozenset(
@@ -265,6 +280,51 @@ ByOpt = Annotated[
     ),
 ]
 
+RemoteChecksumsOpt = Annotated[
+    bool,
+    option(
+        "--remote-checksums",
+        help="Also compare the checksums that the object store keeps with those in the seal, "
+        "and download nothing for it; 22 where there are none.",
+    ),
+]
+SubsetOpt = Annotated[
+    str | None,
+    option(
+        "--subset",
+        metavar="PART",
+        help="Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
+        "words always mean the same records.",
+    ),
+]
+DeadlineOpt = Annotated[
+    str | None,
+    option(
+        "--deadline",
+        metavar="TIME",
+        help="Level content: stop comparing after this time, 120s or 5m, and report what is "
+        "proven until then; 22 where that is not everything.",
+    ),
+]
+ContentJobsOpt = Annotated[
+    int | None,
+    option(
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="Level content: how many threads read a file system; by default as many as is "
+        "good for it.",
+    ),
+]
+NanScanOpt = Annotated[
+    bool,
+    option(
+        "--nan-scan",
+        help="Level content: also look for NaN and infinity in floating-point tensors; what "
+        "is found is a warning.",
+    ),
+]
+
 _StorageOptionOpt = Annotated[
     list[str] | None,
     option(
@@ -323,11 +383,6 @@ _DebugOpt = Annotated[
     option("--debug", help="Show the traceback of an error."),
 ]
 
-_STORAGE = {
-    "storage_option": (_StorageOptionOpt, None),
-    "endpoint_url": (_EndpointUrlOpt, None),
-    "timeout": (_TimeoutOpt, TIMEOUT_S),
-}
 _COMMON = {
     "as_json": (_JsonOpt, False),
     "quiet": (_QuietOpt, False),
@@ -337,39 +392,104 @@ _COMMON = {
 }
 
 
+class _Offer(NamedTuple):
+    """An option of the command line that sets a field of an options object.
+
+    `field` is the field's name where it is another than the parameter's, `read` makes its
+    value of what the command line gives.
+    """
+
+    option: Any
+    default: Any
+    field: str = ""
+    read: Callable[[Any], Any] | None = None
+
+
+_OFFERS: Mapping[type, Mapping[str, _Offer]] = {
+    PickPolicy: {
+        "level": _Offer(LevelOpt, None, read=level_of),
+        "allow_missing_state": _Offer(WeightsOpt, False),
+        "accept_unverifiable": _Offer(AcceptUnverifiableOpt, False),
+        "before": _Offer(BeforeOpt, None),
+        "skip": _Offer(SkipOpt, None, read=parse_steps),
+        "max_fallback": _Offer(MaxFallbackOpt, 2),
+    },
+    Requirements: {
+        "require": _Offer(RequireOpt, None, read=parse_kinds),
+        "world_size": _Offer(WorldSizeOpt, None),
+        "saved_world_size": _Offer(SavedWorldSizeOpt, None),
+        "pattern": _Offer(PatternOpt, None),
+        "grace": _Offer(GraceOpt, 600.0, "grace_s"),
+        "require_seal": _Offer(RequireSealOpt, False),
+        "key_file": _Offer(KeyFileOpt, None, "key", seal_key),
+        "remote_checksums": _Offer(RemoteChecksumsOpt, False),
+        "marks": _Offer(MarksOpt, None),
+    },
+    ContentOptions: {
+        "subset": _Offer(SubsetOpt, None),
+        "deadline": _Offer(DeadlineOpt, None, "deadline_s", parse_duration),
+        "jobs": _Offer(ContentJobsOpt, None),
+        "nan_scan": _Offer(NanScanOpt, False),
+    },
+    StorageOptions: {
+        "storage_option": _Offer(_StorageOptionOpt, None, "storage_options", parse_storage_options),
+        "endpoint_url": _Offer(_EndpointUrlOpt, None),
+        "timeout": _Offer(_TimeoutOpt, TIMEOUT_S, "timeout_s"),
+    },
+}
+"""The options that set the fields of each options object, by their parameters.
+
+A command takes the object; `with_common` puts the options in its place and makes the object
+of what they give. So no command can offer one of them and drop its value.
+"""
+
+
+def only(*names: str) -> frozenset[str]:
+    """What a command offers of an options object, by parameters.
+
+    Used as `requirements: Annotated[Requirements, only("marks", "pattern")]`.
+    """
+    return frozenset(names)
+
+
+OfStep = Annotated[Requirements, frozenset(_OFFERS[Requirements]) - {"remote_checksums"}]
+"""What `pick` and the commands that choose as it does require of a step."""
+
+
+def _offers_of(annotation: Any) -> tuple[type, Mapping[str, _Offer]] | None:
+    """The options object that a parameter takes, with what the command offers of it."""
+    made = getattr(annotation, "__origin__", annotation)
+    if not isinstance(made, type) or made not in _OFFERS:
+        return None
+    chosen = next(iter(getattr(annotation, "__metadata__", ())), None)
+    offers = _OFFERS[made]
+    return made, {name: each for name, each in offers.items() if chosen is None or name in chosen}
+
+
 _PATIENCE = 4
 """A mounted file system may be silent for so many times `--timeout`: then the process ends."""
 
 
 def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
-    """The command with the options that every command has.
+    """The command with the options of the objects that it takes, and those that every one has.
 
-    What they say is handed to it as `out`, and as `storage` where it takes that.
     typer reads options from a signature, so the one that it sees is put together
     here. `--debug` has no effect but in `main`, which prints tracebacks. A storage
     that hangs in the kernel ends the process with 75.
     """
     own = dict(inspect.signature(command, eval_str=True).parameters)
     del own["out"]
-    takes_storage = own.pop("storage", None) is not None
-    added = {**_STORAGE, **_COMMON} if takes_storage else _COMMON
-    # A command may have its own words for one of them.
-    added = {name: each for name, each in added.items() if name not in own}
+    objects = {name: found for name, each in own.items() if (found := _offers_of(each.annotation))}
+    parameters = _expanded(own)
 
     def run(**given: Any) -> int:
-        common = {name: given.pop(name) for name in added}
-        timeout_s = common.get("timeout") or given.get("timeout") or TIMEOUT_S
+        common = {name: given.pop(name) for name in _COMMON}
+        timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise UsageError(f"--timeout is {timeout_s} s", instead="--timeout 120")
         # How an answer is shown is no part of what was asked.
         asked = [each for each in parameters if each.name not in _COMMON]
-        repeated = given_options(asked, {**given, **common})
-        if takes_storage:
-            given["storage"] = StorageOptions(
-                storage_options=parse_storage_options(common["storage_option"] or ()),
-                endpoint_url=common["endpoint_url"],
-                timeout_s=timeout_s,
-            )
+        repeated = given_options(asked, given)
         out.configure(
             as_json=common["as_json"],
             quiet=common["quiet"],
@@ -378,19 +498,50 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
             complete=lambda each: with_options(each, repeated, partial(_takes, out.command)),
         )
         out.lines(_ignored_lines(given), to=out.err)
-        if not takes_storage:
+        for name, (made, offers) in objects.items():
+            given[name] = _made(made, offers, given, keep=own)
+        if "storage" not in objects:
             return command(**given, out=out)
         with Watchdog(_PATIENCE * timeout_s, out.error):
             return command(**given, out=out)
 
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-        for name, (option, default) in added.items()
-    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _expanded(own: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    """The parameters of a command, with options in the place of options objects, as keywords."""
+    of_objects: dict[str, tuple[Any, Any]] = {}
+    for each in own.values():
+        found = _offers_of(each.annotation)
+        if found is not None:
+            of_objects |= {name: (one.option, one.default) for name, one in found[1].items()}
+    plain = [each for each in own.values() if _offers_of(each.annotation) is None]
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in plain]
+    # A command may have its own words for one of them.
+    added = {name: each for name, each in of_objects.items() if name not in own} | _COMMON
+    return parameters + [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (option, default) in added.items()
+    ]
+
+
+def _made(
+    made: type, offers: Mapping[str, _Offer], given: dict[str, Any], *, keep: Collection[str]
+) -> object:
+    """The options object of what the command line gave, which is taken out of `given`.
+
+    A parameter of the command's own stays there: its own words mean something else, but
+    for `--timeout`, which the storage obeys, too.
+    """
+    values = {}
+    for name, offer in offers.items():
+        value = given[name] if name in keep else given.pop(name)
+        if name in keep and value is None:
+            continue
+        values[offer.field or name] = value if offer.read is None else offer.read(value)
+    return made(**values)
 
 
 def _ignored_lines(given: Mapping[str, Any]) -> Iterator[Line]:
@@ -410,8 +561,5 @@ def _takes(own: str | None, command: str, definition: object) -> bool:
         return True
     if command not in COMMANDS:
         return False
-    parameters = inspect.signature(load(command).function, eval_str=True).parameters
-    taken = [definition_of(each.annotation) for each in parameters.values()]
-    if "storage" in parameters:
-        taken += [definition_of(each) for each, _ in _STORAGE.values()]
-    return any(each is definition for each in taken)
+    theirs = inspect.signature(load(command).function, eval_str=True).parameters
+    return any(definition_of(each.annotation) is definition for each in _expanded(theirs))

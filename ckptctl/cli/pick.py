@@ -8,31 +8,10 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import Document, document
-from ckptctl.cli.options import (
-    AcceptUnverifiableOpt,
-    AllowFreshOpt,
-    BeforeOpt,
-    CreateOpt,
-    GraceOpt,
-    KeyFileOpt,
-    LevelOpt,
-    MarksOpt,
-    MaxFallbackOpt,
-    OptionalRootOpt,
-    PatternOpt,
-    RequireOpt,
-    RequireSealOpt,
-    RootsArg,
-    SavedWorldSizeOpt,
-    SkipOpt,
-    WeightsOpt,
-    WorldSizeOpt,
-    option,
-)
+from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.pick import pick_lines
-from ckptctl.options import StorageOptions
+from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
 
 EXAMPLES = (
@@ -54,13 +33,6 @@ class Printed(str, Enum):
 def pick(
     roots: RootsArg,
     optional_root: OptionalRootOpt = None,
-    level: LevelOpt = None,
-    require: RequireOpt = None,
-    allow_missing_state: WeightsOpt = False,
-    accept_unverifiable: AcceptUnverifiableOpt = False,
-    before: BeforeOpt = None,
-    skip: SkipOpt = None,
-    max_fallback: MaxFallbackOpt = 2,
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     detailed_exitcode: Annotated[
@@ -74,14 +46,9 @@ def pick(
         Printed,
         option("--print", help="What to print on standard output."),
     ] = Printed.PATH,
-    world_size: WorldSizeOpt = None,
-    saved_world_size: SavedWorldSizeOpt = None,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
-    require_seal: RequireSealOpt = False,
-    key_file: KeyFileOpt = None,
-    marks: MarksOpt = None,
     *,
+    policy: PickPolicy,
+    requirements: OfStep,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -93,22 +60,10 @@ def pick(
     found = ckptctl.pick(
         *roots,
         optional_roots=optional_root or (),
-        level=level_of(level),
-        require=parse_kinds(require),
-        allow_missing_state=allow_missing_state,
-        accept_unverifiable=accept_unverifiable,
-        before=before,
-        skip=parse_steps(skip),
-        max_fallback=max_fallback,
         allow_fresh=allow_fresh,
         create=create,
-        world_size=world_size,
-        saved_world_size=saved_world_size,
-        pattern=pattern,
-        grace_s=grace,
-        require_seal=require_seal,
-        key=seal_key(key_file),
-        marks=marks,
+        policy=policy,
+        requirements=requirements,
         storage=storage,
     )
     fell_back = detailed_exitcode and found.answer is Answer.FELL_BACK

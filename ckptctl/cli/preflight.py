@@ -9,39 +9,15 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import (
-    AcceptUnverifiableOpt,
-    AllowFreshOpt,
-    BeforeOpt,
-    CreateOpt,
-    GraceOpt,
-    KeyFileOpt,
-    LevelOpt,
-    MarksOpt,
-    MaxFallbackOpt,
-    OptionalRootOpt,
-    PatternOpt,
-    RequireOpt,
-    RequireSealOpt,
-    RootsArg,
-    SavedWorldSizeOpt,
-    SkipOpt,
-    WeightsOpt,
-    WorldSizeOpt,
-    option,
-)
+from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.values import (
-    level_of,
     parse_counts,
     parse_duration,
-    parse_kinds,
-    parse_steps,
-    seal_key,
 )
 from ckptctl.cli.views.preflight import preflight_lines
 from ckptctl.errors import UsageError
-from ckptctl.options import StorageOptions
+from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 
 EXAMPLES = (
@@ -55,13 +31,6 @@ EXIT_CODES = (0, 2, 10, 11, 75, 77)
 def preflight(
     roots: RootsArg,
     optional_root: OptionalRootOpt = None,
-    level: LevelOpt = None,
-    require: RequireOpt = None,
-    allow_missing_state: WeightsOpt = False,
-    accept_unverifiable: AcceptUnverifiableOpt = False,
-    before: BeforeOpt = None,
-    skip: SkipOpt = None,
-    max_fallback: MaxFallbackOpt = 2,
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
     mtbf: Annotated[
@@ -85,7 +54,6 @@ def preflight(
             "compare, and remove them; say what damaged steps have in common.",
         ),
     ] = False,
-    world_size: WorldSizeOpt = None,
     world_sizes: Annotated[
         list[str] | None,
         option(
@@ -95,12 +63,6 @@ def preflight(
             "read, and what each rank holds.",
         ),
     ] = None,
-    saved_world_size: SavedWorldSizeOpt = None,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
-    require_seal: RequireSealOpt = False,
-    key_file: KeyFileOpt = None,
-    marks: MarksOpt = None,
     log: Annotated[
         list[str] | None,
         option(
@@ -146,6 +108,8 @@ def preflight(
         ),
     ] = False,
     *,
+    policy: PickPolicy,
+    requirements: OfStep,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -168,29 +132,17 @@ def preflight(
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
-            level=level_of(level),
-            require=parse_kinds(require),
-            allow_missing_state=allow_missing_state,
-            accept_unverifiable=accept_unverifiable,
-            before=before,
-            skip=parse_steps(skip),
-            max_fallback=max_fallback,
             allow_fresh=allow_fresh,
             create=create,
-            world_size=world_size,
             world_sizes=parse_counts(world_sizes, "--world-sizes", "numbers of ranks", "64,56"),
-            saved_world_size=saved_world_size,
             mtbf_s=parse_duration(mtbf, "--mtbf"),
             room_for=room_for,
             probe_storage=probe_storage,
-            pattern=pattern,
-            grace_s=grace,
-            require_seal=require_seal,
-            key=seal_key(key_file),
-            marks=marks,
             logs=log or (),
             launchers=parse_launchers(launcher, storage.timeout_s),
             group=group,
+            policy=policy,
+            requirements=requirements,
             storage=storage,
         )
     answer = partial(document, "preflight", found)

@@ -6,18 +6,11 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import (
-    LevelOpt,
-    MarksOpt,
-    PatternOpt,
-    RequireOpt,
-    RootArg,
-    option,
-)
+from ckptctl.cli.options import LevelOpt, RootArg, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of, parse_kinds
+from ckptctl.cli.values import level_of
 from ckptctl.cli.views.prune import prune_lines
-from ckptctl.options import StorageOptions
+from ckptctl.options import Requirements, StorageOptions
 
 EXAMPLES = (
     "ckptctl prune /shared/ckpt/run-1234 --keep 3",
@@ -41,7 +34,6 @@ def prune(
         option("--unsealed", help="Let steps without a seal count as good ones too."),
     ] = False,
     level: LevelOpt = None,
-    require: RequireOpt = None,
     other_root: Annotated[
         list[str] | None,
         option(
@@ -50,9 +42,8 @@ def prune(
             help="Another root of the run: its marks and records count; nothing is removed there.",
         ),
     ] = None,
-    marks: MarksOpt = None,
-    pattern: PatternOpt = None,
     *,
+    requirements: Annotated[Requirements, only("require", "marks", "pattern")],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -69,10 +60,8 @@ def prune(
         apply=apply,
         unsealed=unsealed,
         level=level_of(level),
-        require=parse_kinds(require),
         other_roots=tuple(other_root or ()),
-        marks=marks,
-        pattern=pattern,
+        requirements=requirements,
         on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
         on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
         storage=storage,

@@ -8,13 +8,13 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import OptionalRootOpt, PatternOpt, option
+from ckptctl.cli.options import OptionalRootOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.cli.values import parse_duration
 from ckptctl.cli.views.run import attempt_lines, supervised_lines
 from ckptctl.errors import UsageError
-from ckptctl.options import StorageOptions
+from ckptctl.options import Requirements, StorageOptions
 
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
@@ -88,8 +88,8 @@ def run(
             "and after a failed one.",
         ),
     ] = "15m",
-    pattern: PatternOpt = None,
     *,
+    requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -115,7 +115,7 @@ def run(
         tell=lambda said: out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err),
         on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
-        pattern=pattern,
+        requirements=requirements,
         storage=storage,
     )
     out.save(lambda: document("supervised", found))

@@ -8,30 +8,11 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.formatting import count
-from ckptctl.cli.options import (
-    AcceptUnverifiableOpt,
-    BeforeOpt,
-    GraceOpt,
-    KeyFileOpt,
-    LevelOpt,
-    MarksOpt,
-    MaxFallbackOpt,
-    OptionalRootOpt,
-    PatternOpt,
-    RequireOpt,
-    RequireSealOpt,
-    RootsArg,
-    SavedWorldSizeOpt,
-    SkipOpt,
-    WeightsOpt,
-    WorldSizeOpt,
-    option,
-)
+from ckptctl.cli.options import OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import level_of, parse_kinds, parse_steps, seal_key
 from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
 from ckptctl.findings import Report
-from ckptctl.options import StorageOptions
+from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
 
@@ -46,21 +27,9 @@ def scan(
         int,
         option("--last", metavar="N", min=0, help="Only the newest N steps; 0 for all of them."),
     ] = NEWEST,
-    level: LevelOpt = None,
-    require: RequireOpt = None,
-    allow_missing_state: WeightsOpt = False,
-    accept_unverifiable: AcceptUnverifiableOpt = False,
-    before: BeforeOpt = None,
-    skip: SkipOpt = None,
-    max_fallback: MaxFallbackOpt = 2,
-    world_size: WorldSizeOpt = None,
-    saved_world_size: SavedWorldSizeOpt = None,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
-    require_seal: RequireSealOpt = False,
-    key_file: KeyFileOpt = None,
-    marks: MarksOpt = None,
     *,
+    policy: PickPolicy,
+    requirements: OfStep,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -77,22 +46,10 @@ def scan(
     found = ckptctl.scan(
         *roots,
         optional_roots=optional_root or (),
-        level=level_of(level),
         last=last or None,
-        pattern=pattern,
-        require=parse_kinds(require),
-        allow_missing_state=allow_missing_state,
-        accept_unverifiable=accept_unverifiable,
-        before=before,
-        skip=parse_steps(skip),
-        max_fallback=max_fallback,
-        grace_s=grace,
-        require_seal=require_seal,
-        key=seal_key(key_file),
-        marks=marks,
-        world_size=world_size,
-        saved_world_size=saved_world_size,
         on_report=shown.on_report,
+        policy=policy,
+        requirements=requirements,
         storage=storage,
     )
     shown.finish(found)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import replace as replace_fields
 from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import (
-    GraceOpt,
-    JobsOpt,
-    KeyFileOpt,
-    MarksOpt,
-    PatternOpt,
-    SavedWorldSizeOpt,
-    StepArg,
-    option,
-)
+from ckptctl.cli.options import JobsOpt, StepArg, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.values import seal_key
 from ckptctl.cli.views.notes import sealed_lines
-from ckptctl.options import StorageOptions
+from ckptctl.options import Requirements, StorageOptions
 
 EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",
@@ -32,7 +20,6 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 
 def seal(
     step: StepArg,
-    key_file: KeyFileOpt = None,
     replace: Annotated[
         bool,
         option(
@@ -47,12 +34,11 @@ def seal(
             help="Seal a step that nothing in it can prove good, as it is.",
         ),
     ] = False,
-    saved_world_size: SavedWorldSizeOpt = None,
     jobs: JobsOpt = None,
-    marks: MarksOpt = None,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
     *,
+    requirements: Annotated[
+        Requirements, only("key_file", "saved_world_size", "marks", "pattern", "grace")
+    ],
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -64,20 +50,13 @@ def seal(
     """
     sealed = ckptctl.seal(
         step,
-        key=seal_key(key_file),
         replace=replace,
         accept_unverifiable=accept_unverifiable,
-        saved_world_size=saved_world_size,
         jobs=jobs,
-        marks=marks,
         on_progress=lambda done, total: out.progress("digested", done, total),
-        pattern=pattern,
-        grace_s=grace,
+        requirements=requirements,
         storage=storage,
     )
-    if key_file is not None and sealed.path is not None:
-        with_key = f"{sealed.next_command} --key-file {shlex.quote(key_file)}"
-        sealed = replace_fields(sealed, next_command=with_key)
     out.answer(
         lambda: document("sealed", sealed),
         lambda: sealed_lines(sealed),

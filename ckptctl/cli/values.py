@@ -26,14 +26,14 @@ SEAL_KEY = "CKPTCTL_SEAL_KEY"
 """The environment variable that holds the key itself: it never stands on a command line."""
 
 
-def parse_storage_options(given: Sequence[str]) -> dict[str, object] | None:
+def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | None:
     """`KEY=VALUE` pairs as keyword arguments of an fsspec file system.
 
     A value that is JSON (`true`, `{"region_name": "eu"}`) is taken as that; a number
     is, too: quote it (`key='"0123"'`) where a string is meant.
     """
     options: dict[str, object] = {}
-    for pair in given:
+    for pair in given or ():
         key, equals, value = pair.partition("=")
         if not key or not equals:
             raise UsageError(

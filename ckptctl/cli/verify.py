@@ -5,29 +5,16 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import Document, document
-from ckptctl.cli.options import (
-    GraceOpt,
-    KeyFileOpt,
-    LevelOpt,
-    MarksOpt,
-    PatternOpt,
-    RequireOpt,
-    RequireSealOpt,
-    SavedWorldSizeOpt,
-    StepArg,
-    WorldSizeOpt,
-    option,
-)
+from ckptctl.cli.options import LevelOpt, StepArg
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.stopping import ended_by_signals
-from ckptctl.cli.values import LevelChoice, level_of, parse_duration, parse_kinds, seal_key
+from ckptctl.cli.values import LevelChoice, level_of
 from ckptctl.cli.views.verify import next_command, report_lines
 from ckptctl.findings import Report
-from ckptctl.options import StorageOptions
+from ckptctl.options import ContentOptions, Requirements, StorageOptions
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -40,59 +27,9 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 def verify(
     step: StepArg,
     level: LevelOpt = None,
-    require: RequireOpt = None,
-    world_size: WorldSizeOpt = None,
-    saved_world_size: SavedWorldSizeOpt = None,
-    pattern: PatternOpt = None,
-    grace: GraceOpt = 600.0,
-    require_seal: RequireSealOpt = False,
-    key_file: KeyFileOpt = None,
-    remote_checksums: Annotated[
-        bool,
-        option(
-            "--remote-checksums",
-            help="Also compare the checksums that the object store keeps with those in the seal, "
-            "and download nothing for it; 22 where there are none.",
-        ),
-    ] = False,
-    marks: MarksOpt = None,
-    subset: Annotated[
-        str | None,
-        option(
-            "--subset",
-            metavar="PART",
-            help="Level content: compare only a part of the records, 3/7 or 10% by bytes; the same "
-            "words always mean the same records.",
-        ),
-    ] = None,
-    deadline: Annotated[
-        str | None,
-        option(
-            "--deadline",
-            metavar="TIME",
-            help="Level content: stop comparing after this time, 120s or 5m, and tell what is "
-            "proven until then; 22 where that is not everything.",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        option(
-            "--jobs",
-            metavar="N",
-            min=1,
-            help="Level content: how many threads read a file system; by default as many as is "
-            "good for it.",
-        ),
-    ] = None,
-    nan_scan: Annotated[
-        bool,
-        option(
-            "--nan-scan",
-            help="Level content: also look for NaN and infinity in floating-point tensors; what "
-            "is found is a warning.",
-        ),
-    ] = False,
     *,
+    content: ContentOptions,
+    requirements: Requirements,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -111,23 +48,12 @@ def verify(
         report = ckptctl.verify(
             step,
             level=level_of(level),
-            require=parse_kinds(require),
-            world_size=world_size,
-            saved_world_size=saved_world_size,
-            pattern=pattern,
-            grace_s=grace,
-            require_seal=require_seal,
-            key=seal_key(key_file),
-            remote_checksums=remote_checksums,
-            marks=marks,
-            subset=subset,
-            deadline_s=parse_duration(deadline),
-            jobs=jobs,
-            nan_scan=nan_scan,
+            content=content,
+            requirements=requirements,
+            storage=storage,
             stop=stop,
             group=group,
             on_progress=lambda done, total: out.progress("compared", done, total, unit="B"),
-            storage=storage,
         )
         stopped = stop.exit_code if stop is not None else 0
         code = stopped or report.exit_code

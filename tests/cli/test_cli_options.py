@@ -11,6 +11,7 @@ from ckptctl.cli.text import Span, line
 from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
+from ckptctl.options import StorageOptions
 from ckptctl.selection.results import TensorRow
 
 
@@ -69,7 +70,7 @@ def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) 
         monkeypatch.setenv(name, value)
     out = Output("scan")
 
-    def scan(*, storage, out):
+    def scan(*, storage: StorageOptions, out: Output):
         out.lines([line("next: ", Span(command, "command"))])
         return 0
 
@@ -114,7 +115,7 @@ def test_quiet_show_spells_out_what_a_terminal_would_obey(capsys, monkeypatch):
     monkeypatch.setattr(ckptctl, "show", lambda *args, **kwargs: hostile)
     out = Output("show")
     out.configure(quiet=True)
-    show("run@1", storage={}, out=out)
+    show("run@1", storage=StorageOptions(), out=out)
     assert capsys.readouterr().out == "w\\x1b[2J\\nnext: rm\n"
 
 
