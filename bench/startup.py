@@ -52,6 +52,8 @@ def main() -> int:
             "python -c pass": [sys.executable, "-c", "pass"],
             "python -c 'import typer'": [sys.executable, "-c", "import typer"],
             "ckptctl --version": [*ckptctl, "--version"],
+            "ckptctl --help": [*ckptctl, "--help"],
+            "ckptctl explain": [*ckptctl, "explain", "shard.truncated"],
             "ckptctl pick --level listing": [*ckptctl, "pick", root, "--level", "listing"],
             "ckptctl pick": [*ckptctl, "pick", root],
         }

@@ -314,7 +314,7 @@ class ByStore:
     """Files that the store keeps with the checksum that was sealed."""
     n_bytes: int
     """Size of those files in bytes."""
-    n_told: int
+    n_reported: int
     """Of those, files whose sealed checksum the store had reported and nobody had computed."""
 
 

@@ -127,10 +127,10 @@ class Kind(NamedTuple):
     has_digest: bool = False
 
 
-def _own_file(title: str, holds: str) -> Kind:
+def _own_file(title: str, holds: str, module: str = "documents") -> Kind:
     return Kind(
         title,
-        (f"formats.own.documents:{holds}",),
+        (f"formats.own.{module}:{holds}",),
         is_answer=False,
         is_closed=True,
         has_digest=True,
@@ -158,7 +158,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "doctor": Kind("ckptctl doctor --json", ("diagnostics.results:Diagnosis",)),
     "explain": Kind("ckptctl explain --json", ("cli.documents:Explained",)),
     "error": Kind("An error, with --json", ("cli.documents:Failed",)),
-    "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument"),
+    "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),
     "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
     "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
     "root": _own_file("The sentinel of a root: .ckptctl/root.json", "RootDocument"),

@@ -120,6 +120,8 @@ class Output:
         self._aside = False
         self._report_file = report_file
         self._complete = complete
+        # What `pick` prints ends up in the logs of jobs.
+        color = Color.NEVER if self.command == "pick" else color
         self.out = Channel.on(sys.stdout, color, must_arrive=True)
         self.err = Channel.on(sys.stderr, color, must_arrive=False)
         self._progress: Progress | None = None

@@ -69,6 +69,6 @@ def prune(
     out.answer(
         lambda: document("pruned", found),
         lambda: prune_lines(found),
-        bare=tuple(one.url for one in found.fates if one.goes),
+        bare=tuple(one.url for one in found.decisions if one.removed),
     )
     return found.exit_code

@@ -17,7 +17,7 @@ class RankShare:
     """The rank that reads the file."""
     file: str
     """Its path in the step."""
-    n_boxes: int
+    n_entries: int
     """Chunks and other entries in it."""
     n_bytes: int
     """Its size in bytes."""

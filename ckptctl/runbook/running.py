@@ -32,7 +32,7 @@ stopped; `dry` changes nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a run went: `over` says that it came to an end, `exit_code` to which."""
+    """How a run of a runbook went."""
 
     runbook: str
     """The name of the runbook."""
@@ -42,15 +42,15 @@ class Ran:
     """The folder of its record; null for a dry run."""
     exit_code: ExitCode
     """The exit code of the command."""
-    over: bool
+    finished: bool
     """The run came to an end."""
-    because: str
+    reason: str
     """Why it ended as it did."""
     state: str
     """The state that it is in."""
     step: str | None
     """The step that it chose; null without one."""
-    went_on: bool
+    continued: bool
     """The run had been started before."""
     events: tuple[Event, ...]
     """Every event, oldest first."""

@@ -50,7 +50,7 @@ OnBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did, or would do: the fate of every step, newest first."""
+    """What `prune` did, or would do: the decision of every step, newest first."""
 
     root: str
     """The root as given."""
@@ -58,7 +58,7 @@ class Pruned:
     """How many good steps are kept."""
     applied: bool
     """The steps were removed."""
-    fates: tuple[PruneDecision, ...]
+    decisions: tuple[PruneDecision, ...]
     """Every step, newest first."""
     n_bytes: int
     """Size of all steps to remove, in bytes."""
@@ -102,7 +102,7 @@ def prune(
     steps have been looked at, `on_bytes` how much of one has been read. Each field of the two
     options objects is a keyword of this function, too.
 
-    A step that cannot be removed is reported in its fate, and the others go. Raises
+    A step that cannot be removed is reported in its decision, and the others go. Raises
     `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
     the root cannot be listed, and where nothing at all could be removed. Cost: one listing, a
     look at each step, several at once; on an object store a request for each object
@@ -131,7 +131,7 @@ def prune(
             others=others,
             on_looked=on_looked,
         )
-        if retained.failures and not any(one.goes for one in retained.fates):
+        if retained.failures and not any(one.removed for one in retained.decisions):
             raise retained.failures[0]
         not_aborted = _aborted(store, uploads) if apply else None
     options = [
@@ -217,16 +217,16 @@ def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
 
 
 def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, apply: bool) -> Pruned:
-    fates = tuple(retained.fates)
-    going = [one for one in fates if one.goes]
-    n_counted = sum(one.counts for one in fates)
+    decisions = tuple(retained.decisions)
+    going = [one for one in decisions if one.removed]
+    n_counted = sum(one.counts for one in decisions)
     quoted = shlex.quote(root)
     command: str | None = None
-    if not fates:
+    if not decisions:
         message = f"nothing goes: {root} holds no step at all"
     elif n_counted < keep:
         message = f"nothing goes: {n_counted} of {keep} good steps are there"
-        if any("not sealed" in one.reason for one in fates):
+        if any("not sealed" in one.reason for one in decisions):
             command = f"ckptctl seal {quoted}@auto"
     elif apply:
         message = f"removed {_steps(going)}"
@@ -246,7 +246,7 @@ def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, app
         root=root,
         keep=keep,
         applied=apply,
-        fates=fates,
+        decisions=decisions,
         n_bytes=sum(one.n_bytes for one in going),
         n_bytes_to_prove=retained.n_to_read,
         message=message,

@@ -77,7 +77,7 @@ class PruneDecision:
     """The verdict of the step."""
     n_bytes: int
     """Its size in bytes."""
-    goes: bool
+    removed: bool
     """It is removed."""
     reason: str
     """Why it is removed or kept, in one line."""
@@ -87,13 +87,13 @@ class PruneDecision:
 
 @dataclass(slots=True)
 class Retained:
-    """What retention decided: the fate of every step, newest first.
+    """What retention decided: the decision of every step, newest first.
 
     `n_to_read` is the size in bytes of the steps that count only once they are proven.
     `failures` are what kept steps from being removed that were to go.
     """
 
-    fates: list[PruneDecision] = field(default_factory=list)
+    decisions: list[PruneDecision] = field(default_factory=list)
     n_to_read: int = 0
     failures: list[CkptctlError] = field(default_factory=list)
 
@@ -156,7 +156,7 @@ class _Decision:
         self._alone = not others
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
-        self._fates: dict[str, PruneDecision] = {}
+        self._decisions: dict[str, PruneDecision] = {}
         # Looked at before anything goes: an error here must not hide what went.
         self._looks_aside = [
             inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
@@ -167,10 +167,12 @@ class _Decision:
         self.counted: list[_Counted] = []
 
     def retained(self) -> Retained:
-        """The fates, newest first; what was moved aside comes last."""
+        """The decisions, newest first; what was moved aside comes last."""
         names = [candidate.named.name for candidate in self._order]
-        fates = [self._fates.get(name) or self._fate(name, "not needed") for name in names]
-        self._result.fates = [*fates, *self._aside]
+        decisions = [
+            self._decisions.get(name) or self._decision(name, "not needed") for name in names
+        ]
+        self._result.decisions = [*decisions, *self._aside]
         return self._result
 
     # Looking
@@ -229,7 +231,7 @@ class _Decision:
                 reason = self._cannot_count(name, choice) or taken()
                 if reason is None:
                     break
-                self._fates[name] = self._fate(name, f"{reason}: does not count")
+                self._decisions[name] = self._decision(name, f"{reason}: does not count")
 
     def _cannot_count(self, name: str, choice: Choice) -> str | None:
         """What the listing says against a step; None where a deeper look is worth while."""
@@ -276,7 +278,7 @@ class _Decision:
             n_to_read = report.n_bytes
         name = copy.named.name
         how = "sealed" if has_seal(looked) else "proven"
-        self._fates[name] = replace(self._fate(name, f"kept: whole and {how}"), counts=True)
+        self._decisions[name] = replace(self._decision(name, f"kept: whole and {how}"), counts=True)
         self._result.n_to_read += n_to_read
         self.counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
         return None
@@ -298,7 +300,9 @@ class _Decision:
             stays = self._removed(looked, remove, partial(self._stays, candidate, gone))
             if stays is None:
                 gone.add(name)
-            self._fates[name] = self._fate(name, stays or f"older than the {what}", goes=not stays)
+            self._decisions[name] = self._decision(
+                name, stays or f"older than the {what}", removed=not stays
+            )
         self._remove_aside(oldest, f"moved aside, and older than the {what}", remove)
 
     def _removed(
@@ -387,11 +391,11 @@ class _Decision:
             if (looked.report.number or 0) >= oldest:
                 continue
             stays = self._removed(looked, remove, partial(_stays_aside, looked))
-            fate = _fate(self._store, looked, stays or reason, goes=not stays)
-            self._aside.append(fate)
+            decision = _decision(self._store, looked, stays or reason, removed=not stays)
+            self._aside.append(decision)
 
-    def _fate(self, name: str, reason: str, *, goes: bool = False) -> PruneDecision:
-        return _fate(self._store, self._looks[name], reason, goes=goes)
+    def _decision(self, name: str, reason: str, *, removed: bool = False) -> PruneDecision:
+        return _decision(self._store, self._looks[name], reason, removed=removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,8 +449,8 @@ def _is_left_over(looked: Inspection) -> bool:
     return all(is_own(file.path) for file in looked.step.files)
 
 
-def _fate(store: Store, looked: Inspection, reason: str, *, goes: bool) -> PruneDecision:
+def _decision(store: Store, looked: Inspection, reason: str, *, removed: bool) -> PruneDecision:
     report = looked.report
     number = report.number if report.number is not None else 0
     url = join_url(store.url, looked.step.name)
-    return PruneDecision(number, url, report.verdict, report.n_bytes, goes, reason)
+    return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)

@@ -137,8 +137,8 @@ class Caller:
 
 def save(root: Root, draw: random.Random, number: int) -> None:
     """Save one step in torch's order: shards, metadata under another name, its rename."""
-    fate = draw.choice(("sound",) * 7 + ("damaged", "damaged", "interrupted"))
-    truth = Truth(sound=fate == "sound")
+    decision = draw.choice(("sound",) * 7 + ("damaged", "damaged", "interrupted"))
+    truth = Truth(sound=decision == "sound")
     with root.lock:
         root.truth[number] = truth
     step = root.step(number)
@@ -147,9 +147,9 @@ def save(root: Root, draw: random.Random, number: int) -> None:
     bad = draw.choice(shards)
     for name in shards:
         data = bytearray(root.files[name])
-        if name == bad and fate == "damaged":
+        if name == bad and decision == "damaged":
             data[len(data) // 2 : len(data) // 2 + 512] = bytes(512)
-        if name == bad and fate == "interrupted":
+        if name == bad and decision == "interrupted":
             return
         with (step / name).open("wb") as file:
             for at in range(0, len(data), 16_384):
@@ -245,8 +245,8 @@ def pruner(root: Root, me: Caller) -> None:
     began_s = time.monotonic()
     answer = me.ask("prune", root.path, "--keep", 3, "--unsealed", "--apply", "--json")
     if answer["code"] == 0:
-        for one in json.loads(answer["out"])["fates"]:
-            number = int(one["url"].rpartition("_")[2]) if one["goes"] else 0
+        for one in json.loads(answer["out"])["decisions"]:
+            number = int(one["url"].rpartition("_")[2]) if one["removed"] else 0
             marks = root.truth[number].marks if number else ()
             if any(word == "pin" and ended_s < began_s for word, _, ended_s in marks):
                 root.problem(f"{number} was removed, which was pinned before")

@@ -135,7 +135,7 @@ def test_hardware_that_failed_is_named_and_not_resumed_onto(root, tmp_path):
     assert exit_code == 93
     assert ended["suspects"]["says"] == ["gpu-17"]
     assert ended["drain"]["not_run"] == "not run"
-    assert "hardware failed and was not drained" in document["because"]
+    assert "hardware failed and was not drained" in document["reason"]
     assert resumed(root) is None
     assert not (tmp_path / "drained").exists()
     assert any("Xid 79" in text for text in ended["classify"]["lines"])
@@ -155,7 +155,7 @@ def test_a_job_that_failed_by_its_own_code_is_not_resumed(root, tmp_path):
     bug = log(tmp_path, "train.log", BUG)
     exit_code, _, document = run(root, LOG=bug)
     assert exit_code == 93
-    assert "the job itself failed" in document["because"]
+    assert "the job itself failed" in document["reason"]
     assert resumed(root) is None
     _, ended, _ = run(root, LOG=bug, MENDED="commit 1a2b3c")
     assert ended["mended"]["lines"] == ["removed by: commit 1a2b3c"]
@@ -165,7 +165,7 @@ def test_a_job_that_failed_by_its_own_code_is_not_resumed(root, tmp_path):
 def test_fewer_ranks_are_a_decision_with_its_numbers(root):
     exit_code, ended, document = run(root, WORLD_SIZE=2)
     assert exit_code == 93
-    assert "ELASTIC=yes" in document["because"]
+    assert "ELASTIC=yes" in document["reason"]
     assert any("2 ranks, saved by 4" in text for text in ended["capacity"]["lines"])
     assert run(root, WORLD_SIZE=2, ELASTIC="no")[0] == 75
     assert resumed(root) is None
@@ -176,7 +176,7 @@ def test_fewer_ranks_are_a_decision_with_its_numbers(root):
 def test_storage_that_only_this_node_sees_is_a_decision(root):
     exit_code, _, document = run(root, SEEN_BY=None)
     assert exit_code == 75
-    assert "give LAUNCHER" in document["because"]
+    assert "give LAUNCHER" in document["reason"]
     exit_code, _, document = run(root, LAUNCHER="false")
     assert exit_code == 75
     assert resumed(root) is None
@@ -214,7 +214,7 @@ def test_train_state_that_no_step_holds_is_a_decision(root):
         without_rng(root / f"step_{number}")
     exit_code, _, document = run(root, REQUIRE="rng")
     assert exit_code == 11
-    assert "no step holds the train state" in document["because"]
+    assert "no step holds the train state" in document["reason"]
     assert resumed(root) is None
     run(root, REQUIRE="rng", WITHOUT="the job draws no random numbers")
     assert resumed(root) == "step_500"
@@ -283,16 +283,16 @@ def watched(root: Path, tmp_path: Path, before: str, after: str, **inputs: objec
 
 def test_a_loss_that_continues_is_a_success(root, tmp_path):
     exit_code, ended, document = watched(root, tmp_path, rows(401, 540), rows(501, 600))
-    assert exit_code == 0, document["because"]
+    assert exit_code == 0, document["reason"]
     assert "verdict" not in ended
     assert any("were logged twice and agree" in text for text in ended["loss"]["lines"])
-    assert "was not compared with MTBF" in document["because"]
+    assert "was not compared with MTBF" in document["reason"]
 
 
 def test_no_jump_is_no_success(root, tmp_path):
     exit_code, _, document = watched(root, tmp_path, rows(401, 500), rows(501, 600))
     assert exit_code == 31
-    assert "nothing proves that the resume was correct" in document["because"]
+    assert "nothing proves that the resume was correct" in document["reason"]
     assert "--set CANARY=" in document["next_command"]
     ended = watched(root, tmp_path, rows(401, 500), rows(501, 600), CONFIRMED="alice, the picture")
     assert ended[0] == 0
@@ -316,8 +316,8 @@ def test_a_replay_proves_the_resume_or_that_it_was_wrong(root, tmp_path, canary)
     replay = log(tmp_path, "canary.log", text)
     logs = (rows(401, 500), rows(501, 600))
     exit_code, ended, document = watched(root, tmp_path, *logs, CANARY=replay)
-    assert exit_code == wanted, document["because"]
-    assert because in ended["canary"]["because"] + document["because"]
+    assert exit_code == wanted, document["reason"]
+    assert because in ended["canary"]["because"] + document["reason"]
 
 
 def report(root: Path, step: int, tokens: int) -> None:
@@ -339,14 +339,14 @@ def test_the_resume_report_of_the_job_gives_the_tokens_of_the_checkpoint(root, t
     assert watched(root, tmp_path, *logs)[0] == 0
     report(root, 500, 480 * 4096)
     exit_code, ended, document = watched(root, tmp_path, *logs)
-    assert exit_code == 30, document["because"]
+    assert exit_code == 30, document["reason"]
     assert ended["verdict"]["exit_code"] == 30
 
 
 def test_a_job_that_loaded_another_step_is_stopped_and_no_step_rejected(root, tmp_path):
     exit_code, _, document = watched(root, tmp_path, rows(301, 540), rows(401, 500))
     assert exit_code == 30
-    assert "the job loaded another step" in document["because"]
+    assert "the job loaded another step" in document["reason"]
     assert run_ckptctl("verify", root / "step_500").returncode == 0
 
 
@@ -354,30 +354,30 @@ def test_a_throughput_that_does_not_come_back_is_a_decision(root, tmp_path):
     slow = rows(501, 600, pace=0.5)
     exit_code, _, document = watched(root, tmp_path, rows(401, 540), slow)
     assert exit_code == 32
-    assert "suspect the new node's fabric" in document["because"]
+    assert "suspect the new node's fabric" in document["reason"]
     assert watched(root, tmp_path, rows(401, 540), slow, SLOWER="fewer nodes")[0] == 0
 
 
 def test_a_throughput_that_cannot_be_compared_yet_is_no_success(root, tmp_path):
     exit_code, ended, document = watched(root, tmp_path, rows(401, 505), rows(501, 512, pace=0.5))
-    assert exit_code == 31, document["because"]
+    assert exit_code == 31, document["reason"]
     assert ended["throughput"]["says"] == ["watching"]
-    assert "too few steps to compare the throughput" in document["because"]
+    assert "too few steps to compare the throughput" in document["reason"]
 
 
 def test_fewer_ranks_have_a_throughput_of_their_own(root, tmp_path):
     slow = rows(501, 600, pace=0.5)
     half = {"WORLD_SIZE": 2, "ELASTIC": "yes"}
     exit_code, ended, document = watched(root, tmp_path, rows(401, 540), slow, **half)
-    assert exit_code == 0, document["because"]
+    assert exit_code == 0, document["reason"]
     assert ended["throughput"]["says"] == ["in-band"]
 
 
 def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path):
     logs = (rows(401, 540), rows(501, 600))
     exit_code, _, document = watched(root, tmp_path, *logs, MTBF="1s")
-    assert exit_code == 32, document["because"]
-    assert "the time between saves is too long" in document["because"]
+    assert exit_code == 32, document["reason"]
+    assert "the time between saves is too long" in document["reason"]
     assert watched(root, tmp_path, *logs, MTBF="1s", CADENCE="until Monday")[0] == 0
     assert watched(root, tmp_path, *logs, MTBF="1000d")[0] == 0
 
@@ -396,7 +396,7 @@ def test_a_probe_that_was_not_run_does_not_lead_to_a_rescue(root, tmp_path):
 def test_a_log_that_cannot_be_read_stops_the_run_before_the_resume(root, tmp_path):
     exit_code, ended, document = run(root, LOG=str(tmp_path / "typo.log"))
     assert exit_code == 2
-    assert "correct LOG" in document["because"]
+    assert "correct LOG" in document["reason"]
     assert ended["suspects"]["exit_code"] == 2
     assert resumed(root) is None
 

@@ -236,7 +236,7 @@ def test_a_run_on_an_object_store_is_continued_from_another_machine(server, requ
     assert "RESUME from the record" in refused.stdout
     there = run_ckptctl("runbook", "run", "rb-7", url, *options, *resume, env=here)
     document = validated(there.stdout)
-    assert document["went_on"] is True
+    assert document["continued"] is True
     assert document["exit_code"] == 31
     assert document["step"] == f"{url}/step_500"
     assert resumed(root) == f"{url}/step_500"

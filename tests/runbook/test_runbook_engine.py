@@ -138,7 +138,7 @@ def test_the_page_of_these_tests_is_sound():
 
 def test_a_run_goes_where_the_tables_say(tmp_path):
     ran = go(tmp_path, Person(), WORD="nothing")
-    assert (ran.exit_code, ran.over, ran.because) == (0, True, "nothing is left")
+    assert (ran.exit_code, ran.finished, ran.reason) == (0, True, "nothing is left")
     assert log(tmp_path) == ["look"]
     assert ran.next_command is None
 
@@ -155,22 +155,22 @@ def test_what_a_block_prints_last_is_handed_on(tmp_path):
 
 def test_a_block_runs_at_most_so_often(tmp_path):
     ran = go(tmp_path, Person(True, True, True), WORD="a fire")
-    assert (ran.exit_code, ran.because) == (11, "it does not get less")
+    assert (ran.exit_code, ran.reason) == (11, "it does not get less")
     assert log(tmp_path).count("act a fire") == 2
 
 
 def test_nothing_is_changed_that_was_not_agreed_to(tmp_path):
     ran = go(tmp_path, Person(False), WORD="a fire")
-    assert (ran.exit_code, ran.because) == (93, "a person said no")
+    assert (ran.exit_code, ran.reason) == (93, "a person said no")
     assert log(tmp_path) == ["look"]
 
 
 def test_a_run_that_was_left_goes_on_where_it_was_also_for_somebody_else(tmp_path):
     left = go(tmp_path, Person(None), WORD="a fire")
-    assert not left.over
+    assert not left.finished
     ran = go(tmp_path, Person(False))
     assert ran.run == left.run
-    assert ran.went_on
+    assert ran.continued
     assert log(tmp_path) == ["look"]
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_stopped_is_gone_on_with_only_when_asked_for(tmp_path):
     assert go(tmp_path, Person(), CODE="20").run != stopped.run
     again = go(tmp_path, Person(), how="continue", CODE="0", WORD="nothing")
     assert again.exit_code == 0
-    assert again.went_on
+    assert again.continued
 
 
 def test_a_command_that_was_cut_off_is_asked_about_again(tmp_path):
@@ -220,7 +220,7 @@ def test_an_input_that_the_page_does_not_know_is_refused(tmp_path):
 def test_what_the_shell_outside_calls_so_does_not_come_in(tmp_path, monkeypatch):
     monkeypatch.setenv("WORD", "nothing")
     ran = go(tmp_path, Person(False))
-    assert ran.because == "a person said no"
+    assert ran.reason == "a person said no"
 
 
 def test_a_page_that_changed_is_not_gone_on_with(tmp_path):
@@ -237,7 +237,7 @@ def test_two_people_at_once_are_told_of_each_other(tmp_path):
             with pytest.raises(RunHeld, match=f"{myself().by} on {myself().host}"):
                 go(tmp_path, Person())
             taken = run_runbook(BOOK, str(tmp_path), {}, Person(None), take_over=True)
-            assert taken.went_on
+            assert taken.continued
             with pytest.raises(TakenOver):
                 record.add("ended")
 
@@ -245,7 +245,7 @@ def test_two_people_at_once_are_told_of_each_other(tmp_path):
 def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):
     page = PAGE.replace('echo "act $FOUND" >> "$ROOT/log"', "sleep 60 & echo $! > $ROOT/pid")
     ran = go(tmp_path, Person(True, None), parse(page, "rb-1.md"), WORD="a fire")
-    assert not ran.over
+    assert not ran.finished
     pid = int((tmp_path / "pid").read_text())
     assert Path(f"/proc/{pid}").exists()
     import os

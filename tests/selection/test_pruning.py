@@ -54,7 +54,7 @@ def there(root: Path) -> set[int]:
 
 
 def gone(found: ckptctl.Pruned) -> set[int]:
-    return {one.number for one in found.fates if one.goes}
+    return {one.number for one in found.decisions if one.removed}
 
 
 def unseal(root: Path, number: int) -> None:
@@ -75,7 +75,7 @@ def test_a_plan_removes_nothing_and_names_the_command_that_does(root: Path):
     assert gone(found) == {100, 200, 300}
     assert there(root) == {100, 200, 300, 400, 500}
     assert found.next_command == f"ckptctl prune {root} --keep 2 --apply"
-    assert found.n_bytes == sum(one.n_bytes for one in found.fates if one.goes) > 0
+    assert found.n_bytes == sum(one.n_bytes for one in found.decisions if one.removed) > 0
 
 
 def test_applied_the_old_steps_are_gone_and_what_is_no_step_is_not(root: Path):
@@ -106,7 +106,7 @@ def test_pinned_steps_and_the_one_resumed_from_stay(root: Path):
     (attempts / "20260102T000000.resume.json").write_text('{"step": 200}')
     found = ckptctl.prune(str(root), 1, apply=True)
     assert there(root) == {100, 200, 500}
-    reasons = {one.number: one.reason for one in found.fates}
+    reasons = {one.number: one.reason for one in found.decisions}
     assert reasons[100] == "pinned"
     assert reasons[200] == "the newest attempt resumed from it"
 
@@ -133,8 +133,8 @@ def test_a_damaged_step_is_left_to_a_person(root: Path):
     os.truncate(root / "step_100" / "__0_0.distcp", 100)
     found = ckptctl.prune(str(root), 2, apply=True)
     assert there(root) == {100, 400, 500}
-    (fate,) = [one for one in found.fates if one.number == 100]
-    assert fate.reason.endswith(": left to a person")
+    (decision,) = [one for one in found.decisions if one.number == 100]
+    assert decision.reason.endswith(": left to a person")
 
 
 def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_from(
@@ -147,7 +147,7 @@ def test_a_step_of_weights_alone_does_not_push_out_the_last_that_can_be_resumed_
     shutil.copytree(weights, root / "step_200")
     found = ckptctl.prune(str(root), 1, unsealed=True, apply=True)
     assert there(root) == {100, 200}
-    assert "lacks optimizer" in found.fates[0].reason
+    assert "lacks optimizer" in found.decisions[0].reason
 
 
 @pytest.mark.parametrize("broken", list(itertools.combinations((100, 200, 300, 400, 500), 3)))
@@ -312,7 +312,7 @@ def test_the_command_plans_then_does_what_it_said(root: Path):
 
 def test_the_document_holds_to_its_schema(root: Path):
     document = validated(run_ckptctl("prune", root, "--keep", 3, "--json").stdout)
-    assert [one["number"] for one in document["fates"] if one["goes"]] == [200, 100]
+    assert [one["number"] for one in document["decisions"] if one["removed"]] == [200, 100]
     assert document["applied"] is False
 
 

@@ -71,7 +71,7 @@ def test_a_step_that_lacks_the_scheduler_does_not_push_out_the_one_that_pick_tak
     found = prune(root, unsealed=unsealed)
     assert there(root) == {"step_200", "step_300"}
     assert taken(root) == 200
-    assert "lacks scheduler, which step 200 holds" in found.fates[0].reason
+    assert "lacks scheduler, which step 200 holds" in found.decisions[0].reason
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -140,7 +140,7 @@ def test_a_sealed_step_that_was_copied_without_its_times_counts_once_it_is_read(
             os.utime(file)
     plan = ckptctl.prune(str(root), 1)
     assert plan.n_bytes_to_prove > 0
-    assert [one.number for one in plan.fates if one.goes] == [100]
+    assert [one.number for one in plan.decisions if one.removed] == [100]
     prune(root)
     assert there(root) == {"step_200"}
 
@@ -156,7 +156,7 @@ def test_a_step_stays_without_which_pick_would_refuse_one_that_counts(templates:
     found = prune(root)
     assert taken(root) == 400
     assert there(root) == {"step_100", "step_300", "step_400"}
-    (reason,) = [one.reason for one in found.fates if one.number == 300]
+    (reason,) = [one.reason for one in found.decisions if one.number == 300]
     assert reason == "step 400 would be refused without it"
 
 
@@ -185,7 +185,7 @@ def test_a_pin_that_cannot_be_read_protects(templates: Path, root: Path):
     damage_a_mark(root / "step_100")
     found = prune(root)
     assert there(root) == {"step_100", "step_300"}
-    assert "a mark on it cannot be read" in found.fates[-1].reason
+    assert "a mark on it cannot be read" in found.decisions[-1].reason
 
 
 @pytest.mark.parametrize("lost", ["lost", "changed"])
@@ -214,7 +214,7 @@ def test_a_pin_on_an_earlier_save_can_be_taken_off(templates: Path, root: Path):
     assert ckptctl.mark(f"{root}@100", "unpinned").lifted
     ckptctl.mark(f"{root}@100", "rejected", reason="metadata of another step")
     found = ckptctl.prune(str(root), 1)
-    assert "pinned" not in found.fates[-1].reason
+    assert "pinned" not in found.decisions[-1].reason
 
 
 def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path: Path):
@@ -223,7 +223,7 @@ def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path
     marks = str(tmp_path / "marks.jsonl")
     ckptctl.mark(f"{root}@100", "pinned", marks=marks)
     plan = ckptctl.prune(str(root), 1, marks=marks)
-    assert [one.number for one in plan.fates if one.goes] == [200]
+    assert [one.number for one in plan.decisions if one.removed] == [200]
     assert plan.next_command == f"ckptctl prune {root} --keep 1 --marks {marks} --apply"
     with open(marks, "a") as file:
         file.write('{"a line": "that is no mark"}\n')
@@ -266,10 +266,10 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
 
     monkeypatch.setattr(tiers, "open_store", with_a_fault)
     found = prune(root)
-    assert [one.number for one in found.fates if one.goes] == [300, 200]
+    assert [one.number for one in found.decisions if one.removed] == [300, 200]
     assert found.exit_code == AccessDenied.exit_code
     assert found.message.endswith("; 1 step could not be removed")
-    assert "could not be removed whole: not allowed" in found.fates[-1].reason
+    assert "could not be removed whole: not allowed" in found.decisions[-1].reason
     assert ckptctl.verify(str(root / "step_100")).usable
     assert taken(root) == 400
 
@@ -437,7 +437,7 @@ def test_a_damaged_report_of_the_newest_resume_still_protects_the_step(
         report.write_text(content)
     found = prune(root)
     assert there(root) == {"step_100", "step_300"}
-    assert found.fates[-1].reason == "the newest attempt resumed from it"
+    assert found.decisions[-1].reason == "the newest attempt resumed from it"
 
 
 def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(
@@ -450,7 +450,7 @@ def test_where_no_record_says_what_the_newest_attempt_resumed_from_nothing_goes(
     report.write_text("{")
     found = prune(root)
     assert there(root) == {"step_100", "step_200", "step_300"}
-    assert "the newest attempt may have resumed from it" in found.fates[-1].reason
+    assert "the newest attempt may have resumed from it" in found.decisions[-1].reason
     report.unlink()
     (root / ".ckptctl" / "attempts" / "20260102T000000.000000Z-00000002.jsonl").unlink()
     prune(root)
@@ -552,7 +552,7 @@ def test_a_step_that_stops_counting_before_the_removal_keeps_the_older_ones(
     found = prune(root, unsealed=True, marks=marks)
     assert steps[0].is_dir()
     assert taken(root, marks=marks) == 100
-    assert "changed meanwhile" in found.fates[-1].reason
+    assert "changed meanwhile" in found.decisions[-1].reason
 
 
 # What cannot be removed
@@ -594,7 +594,7 @@ def test_an_error_between_two_removals_stops_there_and_what_went_is_told(
         patch.setattr(pruning, "remove_step", removed)
         found = prune(root, marks=str(marks))
     assert there(root) == {"step_200", "step_300", "step_400"}
-    assert [one.number for one in found.fates if one.goes] == [100]
+    assert [one.number for one in found.decisions if one.removed] == [100]
     assert found.exit_code == 2
     assert found.message.endswith("; 2 steps could not be removed")
-    assert "cannot be read" in next(one.reason for one in found.fates if one.number == 200)
+    assert "cannot be read" in next(one.reason for one in found.decisions if one.number == 200)

@@ -109,7 +109,7 @@ def test_a_sealed_step_is_proven_by_the_store_and_none_of_its_shards_is_read(
     assert (report.exit_code, report.level, faults(report)) == (0, Level.LISTING, [])
     found = report.by_store
     assert found is not None
-    assert (found.n_files, found.n_same, found.n_told) == (2, 2, 0)
+    assert (found.n_files, found.n_same, found.n_reported) == (2, 2, 0)
     # The metadata and the seal are read, and no shard.
     assert dict(proxy.counts) == {"LIST": 1, "GET": 2, "HEAD": 2}
     assert found.n_bytes + report.bytes_read == report.n_bytes

@@ -174,5 +174,5 @@ def test_the_checksum_that_a_store_keeps_is_sealed_where_it_is_that_of_what_was_
             job.ckpt.save(2)
     else:
         report = ckptctl.verify(job.ckpt.save(2), remote_checksums=True)
-        assert (report.exit_code, report.by_store.n_same, report.by_store.n_told) == (0, 1, 0)
+        assert (report.exit_code, report.by_store.n_same, report.by_store.n_reported) == (0, 1, 0)
     job.die()

@@ -137,7 +137,7 @@ def test_a_step_that_is_removed_while_it_is_loaded_has_no_newer_one_marked(
     def prune() -> None:
         """For retention step 6 is good, and step 3 is old."""
         found = ckptctl.prune(root.url, 1, apply=True, **root.options)
-        assert {fate.number for fate in found.fates if fate.goes} == {3}
+        assert {decision.number for decision in found.decisions if decision.removed} == {3}
 
     # The resume calls `check_token` itself once, right before the marks.
     before(monkeypatch, resuming, function, prune)

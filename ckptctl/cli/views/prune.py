@@ -9,12 +9,12 @@ from ckptctl.selection.pruning import Pruned
 
 
 def prune_lines(found: Pruned) -> list[Line]:
-    """The answer, then every step with its fate and the reason, newest first."""
+    """The answer, then every step with its decision and the reason, newest first."""
     lines = [line(Span(found.message, "strong"), hang=2)]
-    width = max((len(str(one.number)) for one in found.fates), default=0)
+    width = max((len(str(one.number)) for one in found.decisions), default=0)
     gone = "removed" if found.applied else "goes"
-    for one in found.fates:
-        word = padded(gone if one.goes else "stays", 7, "warn" if one.goes else "good")
+    for one in found.decisions:
+        word = padded(gone if one.removed else "stays", 7, "warn" if one.removed else "good")
         step = padded(str(one.number), width, right=True)
         room = padded(size(one.n_bytes), 9, right=True)
         lines.append(line("  ", word, "  ", step, room, f"  {one.reason}", hang=22 + width))

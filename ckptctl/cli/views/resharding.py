@@ -77,7 +77,7 @@ def _shares(answer: Reshard) -> Iterator[Line]:
 
 def _share(share: RankShare, width: int) -> Line:
     return line(
-        f"  {share.file:<{width}}  {size(share.n_bytes):>9}  {share.n_boxes:>7,}  "
+        f"  {share.file:<{width}}  {size(share.n_bytes):>9}  {share.n_entries:>7,}  "
         f"{share.n_reads:>7,}",
         solid=True,
     )

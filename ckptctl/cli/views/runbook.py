@@ -34,13 +34,13 @@ def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
 def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:
     """How the run went, where its record lies, and what comes next."""
     yield EMPTY
-    if not ran.over:
+    if not ran.finished:
         yield line(Span("left", "warn"), f" in {ran.state}; the run {ran.run} waits for you")
     elif ran.exit_code == 0:
-        yield line(Span("done", "good"), f": {ran.because}", hang=2)
+        yield line(Span("done", "good"), f": {ran.reason}", hang=2)
     else:
         said = Span(f"stopped in {ran.state} with exit code {ran.exit_code}", "bad")
-        yield line(said, f": {ran.because}", hang=2)
+        yield line(said, f": {ran.reason}", hang=2)
     if ran.step is not None:
         yield line("  step: ", Span(ran.step, "name"), solid=True)
     if ran.url is not None:

@@ -85,7 +85,9 @@ def _repeats(command: str, report: Report) -> bool:
 def _by_store(found: ByStore) -> str:
     same = f"{found.n_same:,} of {count(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
     told = (
-        f"; {found.n_told:,} of them sealed with the store's checksum alone" if found.n_told else ""
+        f"; {found.n_reported:,} of them sealed with the store's checksum alone"
+        if found.n_reported
+        else ""
     )
     return f"the store's checksums of {same} match the seal{told}; their bytes were not read"
 

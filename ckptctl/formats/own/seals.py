@@ -15,12 +15,13 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Annotated, TypedDict
 
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.documents import SealDocument, SealedFileEntry, SealedStep
 from ckptctl.formats.own.files import Fields, canonical, digest_of, opened, typed
+from ckptctl.model import Hex, Sha256, Time
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -32,6 +33,104 @@ MAX_SEAL_BYTES = 32 << 20
 
 _MAX_OBJECTS = 1_000_000
 _SHA256_DIGITS = 64
+
+
+class SealedStep(TypedDict):
+    """The step that was sealed."""
+
+    number: int | None
+    """The training step; null where the folder's name gives none."""
+    name: str
+    """The name of the step's folder."""
+    layout: str
+    """The framework whose layout the step has."""
+    level: str
+    """The level at which the step was inspected before it was sealed."""
+    metadata: dict[str, Sha256]
+    """The metadata files by path, each with its SHA-256."""
+    save_ids: list[str]
+    """The ids that torch gave the save."""
+    world_size: int | None
+    """How many ranks wrote the step, where that was known."""
+    state: list[str]
+    """The kinds of train state that it held."""
+    tokens: int | None
+    """The tokens seen, where they were read."""
+
+
+class StoredObject(TypedDict):
+    """What an object store kept of a file when it was sealed."""
+
+    algorithm: str
+    """The algorithm of the checksum in small letters, such as `crc64nvme`; empty where the store
+    kept none."""
+    checksum: Hex
+    """The checksum of all bytes of the object; empty where the store kept none."""
+    compared: bool
+    """The checksum was computed of the sealed bytes as well; otherwise only the store reported
+    it."""
+    etag: str
+    """The ETag without quotes; empty where there is none."""
+    version: str
+    """The object's version or generation; empty where the bucket keeps none."""
+
+
+class _SealedObject(TypedDict, total=False):
+    stored: StoredObject
+    """What an object store kept of the file, where it keeps anything."""
+
+
+class SealedFileEntry(_SealedObject):
+    """A sealed file."""
+
+    path: str
+    """The path relative to the step."""
+    size: int
+    """Its size in bytes."""
+    written_ms: int | None
+    """When it was written by the storage's clock, in milliseconds since 1970; null where the
+    storage keeps no times."""
+    digest: Hex
+    """The digest of the whole file."""
+    blocks: list[Hex]
+    """The digest of each block, where there are several."""
+
+
+class SavedBy(TypedDict):
+    """The attempt that saved the step."""
+
+    attempt: str
+    """The name of the attempt."""
+    resumed_from: int | None
+    """The step that it had resumed from; null where it began the run."""
+    job: str
+    """The scheduler's job; empty where that is unknown."""
+    node: str
+    """The machine of rank 0; empty where that is unknown."""
+
+
+class _SealOptions(TypedDict, total=False):
+    hmac: Sha256
+    """HMAC-SHA-256 of the same bytes as the digest, where there is a key."""
+    origin: SavedBy
+    """The attempt that saved the step, where `ckptctl.train` did."""
+
+
+class SealDocument(_SealOptions):
+    """A seal."""
+
+    tool: str
+    """The program that made it, with its version."""
+    sealed_at: Time
+    """When the seal was made."""
+    algorithm: Annotated[str, ("enum", tuple(each.value for each in Algorithm))]
+    """The algorithm of the digests."""
+    block_bytes: Annotated[int, ("const", BLOCK_BYTES)]
+    """The size of a block in bytes."""
+    step: SealedStep
+    """The step that was sealed."""
+    files: list[SealedFileEntry]
+    """Every file of the step, sorted by path."""
 
 
 @dataclass(frozen=True, slots=True)
