@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-MAX_LINE = 1 << 20
-"""The longest line that is kept, in bytes."""
+from ckptctl.storage.log_lines import MAX_LINE
 
 # Marks a line that ended at a carriage return. NUL bytes of the log are removed before.
 _BAR = b"\0"

@@ -24,6 +24,7 @@ from ckptctl.loss.formats.multi_line import (
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.line_splitter import LineSplitter, split_prefix
 from ckptctl.loss.rows import LogPosition, Marker, Row
+from ckptctl.storage.log_lines import MAX_MATCHED
 
 # Rows of fallback formats that wait for a better format.
 _UNDECIDED_ROWS = 8
@@ -57,7 +58,8 @@ class TextFormat:
     """A text format: how the reader of one rank is made, and how reliable its rows are.
 
     Each line of the format contains one of the `hints`. With `needs_loss`, a row without a
-    loss does not identify the format; with `fallback`, any other format is preferred.
+    loss does not identify the format; with `fallback`, any other format is preferred. A line
+    is matched up to `MAX_MATCHED` characters, unless its `records` are parsed whole.
     `averages` and `first_alone`: see `Averages`.
     """
 
@@ -68,11 +70,12 @@ class TextFormat:
     fallback: bool = False
     averages: bool = False
     first_alone: bool = False
+    records: bool = False
 
 
 TEXT_FORMATS: tuple[TextFormat, ...] = (
-    TextFormat("csv", ("",), TableReader, needs_loss=True),
-    TextFormat("jsonl", (JsonLinesReader.hint,), JsonLinesReader, needs_loss=True),
+    TextFormat("csv", ("",), TableReader, needs_loss=True, records=True),
+    TextFormat("jsonl", (JsonLinesReader.hint,), JsonLinesReader, needs_loss=True, records=True),
     TextFormat(
         "hf-console",
         (HfConsoleReader.hint, HfConsoleReader.bar_hint),
@@ -225,7 +228,7 @@ class TextLog:
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, rest = split_prefix(text)
-        marker = markers.read_marker(rest, LogPosition(self._name, number))
+        marker = markers.read_marker(rest[:MAX_MATCHED], LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
             return
@@ -270,7 +273,7 @@ class TextLog:
                 reader = self._readers[key] = form.reader(self._keys)
                 if isinstance(reader, LineReader):
                     reader.resume(self._resumed)
-            for row in reader.read(text, position):
+            for row in reader.read(text if form.records else text[:MAX_MATCHED], position):
                 yield from self._found(form, rank, row)
             if reader.open:
                 self._incomplete.add(key)

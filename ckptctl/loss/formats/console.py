@@ -16,10 +16,10 @@ from ckptctl.loss.rows import LogPosition, Number, Row
 
 _MAX_WRAPS = 8
 
-_VALUE = r"(\d{1,3}(?:,\d{3})+(?![\d.])|[^\s,|\]]+)"
-_BARS = r"([A-Za-z][^|:]*):\s*" + _VALUE
-_COLONS = r"([A-Za-z][\w/]*):\s*" + _VALUE
-_EQUALS = r"([A-Za-z][\w/]*)=" + _VALUE
+_VALUE = r"(\d{1,3}(?:,\d{3}){1,9}(?![\d.])|[^\s,|\]]{1,64})"
+_BARS = r"(?<![A-Za-z])([A-Za-z][^|:]{0,99}):\s{0,20}" + _VALUE
+_COLONS = r"(?<![\w/])([A-Za-z][\w/]{0,99}):\s{0,20}" + _VALUE
+_EQUALS = r"(?<![\w/])([A-Za-z][\w/]{0,99})=" + _VALUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ LINE_FORMATS = (
     LineFormat(
         "megatron",
         "iteration",
-        r"\biteration\s+(?P<step>\d+)\s*/\s*\d+\s*\|",
-        _BARS + r"\s*(?=\|)",
-        tail=r"number of (?:nan|skipped) iterations:\s*\d+\s*\|",
+        r"\biteration\s{1,20}(?P<step>\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|",
+        _BARS + r"\s{0,20}(?=\|)",
+        tail=r"number of (?:nan|skipped) iterations:\s{0,20}\d{1,12}\s{0,20}\|",
         averages=True,
     ),
     LineFormat(
         "nanotron",
         "iteration:",
-        r"\biteration:\s*(?P<step>\d+)\s*/\s*\d+\s*\|",
+        r"\biteration:\s{0,20}(?P<step>\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|",
         _BARS,
         tail=r"grad_norm:\s*\S+",
         trimmed=True,
@@ -79,7 +79,7 @@ LINE_FORMATS = (
         "nanogpt",
         "iter ",
         r"\biter\s+(?P<step>\d+):\s+(?=loss)",
-        r"([a-z]+) ([^\s,]+)",
+        r"(?<![a-z])([a-z]{1,40}) ([^\s,]+)",
         tail=r"time \S+ms",
     ),
     LineFormat(
@@ -118,13 +118,13 @@ LINE_FORMATS = (
         "Step ",
         r"\bStep (?P<step>\d+) \|\s*(?=\w+:)",
         _COLONS,
-        tail=r"peak_memory\w*:|tokens_per_second\w*:.*\b(?:lr|loss):",
+        tail=r"peak_memory\w{0,40}:|tokens_per_second\w{0,40}:.{0,400}\b(?:lr|loss):",
         trimmed=True,
     ),
     LineFormat(
         "fairseq",
         "num_updates=",
-        r"\bepoch \d+:\s*\d+ / \d+ .*?\bnum_updates=(?P<step>\d+)",
+        r"\bepoch \d{1,9}:\s{0,20}\d{1,12} / \d{1,12} .{0,1000}?\bnum_updates=(?P<step>\d{1,12})",
         _EQUALS,
         tail=r"\bwall=\S+",
         averages=True,
@@ -157,14 +157,14 @@ LINE_FORMATS = (
         "pith-train",
         "step ",
         r"\bstep (?P<step>\d+)/\d+ \|",
-        r"([a-z][a-z-]*) ([^\s|]+)",
+        r"(?<![a-z-])([a-z][a-z-]{0,60}) ([^\s|]+)",
         tail=r"tokens-per-second \S+",
     ),
     LineFormat(
         "deepspeed-pipe",
         "steps: ",
         r"\bsteps: (?P<step>\d+) (?=loss:)",
-        r"([a-z][a-z/]*(?: time \(s\))?):\s*(\S+)",
+        r"(?<![a-z/])([a-z][a-z/]{0,60}(?: time \(s\))?):\s{0,20}(\S+)",
         tail=r"samples/sec:\s*\S+",
     ),
     LineFormat(
@@ -172,7 +172,7 @@ LINE_FORMATS = (
         "step:[",
         r"\bEpoch:\[ *(?P<epoch>\d{1,9})/ *\d{1,9}\], "
         r"step:\[ *(?P<step>\d{1,12})/ *(?P<per>\d{1,12})\]",
-        r"([A-Za-z]\w*): ?\[? *([^\s,\]/]+)",
+        r"(?<!\w)([A-Za-z]\w{0,99}): ?\[? {0,20}([^\s,\]/]+)",
         keys={"step_time_s": "per_step_time", "grad_norm": "global_norm"},
         rounds=True,
     ),
@@ -199,7 +199,7 @@ LINE_FORMATS = (
         # tqdm with a postfix, as in Lightning: a step is printed repeatedly, the last counts.
         r"(?:\bEpoch (?P<epoch>\d{1,9}):[^|]{0,20}\|[^|]{0,400})?"
         r"\| *(?P<step>\d{1,12})/(?P<per>\d{1,12}|\?) \[[\d:]{1,20}<(?=[^\]]{0,2000}?(?:\b|_)loss)",
-        r"([A-Za-z][\w/]*)=([^\s,\]]+)",
+        r"(?<![\w/])([A-Za-z][\w/]{0,99})=([^\s,\]]+)",
         trimmed=True,
         fallback=True,
         rounds=True,
@@ -211,7 +211,7 @@ LINE_FORMATS = (
         # Lightning's RichProgressBar, on a terminal.
         r"\bEpoch (?P<epoch>\d{1,9})/-?\d{1,9} +[\u2500-\u257f ]{1,400} "
         r"(?P<step>\d{1,12})/(?P<per>\d{1,12}|--|\?) [-\d:]{1,20} \u2022",
-        r"([A-Za-z][\w/]*): (\S+)",
+        r"(?<![\w/])([A-Za-z][\w/]{0,99}): (\S+)",
         trimmed=True,
         fallback=True,
         rounds=True,
@@ -221,13 +221,15 @@ LINE_FORMATS = (
         "plain",
         "oss",
         # A custom training loop: a step, and after it a loss.
-        r"(?i)^(?:(?=.*\btrain\w*[ _/]loss)|"
+        r"(?i)^(?:(?=.*\btrain\w{0,20}[ _/]loss)|"
         r"(?!.*(?:\b|_)(?:val|valid|validation|eval|evaluation|test)(?:\b|_)))"
-        r"(?:.*?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d+))?"
-        r".*?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[(]{1,9}"
-        r"(?P<step>\d[\d,]*)(?!\.?\d)(?:\s?/\s?(?P<per>\d+))?(?=\D.*?(?:\b|_)loss)",
-        r"(?i)((?:(?:train\w*|val\w*|eval\w*|test) )?[a-z][\w/]*(?: norm| rate)?)[ :=]{1,3}"
-        r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]*[\w%]|\d|nan|inf\w*))",
+        r"(?:.{0,300}?\bepoch\b[ :=#\[(]{0,4}(?P<epoch>\d{1,9}))?"
+        r".{0,300}?(?:(?<![\w/])|_)(?:step|iter|iteration|itr?|update|batch)s?\b[ :=#\[(]{1,9}"
+        r"(?P<step>\d[\d,]{0,15})(?!\.?\d)(?:\s?/\s?(?P<per>\d{1,12}))?"
+        r"(?=\D.{0,300}?(?:\b|_)loss)",
+        r"(?i)(?<![\w/])((?:(?:train\w{0,20}|val\w{0,20}|eval\w{0,20}|test) )?"
+        r"[a-z][\w/]{0,99}(?: norm| rate)?)[ :=]{1,3}"
+        r"(?:tensor\()?([-+]?(?:[\d.][\w.+,-]{0,60}[\w%]|\d|nan|inf\w{0,9}))",
         rounds=True,
         fallback=True,
     ),
@@ -238,7 +240,8 @@ LINE_FORMATS = (
         r"(?i)^(?!.{0,200}\b(?:val|valid|validation|eval|evaluation|test)\b)"
         r"[^\[]{0,200}(?:\[(?P<epoch>\d{1,9})\] ?)?"
         r"\[ *(?P<step>\d{1,12}) ?/ ?(?P<per>\d{1,12})(?: \([^)]{0,20}\))?\](?=.{0,1000}\bloss\b)",
-        r"([A-Za-z][\w/]*)(?: ?[=:] {0,4}| {1,4}|\t)([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
+        r"(?<![\w/])([A-Za-z][\w/]{0,99})(?: ?[=:] {0,4}| {1,4}|\t)"
+        r"([-+]?(?:[\d.][\w.+-]*|nan|inf\w*))",
         rounds=True,
         fallback=True,
     ),

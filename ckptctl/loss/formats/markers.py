@@ -32,34 +32,40 @@ def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _
 # The first phrase that matches counts.
 _PHRASES = (
     # Megatron-LM, Megatron Bridge
-    _phrase(r"successfully loaded checkpoint from .*? at iteration\s+(?P<step>\d+)"),
+    _phrase(
+        r"successfully loaded checkpoint from .{0,500}? at iteration\s{1,20}(?P<step>\d{1,12})"
+    ),
     # torchtitan
-    _phrase(r"Loading the checkpoint at step (?P<step>\d+)"),
-    _phrase(r"Loading the checkpoint from .*?step[-_](?P<step>\d+)"),
-    _phrase(r"Training starts at step:? (?P<step>\d+)", first_step=True),
+    _phrase(r"Loading the checkpoint at step (?P<step>\d{1,12})"),
+    _phrase(r"Loading the checkpoint from .{0,500}?step[-_](?P<step>\d{1,12})"),
+    _phrase(r"Training starts at step:? (?P<step>\d{1,12})", first_step=True),
     _phrase(r"this is a fresh start", fresh=True),
     # fairseq, metaseq
-    _phrase(r"Loaded checkpoint .*?\(epoch \d+ @ (?P<step>\d+) updates\)"),
+    _phrase(r"Loaded checkpoint .{0,500}?\(epoch \d{1,9} @ (?P<step>\d{1,12}) updates\)"),
     _phrase(r"No existing checkpoint found", fresh=True),
     # Lightning, NeMo
-    _phrase(r"Restored all states from the checkpoint(?: at)?\b(?:.*?step=(?P<step>\d+))?"),
+    _phrase(
+        r"Restored all states from the checkpoint(?: at)?\b(?:.{0,500}?step=(?P<step>\d{1,12}))?"
+    ),
     # mmengine, mmcv
-    _phrase(r"resumed epoch:? \d+, iter:? (?P<step>\d+)"),
+    _phrase(r"resumed epoch:? \d{1,9}, iter:? (?P<step>\d{1,12})"),
     # detectron2
-    _phrase(r"Starting training from iteration (?P<step>\d+)", first_step=True),
+    _phrase(r"Starting training from iteration (?P<step>\d{1,12})", first_step=True),
     # Hugging Face
-    _phrase(r"Continuing training from global step (?P<step>\d+)"),
+    _phrase(r"Continuing training from global step (?P<step>\d{1,12})"),
     # OLMo-core
-    _phrase(r"Loading checkpoint from .*?\bstep(?P<step>\d+)\b"),
+    _phrase(r"Loading checkpoint from .{0,500}?\bstep(?P<step>\d{1,12})\b"),
     _phrase(r"will train from scratch", fresh=True),
     # KempnerForge
-    _phrase(r"Starting training: step=(?P<step>\d+)"),
+    _phrase(r"Starting training: step=(?P<step>\d{1,12})"),
     # nanoGPT
     _phrase(r"Initializing a new model from scratch", fresh=True),
     # RWKV: every process writes it, also one that resumes
     _phrase(r"^\s*NEW RUN\b", fresh=True),
     # Custom training loops
-    _phrase(r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d+)"),
+    _phrase(
+        r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d{1,12})"
+    ),
     # nanoGPT, without a step
     _phrase(r"Resuming training from \S+"),
 )

@@ -31,14 +31,14 @@ BLOCK_FORMATS = (
     BlockFormat(
         "olmo-core",
         "[step=",
-        re.compile(r"\[step=(?P<step>[\d,]+)/(?:[\d,]+|\?+)"),
-        re.compile(r"^\s+((?!eval)[^\s=][^=]*)=(\S+)\s*$"),
+        re.compile(r"\[step=(?P<step>[\d,]{1,16})/(?:[\d,]{1,16}|\?{1,9})"),
+        re.compile(r"^\s{1,99}((?!eval)[^\s=][^=]{0,199})=(\S{1,99})\s*$"),
     ),
     BlockFormat(
         "composer",
         "]:",
-        re.compile(r"\[(?:batch|ba)=(?P<step>\d+)(?:/\d+)?\]:"),
-        re.compile(r"^\s*(?:\d+:)?\s*Train ([^:]+): (\S+)"),
+        re.compile(r"\[(?:batch|ba)=(?P<step>\d{1,12})(?:/\d{1,12})?\]:"),
+        re.compile(r"^\s{0,99}(?:\d{1,9}:)?\s{0,99}Train ([^:]{1,199}): (\S+)"),
     ),
 )
 
@@ -87,9 +87,9 @@ class BlockReader:
             yield row
 
 
-_KERAS_EPOCH = re.compile(r"\s*Epoch (\d{1,9})/\d{1,9}\s*$")
-_KERAS_BAR = re.compile(r"\s*(\d{1,12})/(\d{1,12}) [^/]{1,200}?(\d{1,9}(?:us|ms|s))/step - ")
-_KERAS_PAIR = re.compile(r"([A-Za-z]\w*): ([^\s\x08]+)")
+_KERAS_EPOCH = re.compile(r"^\s{0,99}Epoch (\d{1,9})/\d{1,9}\s{0,99}$")
+_KERAS_BAR = re.compile(r"^\s{0,99}(\d{1,12})/(\d{1,12}) [^/]{1,200}?(\d{1,9}(?:us|ms|s))/step - ")
+_KERAS_PAIR = re.compile(r"(?<!\w)([A-Za-z]\w{0,99}): ([^\s\x08]+)")
 
 
 class KerasReader:
@@ -134,10 +134,12 @@ class KerasReader:
             yield drawn
 
 
-_DICTIONARY = re.compile(r"\{[^{}]*'loss': [^{}]*\}")
-_PAIR = re.compile(r"'([\w/]+)': '?([^,'}]+)'?")
+_DICTIONARY = re.compile(r"\{[^{}]{0,2000}'loss': [^{}]{0,2000}\}")
+_PAIR = re.compile(r"'([\w/]{1,99})': '?([^,'}]+)'?")
 # Bars of downloads and of tokenizers have a text before them.
-_BAR = re.compile(r"^\s*\d{1,3}%\|.*?\|\s*(?P<step>\d+)/(?P<total>\d+) \[")
+_BAR = re.compile(
+    r"^\s{0,99}\d{1,3}%\|.{0,400}?\|\s{0,99}(?P<step>\d{1,12})/(?P<total>\d{1,12}) \["
+)
 
 
 class HfConsoleReader:

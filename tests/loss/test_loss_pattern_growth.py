@@ -1,0 +1,124 @@
+"""No line holds `loss`: each pattern takes linear time at most, and each line is bounded."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import ckptctl.loss
+from ckptctl.loss.formats.console import LINE_FORMATS
+from ckptctl.loss.formats.markers import _PHRASES
+from ckptctl.loss.formats.multi_line import BLOCK_FORMATS
+from ckptctl.loss.reading import LogReader
+from ckptctl.storage.log_lines import MAX_MATCHED
+
+N_CHARS = MAX_MATCHED // 2
+MOST_GROWTH = 9.0
+"""Four times the length takes four times as long; quadratic time would be sixteen times."""
+TOO_SHORT_S = 0.004
+"""What the longest line may cost without a closer look."""
+FILLERS = (" ", "a", "7", "x=", "a: ", "/", ":", "| ", "[", "{", "'", "1,", "a1 ", "━")
+
+
+def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Every regular expression of `ckptctl.loss`, by where it is."""
+    for form in LINE_FORMATS:
+        for name in ("head", "pairs", "tail"):
+            if getattr(form, name):
+                yield f"{form.name}.{name}", re.compile(getattr(form, name))
+    for block in BLOCK_FORMATS:
+        yield f"{block.name}.head", block.head
+        yield f"{block.name}.metric", block.metric
+    for number, phrase in enumerate(_PHRASES):
+        yield f"marker.{number}", phrase.pattern
+    for module in pkgutil.walk_packages(ckptctl.loss.__path__, "ckptctl.loss."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+                yield f"{module.name}.{name}", value
+
+
+PATTERNS = dict(patterns())
+
+
+def texts_of(pattern: str) -> list[str]:
+    """What a pattern looks for, as far as it is literal, at most eight pieces."""
+    plain = re.sub(r"\(\?P<\w+>|\(\?[:=!<]+|\\[bswdD]|\{\d+(?:,\d+)?\}|\[[^\]]*\]|[?*+^$()]", " ",
+                   pattern)  # fmt: skip
+    plain = plain.replace("\\", "")
+    found = [piece.strip() for part in plain.split("|") for piece in part.split("  ")]
+    return list(dict.fromkeys(piece for piece in found if piece))[:8]
+
+
+def lines(texts: list[str], n_chars: int) -> Iterator[str]:
+    """Lines that begin a pattern over and over, and never end it."""
+    for filler in FILLERS:
+        yield (filler * n_chars)[:n_chars]
+    for text in texts:
+        yield (text * n_chars)[:n_chars]
+        for filler in (" ", " 1 ", "1/2 ", "a", ": 1 ", "=1 "):
+            yield ((text + filler) * n_chars)[:n_chars]
+            yield text + (filler * n_chars)[: n_chars - len(text)]
+
+
+def seconds(search: Callable[[str], object], line: str, n_times: int) -> float:
+    """CPU time of one search: the best of several, so that a busy machine changes little."""
+    taken = []
+    for _ in range(n_times):
+        began = time.process_time()
+        search(line)
+        taken.append(time.process_time() - began)
+    return min(taken)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_takes_linear_time_on_long_lines(name):
+    compiled = PATTERNS[name]
+    texts = texts_of(compiled.pattern)
+
+    def search(line: str) -> object:
+        return compiled.findall(line) if name.endswith(".pairs") else compiled.search(line)
+
+    slow = []
+    for one, two, four in zip(*(lines(texts, n * N_CHARS) for n in (1, 2, 4)), strict=True):
+        if seconds(search, four, 1) < TOO_SHORT_S:
+            continue
+        first, second, longest = (seconds(search, line, 4) for line in (one, two, four))
+        if longest > MOST_GROWTH * first:
+            slow.append(f"{first:.4f} s, {second:.4f} s, {longest:.4f} s: {one[:60]!r}")
+    assert slow == []
+
+
+WHOLE = {
+    "a word behind a row": "step 5 loss 2.5 " + "a",
+    "a word behind a row of Megatron": "iteration 5/ 10 | ",
+    "steps": "step 1 ",
+    "epochs and steps": "epoch 1 step 1 ",
+    "announcements": "Loaded checkpoint from ",
+    "bars": "| 1/2 [00:00<",
+    "dictionaries": "{'loss': 1, 'a': ",
+    "rows of fairseq": "epoch 1: 1 / 2 ",
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_long_line_costs_no_more_than_its_bytes(kind):
+    """A line that is eight times as long is matched no further than the shorter one."""
+
+    def read(n_chars: int) -> Callable[[str], object]:
+        text = (WHOLE[kind] + "a " * (n_chars // 2)) if kind.startswith("a word") else ""
+        text = text or (WHOLE[kind] * n_chars)[:n_chars] + " loss 1"
+        data = f"{text}\n".encode() * 3
+
+        def search(_: str) -> object:
+            reader = LogReader("train.log")
+            return [*reader.feed(data), *reader.end()]
+
+        return search
+
+    short, long = (seconds(read(n), "", 3) for n in (MAX_MATCHED, 8 * MAX_MATCHED))
+    assert long < max(TOO_SHORT_S, 2 * MOST_GROWTH * short)
