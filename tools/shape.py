@@ -312,7 +312,7 @@ def dynamic(show: bool) -> dict[str, object]:
 OPAQUE = tuple(f"ckptctl.{name}" for name in ("storage", "formats", "checks", "inspection"))
 COUNTED = {
     "ckptctl.formats.dcp.metadata.decode_metadata": "metadata decodes",
-    "ckptctl.storage.opening.open_store": "stores opened",
+    "ckptctl.storage.opening._opened": "stores opened",
 }
 
 

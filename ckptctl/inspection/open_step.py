@@ -18,10 +18,11 @@ from ckptctl.checks.identity import own_number
 from ckptctl.checks.shape import sidecars_of
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
+from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.state_keys import entry_kinds
-from ckptctl.inspection.metadata_files import read_metadata
+from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, read_metadata
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.inspection.structure import (
     Structure,
@@ -98,6 +99,19 @@ class OpenStep:
     def parts(self) -> tuple[OpenPart, ...]:
         """The folders of tensors in the step."""
         return tuple(OpenPart(self, part) for part in self.step.parts)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The global metadata of the step's own folder; what most steps have alone.
+
+        It is not listed for this. Raises `PathNotFound`, `MetadataUnreadable`,
+        `MetadataUnsafe`. Cost: one read, none if the parts were read.
+        """
+        for part in self.parts if "parts" in self.__dict__ else ():
+            if not part.path and part.metadata and part.metadata[0].rank is None:
+                return part.metadata[0]
+        path = self.in_store(layouts.METADATA)
+        return decode_metadata(self.store.read(path, limit=MAX_METADATA_BYTES))
 
     @cached_property
     def sidecars(self) -> tuple[Sidecar, ...]:
@@ -247,6 +261,8 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     try:
         files = tuple(_below(file, prefix) for file in store.list_tree(name))
     except PathNotFound:
+        if not name:
+            raise
         files, found = (), False
     if files or not name:
         return files

@@ -6,6 +6,7 @@ all (10), none is usable (11), the storage could not be inspected (75, 77).
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -14,14 +15,17 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Verdict
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.empty_roots import Beginning
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Answer, Pick
-from ckptctl.selection.roots import list_root
+from ckptctl.selection.roots import RootListing, list_root
 from ckptctl.selection.searching import Search, search
-from ckptctl.selection.tiers import Roots, Tier, roots_in
+from ckptctl.selection.tiers import Roots, Tier, Trees, roots_in
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import SharedStores
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,28 +68,49 @@ def pick(
         requirements,
         storage,
     )
-    named = roots_in(roots, optional_roots)
     if create and not allow_fresh:
         raise UsageError(
             "--create makes the root of a new run, and goes with --allow-fresh",
             instead="--allow-fresh",
         )
+    named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
-        done = search(
-            stack,
-            named,
-            lambda store, pattern: (list_root(store, pattern), {}),
-            policy,
-            requirements,
-            storage,
-        )
-        if done.choice.chosen is not None:
-            found = _found(done, done.choice.chosen, requirements.require)
-        elif done.beginning is not None:
-            found = _without_step(done, done.beginning, allow_fresh=allow_fresh)
-        else:
-            found = _none(done)
+        done = _searched(stack, named, policy, requirements, storage)
+        found = _answered(done, requirements, allow_fresh=allow_fresh)
         return _created(found, done.tiers) if create else found
+
+
+def pick_step(
+    roots: Roots, policy: PickPolicy, requirements: Requirements, storage: SharedStores
+) -> tuple[Pick, OpenStep | None]:
+    """The answer of `pick`, and the step that it takes with what was read of it.
+
+    Its store is one of the shared ones, and stays open.
+    """
+    with ExitStack() as stack:
+        done = _searched(stack, roots, policy, requirements, storage)
+        return _answered(done, requirements), done.opened
+
+
+def _searched(
+    stack: ExitStack,
+    roots: Roots,
+    policy: PickPolicy,
+    requirements: Requirements,
+    storage: StorageOptions,
+) -> Search:
+    def listed(store: Store, pattern: re.Pattern[str] | None) -> tuple[RootListing, Trees]:
+        return list_root(store, pattern), {}
+
+    return search(stack, roots, listed, policy, requirements, storage)
+
+
+def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = False) -> Pick:
+    if done.choice.chosen is not None:
+        return _found(done, done.choice.chosen, requirements.require)
+    if done.beginning is not None:
+        return _without_step(done, done.beginning, allow_fresh=allow_fresh)
+    return _none(done)
 
 
 def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:

@@ -64,6 +64,12 @@ class Search:
     beginning: Beginning | None
 
     @property
+    def opened(self) -> OpenStep | None:
+        """The chosen step with what was read of it."""
+        looked = self.inspect.looked.values()
+        return next((one.opened for one in looked if one.report is self.choice.chosen), None)
+
+    @property
     def n_steps(self) -> int:
         """How many steps there are, also those that the policy does not let through."""
         return len(candidates_of(self.tiers)) - len(self.choice.no_steps)

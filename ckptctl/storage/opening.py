@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
@@ -40,6 +41,10 @@ def open_store(
     """
     check_address(url)
     storage = options_from(keywords, storage)
+    return storage.lend(url) if isinstance(storage, SharedStores) else _opened(url, storage)
+
+
+def _opened(url: str, storage: StorageOptions) -> Store:
     if not is_local(url):
         from ckptctl.storage.remote import open_remote
 
@@ -62,6 +67,53 @@ def open_store(
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
     return LocalStore(root, url=start + root)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStores(StorageOptions):
+    """Storage options under which `open_store` opens each address once, until `close`.
+
+    For a caller that uses several functions on the same roots: a resume chooses, proves,
+    loads and checks again. Closing a store that was lent leaves it open.
+    """
+
+    stores: dict[str, Store] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, storage: StorageOptions) -> SharedStores:
+        """Shared stores under the same options; none is open yet."""
+        return cls(**{each.name: getattr(storage, each.name) for each in fields(StorageOptions)})
+
+    def lend(self, url: str) -> Store:
+        """The store of an address, opened when it is asked for first."""
+        key = _without_slash(url)
+        if key not in self.stores:
+            self.stores[key] = _opened(url, self)
+        return cast("Store", _Lent(self.stores[key]))
+
+    def close(self) -> None:
+        """Close all stores that were opened."""
+        while self.stores:
+            self.stores.popitem()[1].close()
+
+
+class _Lent:
+    """A store that somebody else closes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        """Leave the store open."""
+
+    def __enter__(self) -> _Lent:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _seconds(given: object) -> float:

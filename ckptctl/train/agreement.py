@@ -29,15 +29,16 @@ from ckptctl.errors import (
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
-from ckptctl.options import PickPolicy, Requirements, StorageOptions
+from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.empty_roots import judge_empty
-from ckptctl.selection.picking import pick
+from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.tiers import Roots, open_tiers
-from ckptctl.selection.verifying import verify
-from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+from ckptctl.selection.verifying import open_target, verify
+from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
 SETTLE_S = 60.0
 """How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
@@ -74,7 +75,7 @@ class Looking:
     roots: Roots
     policy: PickPolicy
     requirements: Requirements
-    storage: StorageOptions
+    storage: SharedStores
     settle_s: float = SETTLE_S
 
     def older_than(self, step: int) -> Looking:
@@ -113,8 +114,10 @@ def decide(
     looking: Looking,
     *,
     skip: Collection[int] = (),
-) -> Decision:
+) -> tuple[Decision, OpenStep | None]:
     """What one process answers: a step, or a fresh run. `skip` are steps that did not load.
+
+    The step comes with what was read of it, for a load in this process.
 
     `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
     `NothingToResume` where steps are there and none is usable (11), or one could not be
@@ -122,7 +125,7 @@ def decide(
     """
     wanted = wanted_step(resume_from, looking.roots)
     if wanted == "none":
-        return _fresh()
+        return Decision(None, None), None
     if wanted == "auto":
         return _newest(looking, skip)
     if not wanted.isdecimal():
@@ -156,22 +159,14 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     )
 
 
-def _fresh() -> Decision:
-    return Decision(None, None)
-
-
-def _newest(looking: Looking, skip: Collection[int]) -> Decision:
-    policy = looking.policy
-    found = pick(
-        *looking.roots.urls,
-        optional_roots=looking.roots.optional,
-        policy=replace(policy, level=_first_level(looking), skip={*policy.skip, *skip}),
-        requirements=looking.requirements,
-        storage=looking.storage,
+def _newest(looking: Looking, skip: Collection[int]) -> tuple[Decision, OpenStep | None]:
+    policy = replace(
+        looking.policy, level=_first_level(looking), skip={*looking.policy.skip, *skip}
     )
+    found, opened = pick_step(looking.roots, policy, looking.requirements, looking.storage)
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if found.answer is Answer.FRESH and not skip:
-        return Decision(None, None, rejected=rejected)
+        return Decision(None, None, rejected=rejected), None
     if found.chosen is None:
         raise NothingToResume(
             found.message,
@@ -179,7 +174,7 @@ def _newest(looking: Looking, skip: Collection[int]) -> Decision:
             next_command=found.next_command or f"ckptctl scan {looking.roots.words}",
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
-    return _chosen(found.chosen, rejected, fell_back=fell_back)
+    return _chosen(found.chosen, rejected, fell_back=fell_back), opened
 
 
 def _first_level(looking: Looking) -> Level | None:
@@ -193,13 +188,12 @@ def _rejected(over: PassedOver) -> Rejected:
     return Rejected(report.number, report.url, report.verdict.value, over.reason)
 
 
-def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
-    report = verify(
-        target,
-        level=_first_level(looking) or Level.STRUCTURE,
-        requirements=looking.requirements,
-        storage=looking.storage,
-    )
+def _named(
+    target: str, looking: Looking, skip: Collection[int]
+) -> tuple[Decision, OpenStep | None]:
+    level = _first_level(looking) or Level.STRUCTURE
+    with open_target(target, looking.requirements, looking.storage) as found:
+        report = found.inspect(looking.requirements, level).report
     if not report.usable:
         raise _not_usable(report)
     if report.number is None:
@@ -210,7 +204,7 @@ def _named(target: str, looking: Looking, skip: Collection[int]) -> Decision:
             exit_code=11,
             next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
         )
-    return _chosen(report, (), fell_back=False)
+    return _chosen(report, (), fell_back=False), found
 
 
 def _not_usable(report: Report) -> CkptctlError:
@@ -235,6 +229,18 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
     )
 
 
+def opened_here(decision: Decision, looking: Looking, opened: OpenStep | None) -> OpenStep:
+    """The step that was decided on, as this rank reads it.
+
+    `opened` is what this rank read when it decided; on the others nothing was read yet.
+    """
+    assert decision.path is not None  # noqa: S101 - asked for where there is a step
+    if opened is not None and opened.url == decision.path:
+        return opened
+    store = open_store(parent_url(decision.path), looking.storage)
+    return OpenStep(store, base_name(decision.path))
+
+
 def prove_seen(decision: Decision, group: ProcessGroup, looking: Looking) -> None:
     """Let every rank prove that it sees the metadata that rank 0 decided on.
 
@@ -251,7 +257,8 @@ def prove_seen(decision: Decision, group: ProcessGroup, looking: Looking) -> Non
 def changed(decision: Decision, looking: Looking) -> str | None:
     """What has become of the step that was decided on; None where it lies there as it did.
 
-    Cost: one read of its metadata.
+    Its metadata is read anew, whatever an `OpenStep` holds: the step may have been saved
+    over while it was loaded. Cost: one read of its metadata.
     """
     if decision.path is None:
         return None
@@ -326,8 +333,8 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
     )
 
 
-def metadata_path(decision: Decision) -> str:
-    """The address of the one metadata file of a step that this package saved or can load."""
+def check_one_metadata(decision: Decision) -> None:
+    """Raise `UsageError` for a step with several metadata files, which is not loaded here."""
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
     files = [file for file, _ in decision.digests]
     if files != [METADATA]:
@@ -337,4 +344,3 @@ def metadata_path(decision: Decision) -> str:
             "by itself",
             next_command=f"ckptctl show {shlex.quote(decision.path)}",
         )
-    return join_url(decision.path, METADATA)

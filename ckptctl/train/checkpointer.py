@@ -20,7 +20,7 @@ from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.tiers import roots_in
-from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
 from ckptctl.train.agreement import SETTLE_S, Looking
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
@@ -100,8 +100,9 @@ class Checkpointer:
         requirements = replace(requirements, grace_s=0.0)
         group = make_group(patience_s)
         roots = roots_in(root, optional_roots)
-        looking = Looking(roots, policy, requirements, storage, settle_s)
-        stores = {url: open_store(url, storage) for url in roots.urls}
+        shared = self._shared = SharedStores.of(storage)
+        looking = Looking(roots, policy, requirements, shared, settle_s)
+        stores = {url: open_store(url, shared) for url in roots.urls}
         self._job = Job(
             roots.first,
             stores[roots.first],
@@ -391,6 +392,5 @@ class Checkpointer:
             self._attempt.leave(how)
         else:
             self._job.later.close()
-        for store in self._job.stores.values():
-            store.close()
+        self._shared.close()
         self._save_store.close()

@@ -16,15 +16,15 @@ from ckptctl.checks.structure import SAYS
 from ckptctl.errors import StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.records.ranges import Ranges
-from ckptctl.storage.contract import Store
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
     """Errors about the records of one part, whose `ranges` are those of its metadata."""
 
-    store: Store
+    opened: OpenStep
     ranges: Ranges
 
     def record(self, number: int, code: str, reason: str) -> StepDamaged:
@@ -59,7 +59,8 @@ class Damage:
     def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
         """What a file that is gone, short or a link means for the step: one listing says it."""
         needed = {self._file(number) for number in numbers}
-        for finding in check_presence(self.ranges, self.store.list_tree()):
+        # Listed anew: what matters is what lies there after the read that failed.
+        for finding in check_presence(self.ranges, self.opened.list_again()):
             if finding.severity is Severity.FAULT and finding.where in needed:
                 return self.finding(finding)
         message = f"it changed while it was loaded ({error}): someone writes or deletes here"
@@ -67,7 +68,7 @@ class Damage:
 
     def finding(self, finding: Finding) -> StepDamaged:
         """A finding as an error, with the command that looks at all of the step."""
-        url = self.store.url
+        url = self.opened.url
         command = f"ckptctl verify {shlex.quote(url)} --level content"
         return StepDamaged(url, replace(finding, next_command=command))
 

@@ -21,12 +21,10 @@ from ckptctl.errors import (
     StepDamaged,
     StorageUnavailable,
 )
-from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.storage.contract import ShortRead
-from ckptctl.storage.opening import base_name, open_store, parent_url
-from ckptctl.train.agreement import Decision, Looking, metadata_path
+from ckptctl.train.agreement import Decision, check_one_metadata
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EHOSTDOWN}
@@ -37,17 +35,14 @@ _OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
 """How torch's planner says that the step holds something else."""
 
 
-def saved_metadata(decision: Decision, looking: Looking) -> Metadata:
-    """The decoded metadata of the step. Cost: one read."""
-    path = metadata_path(decision)
-    folder = parent_url(path)
-    with open_store(parent_url(folder), looking.storage) as store:
-        data = store.read(f"{base_name(folder)}/{base_name(path)}", limit=MAX_METADATA_BYTES)
-    return decode_metadata(data)
+def saved_metadata(decision: Decision, opened: OpenStep) -> Metadata:
+    """The decoded metadata of the step. Cost: one read, none where it was read before."""
+    check_one_metadata(decision)
+    return opened.metadata
 
 
 def load_into(
-    state: dict[str, Any], decision: Decision, group: ProcessGroup, looking: Looking
+    state: dict[str, Any], decision: Decision, group: ProcessGroup, opened: OpenStep
 ) -> None:
     """Read the step into `state`; every rank calls it, with what it holds itself.
 
@@ -59,8 +54,7 @@ def load_into(
 
     from ckptctl.train.reader import Reader
 
-    assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    reader = Reader(decision.path, storage=looking.storage)
+    reader = Reader.of(opened)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on loading without a process group

@@ -23,10 +23,10 @@ from torch.futures import Future
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import NO_FILE, Metadata
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.records.ranges import Ranges
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.train.record_loads import Loaded, RecordLoads
 from ckptctl.train.step_metadata import RankLocal, read_step_metadata
@@ -79,12 +79,23 @@ class Reader(StorageReader):
         self._storage = options_from(keywords, storage)
         self.loaded = Loaded()
         self._load_id = ""
-        self._store: Store | None = None
+        self._given: OpenStep | None = None
+        self._step: OpenStep | None = None
         self._metadata: Metadata | None = None
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
         self._table: Ranges | None = None
         self._forget()
+
+    @classmethod
+    def of(cls, opened: OpenStep) -> Reader:
+        """A reader of a step that is open; what was read of it is not read again.
+
+        Closing the reader leaves its store open.
+        """
+        reader = cls(opened.url)
+        reader._given = opened
+        return reader
 
     @property
     def checkpoint_id(self) -> str:
@@ -103,14 +114,14 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, of another step where `checkpoint_id` is given."""
         if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+            self._path, self._given = os.fspath(checkpoint_id), None
         self.close()
 
     def close(self) -> None:
         """Let go of connections and of what was read; a later load opens them again."""
-        if self._store is not None:
-            self._store.close()
-        self._store = None
+        if self._step is not None and self._step is not self._given:
+            self._step.store.close()
+        self._step = None
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> TorchMetadata:  # noqa: ARG002
@@ -188,10 +199,10 @@ class Reader(StorageReader):
         self._metadata = self._rank_local = self._refused = self._table = None
         self._load_id = str(uuid.uuid4())
 
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = open_store(self._path, self._storage)
-        return self._store
+    def _opened(self) -> OpenStep:
+        if self._step is None:
+            self._step = self._given or OpenStep(open_store(self._path, self._storage), "")
+        return self._step
 
     def _decoded(self) -> Metadata:
         if self._metadata is None:

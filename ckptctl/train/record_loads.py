@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from ckptctl.checks.formatting import inside
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs
 from ckptctl.records.checksums import ElementChecksum
@@ -36,7 +38,7 @@ from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, open_records
 from ckptctl.records.slices import TensorSlice, dense_order
 from ckptctl.records.zstd import unpack, unpacked_limit
-from ckptctl.storage.contract import Kind, ShortRead, Store
+from ckptctl.storage.contract import Kind, ShortRead
 from ckptctl.train.damage import Damage
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import TensorSink, elements, is_plain, memory_of
@@ -109,7 +111,7 @@ class RecordLoads:
 
     def __init__(
         self,
-        store: Store,
+        opened: OpenStep,
         ranges: Ranges,
         planner: LoadPlanner,
         *,
@@ -118,15 +120,15 @@ class RecordLoads:
         jobs: int | None,
         most_waiting: int | None,
     ) -> None:
-        self._store = store
+        self._source = RecordSource(opened.store, opened.name, ranges)
         self._ranges = ranges
         self._planner = planner
         self._prove_slices = prove_slices
         self._safe_types = safe_types
         self._jobs = jobs
         self._most_waiting = most_waiting
-        self._damage = Damage(store, ranges)
-        self._reach = _REACH[store.kind]
+        self._damage = Damage(opened, ranges)
+        self._reach = _REACH[opened.store.kind]
         self._waiting: list[_Waiting] = []
         self._n_waiting = 0
         self._runs: list[ElementRun] = []
@@ -161,9 +163,8 @@ class RecordLoads:
             by_file[self._ranges.files[number]].append(number)
         needs = {n: need for n in wanted if (need := self._need(n, wanted[n])) is not None}
         reading = Reading()
-        source = RecordSource(self._store, "", self._ranges)
         yield from open_records(
-            source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
+            self._source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
         )
         self.loaded.n_read += reading.n_bytes
 
@@ -290,7 +291,7 @@ class RecordLoads:
             checksum = ElementChecksum(member.size, member.crc, wrong)
             self.loaded.n_proven += member.size
         sink = TensorSink(shape, wanted, order, dtype, target if buffer is None else buffer)
-        path = ranges.file_names[ranges.files[tensor.number]]
+        path = inside(self._source.folder, ranges.file_names[ranges.files[tensor.number]])
         at = ranges.starts[tensor.number] + member.start
         self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
@@ -301,7 +302,7 @@ class RecordLoads:
             torch.cuda.synchronize(device)  # so that no earlier kernel writes to the tensors
         # An older step may be loaded into the same tensors next: no thread may still write.
         limits = Limits(jobs=self._jobs)
-        self.loaded.n_read += read_runs(self._store, self._runs, limits, to_the_last=True)
+        self.loaded.n_read += read_runs(self._source.store, self._runs, limits, to_the_last=True)
         for one in self._waiting:
             if one.buffer is not None:
                 one.target.copy_(_signed(one.buffer, one.signs))

@@ -26,6 +26,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.selection.fencing import check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
@@ -36,6 +37,7 @@ from ckptctl.train.agreement import (
     changed,
     check_roots,
     decide,
+    opened_here,
     prove_content,
     prove_seen,
     too_many,
@@ -59,6 +61,7 @@ class Resume:
         self._resume_from = resume_from
         self._replays = False
         self._branches: tuple[Branch, ...] = ()  # on rank 0, as they were at the decision
+        self._opened: OpenStep | None = None  # on rank 0, the step as it was inspected
 
     def run(self) -> tuple[Attempt, Start]:
         """Load, restore, take the root over, and record it; see `Checkpointer.resume`."""
@@ -133,7 +136,7 @@ class Resume:
 
     def _decide(self, skip: tuple[int, ...]) -> Decision:
         """The step to load, and what a resume from it abandons; on rank 0 only."""
-        decision = decide(self._resume_from, self._job.looking, skip=skip)
+        decision, self._opened = decide(self._resume_from, self._job.looking, skip=skip)
         if not self._replays:
             self._branches = abandoned_branches(self._job, decision)
         return decision
@@ -141,11 +144,12 @@ class Resume:
     def _load(self, decision: Decision) -> dict[str, Any] | LoadFailed:
         """What was loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
+        opened = opened_here(decision, job.looking, self._opened)
         loaded: dict[str, Any] = {}
 
         def prepare() -> None:
             try:
-                saved = saved_metadata(decision, job.looking)
+                saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
             loaded.update(template(job.parts, job.place, saved))
@@ -153,7 +157,7 @@ class Resume:
         try:
             # A model that differs must fail on every rank before any tensor is written to.
             job.group.from_all(prepare)
-            job.group.from_all(lambda: load_into(loaded, decision, job.group, job.looking))
+            job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
         except LoadFailed as error:
             return error
         return loaded
@@ -255,7 +259,7 @@ class Resume:
     def _replay_before(self, n_steps: int) -> int:
         """The bound below which a replay's step lies, so that the run has all of its steps."""
         looking = self._job.looking
-        newest = decide("auto", looking).step
+        newest = decide("auto", looking)[0].step
         if newest is None:
             raise NothingToResume(
                 f"{self._job.root} holds no whole step, so there is nothing to train again",

@@ -19,9 +19,8 @@ from ckptctl.errors import (
     StepDamaged,
 )
 from ckptctl.findings import Finding, Severity
-from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layouts import METADATA, rank_local_rank
-from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, read_metadata
+from ckptctl.inspection.metadata_files import read_metadata
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.model import (
     BytesEntry,
@@ -33,7 +32,7 @@ from ckptctl.model import (
     PartFormat,
     TensorEntry,
 )
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import TooLarge
 from ckptctl.storage.opening import parent_url
 
 
@@ -57,39 +56,39 @@ class RankLocal:
         return _joined([*own, *others])
 
 
-def read_step_metadata(store: Store) -> Metadata | RankLocal:
-    """The metadata of the step that a store is opened on.
+def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
+    """The metadata of a step.
 
     Raises `StepDamaged` where there is none that can be read, `PathNotFound` where there
     is no such folder. Other storage errors pass through.
     Cost: one read; a listing more, and all metadata files, where there is no `.metadata`.
     """
     try:
-        return decode_metadata(store.read(METADATA, limit=MAX_METADATA_BYTES))
+        return opened.metadata
     except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
-        return _inspected(store, error)
+        return _inspected(opened, error)
 
 
-def _inspected(store: Store, error: CkptctlError) -> RankLocal:
-    files = store.list_tree()
+def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
+    files = opened.files
     if any(file.path.endswith(".safetensors") for file in files) and not _has_metadata(files):
         message = (
             "its tensors are in safetensors files, without metadata of DCP; "
             "torch's HuggingFaceStorageReader loads them"
         )
-        raise StepDamaged(store.url, Finding("format.unsupported", "", message)) from error
+        raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
     part = Part("", PartFormat.DCP, tuple(files))
     by_rank: dict[int, Metadata] = {}
-    for found in read_metadata(OpenPart(OpenStep(store, ""), part)):
+    for found in read_metadata(OpenPart(opened, part)):
         if isinstance(found, Metadata) and found.rank is not None:
             by_rank[found.rank] = found
         elif isinstance(found, Finding) and found.severity is Severity.FAULT:
-            command = found.next_command or f"ckptctl pick {shlex.quote(parent_url(store.url))}"
-            raise StepDamaged(store.url, replace(found, next_command=command)) from error
+            command = found.next_command or f"ckptctl pick {shlex.quote(parent_url(opened.url))}"
+            raise StepDamaged(opened.url, replace(found, next_command=command)) from error
     if not by_rank:
         message = f"it changed while it was read ({error.message}): someone writes here"
-        raise StepDamaged(store.url, Finding("step.changed", METADATA, message)) from error
-    return RankLocal(store.url, by_rank)
+        raise StepDamaged(opened.url, Finding("step.changed", METADATA, message)) from error
+    return RankLocal(opened.url, by_rank)
 
 
 def _has_metadata(files: Sequence[FileInfo]) -> bool:
