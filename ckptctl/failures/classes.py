@@ -166,8 +166,8 @@ _ALL = (
         Action.LOOK,
         Restart.YES,
         "ranks waited for one that did not come",
-        "Find the rank that stood still (storage and data loading are the usual places), then "
-        "resume; the same collective twice is the job's.",
+        "Find the rank that did not come: dumps of the flight recorder (`--flight-recorder`), or "
+        "py-spy on each node. Then resume; the same collective twice is an error of the job.",
     ),
     FailureClass(
         "none",
@@ -183,8 +183,8 @@ _ALL = (
         Action.LOOK,
         Restart.ONCE,
         "nothing says why",
-        "Look for the logs of the other ranks, the kernel log of the nodes, and the scheduler's "
-        "record.",
+        "Collect the logs of all ranks, the kernel log of each node (`dmesg -T`), the scheduler's "
+        "record (`sacct -P`, `kubectl describe`), and for a hang the dumps of the flight recorder.",
     ),
 )
 

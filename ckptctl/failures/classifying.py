@@ -102,10 +102,13 @@ def _answer(
     name = decisive.failure if decisive else "none" if finished else "unknown"
     about = CLASSES[name]
     node = _node(decisive, decision.agreeing)
+    action = Action(decisive.action) if decisive and decisive.action else about.action
+    if action is Action.DRAIN and decision.confidence == "low":
+        action = Action.LOOK  # No node is taken out of the pool on a suspicion.
     return Classification(
         failure=name,
         domain=about.domain,
-        action=Action(decisive.action) if decisive and decisive.action else about.action,
+        action=action,
         restart=Restart(decisive.restart) if decisive and decisive.restart else about.restart,
         confidence="medium" if name == "none" else decision.confidence,
         message=_message(about, decision, stall, node),

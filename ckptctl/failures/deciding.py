@@ -28,6 +28,9 @@ _WEAK = (
     *("exit.", "divergence.loss", "xid.other"),
 )
 
+# A step is cancelled after anything; it decides only where there is nothing else.
+_LAST = ("slurm.step-cancelled",)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -92,6 +95,7 @@ def _decisive(
     if roots:
         return _first_root(roots, first_failed)
     suspects = [each for each in alive if each.role is Role.SUSPECT]
+    suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the other way round.
@@ -180,14 +184,13 @@ _LEVELS = ("low", "medium", "high")
 def _confidence(
     decisive: Evidence, agreeing: Sequence[Evidence], others: Sequence[Evidence]
 ) -> str:
-    level = {Role.CAUSE: 2, Role.ROOT: 2}.get(decisive.role, 0)
-    if decisive.role is Role.ROOT and decisive.rule.startswith(("python.", "config.", "data.")):
-        level = 1
+    # A program reports what it met, not why: only who knows is believed at once.
+    level = {Role.CAUSE: 2, Role.ROOT: 1}.get(decisive.role, 0)
     if decisive.failure == "unknown":
         return "low"
     if decisive.rule.startswith("recorder."):
         level = 1
-    if {each.rule for each in agreeing} - {decisive.rule}:
+    if any(each.role is Role.CAUSE for each in agreeing):
         level += 1
     if any(_leads(each) for each in others):
         level -= 1

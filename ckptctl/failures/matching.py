@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.literals import find_literals
-from ckptctl.failures.loglines import LogLine, clock_of, take_apart
+from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
 from ckptctl.failures.rules import RULES, Rule
 from ckptctl.storage.log_lines import MAX_MATCHED
 
@@ -189,6 +189,8 @@ class LogReader:
             match = rule.pattern.search(part)
             if match is None or not _may_speak(rule, line, part, match):
                 continue
+            if rule.check and not _CHECKS[rule.check](part):
+                continue
             return self._evidence(number, line, rule, match, part, in_traceback=in_traceback)
         return None
 
@@ -228,6 +230,37 @@ class LogReader:
         )
 
 
+_SIZE = r"([\d.]{1,12}) ?([KMGT]i?B|bytes)"
+_CAPACITY = re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity")
+_FREE = re.compile(rf"{_SIZE} (?:is )?free")
+_OF_THIS_PROCESS = re.compile(
+    rf"this process has {_SIZE}|{_SIZE} (?:reserved in total|is allocated by PyTorch|already alloc)"
+)
+_UNITS = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _held_by_others(message: str) -> bool:
+    """Whether less than half of a full device belongs to the process that reports it."""
+    capacity, free = _largest(_CAPACITY, message), _largest(_FREE, message)
+    own = _largest(_OF_THIS_PROCESS, message)
+    return bool(capacity and own and own + free < capacity / 2)
+
+
+def _largest(pattern: re.Pattern[str], message: str) -> float:
+    found = ([part for part in match.groups() if part] for match in pattern.finditer(message))
+    return max((_n_bytes(number, unit) for number, unit in found), default=0.0)
+
+
+def _n_bytes(number: str, unit: str) -> float:
+    try:
+        return float(number) * _UNITS[unit[0]]
+    except ValueError:
+        return 0.0
+
+
+_CHECKS = {"held-by-others": _held_by_others}
+
+
 def _around_literal(message: str, rule: Rule) -> str:
     """The message; of one that is too long, the part around the first literal of the rule."""
     if len(message) <= MAX_MATCHED:
@@ -245,7 +278,9 @@ def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) ->
     """Whether what fits the pattern is said as a fact, by somebody who can know."""
     if line.level is not None and line.level < rule.level:
         return False
-    if rule.kernel and not line.kernel and (line.rank is not None or line.level is not None):
+    # A monitor reports with a level; a line of a rank or of a chatty program is no report.
+    chatty = line.rank is not None or (line.level is not None and line.level < WARNING)
+    if rule.kernel and not line.kernel and chatty:
         return False
     if _CODE.search(message):
         return False

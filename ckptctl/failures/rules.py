@@ -25,7 +25,8 @@ class Rule:
     that holds one of them. `quotable`: the form itself is proof, so it counts inside quotes
     and advice too. `level` is the lowest level of a logging line that counts: 10 debug,
     20 info, 30 warning, 40 error. `reporter`: the process that prints it waited for another, so
-    its rank and host are not those that failed. `restart` and `action` are given where they
+    its rank and host are not those that failed. `check` names a further
+    condition in `matching`. `restart` and `action` are given where they
     differ from those of the class.
     """
 
@@ -39,6 +40,7 @@ class Rule:
     level: int = 30
     kernel: bool = False
     reporter: bool = False
+    check: str = ""
     action: str = ""
     restart: str = ""
 

@@ -1,0 +1,109 @@
+"""Forms from outside incidents, in words of the project: the domain, and how certain it is.
+
+No answer with confidence `high` may be wrong: it drains a node, or stops a job for good.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import ckptctl
+
+OOM = (
+    "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 5 has "
+    "a total capacity of 79.10 GiB of which 100.00 MiB is free. Including non-PyTorch memory, "
+    "this process has {} GiB memory in use."
+)
+FORMS = (
+    (
+        "a failed connection before a segmentation fault",
+        (
+            "node3:812:0 ucp_worker.c:1855 UCX ERROR Input/output error on the way to node4\n"
+            "node3:812 Signal: Segmentation fault (11)"
+        ),
+        ("job-code", "low"),
+    ),
+    (
+        "a receiver that does not answer on EFA",
+        (
+            "node7:44:45 [2] NCCL WARN NET/OFI Request completed with error. RC: 15. Error: "
+            "Unresponsive receiver"
+        ),
+        ("infra-fabric", "low"),
+    ),
+    ("a device that others fill", OOM.format("9.50"), ("infra-node", "low")),
+    ("a device that the job fills", OOM.format("78.50"), ("job-oom", "medium")),
+    (
+        "shared memory of the container",
+        "ERROR: Unexpected bus error encountered in worker. insufficient shared memory (shm).",
+        ("job-config", "low"),
+    ),
+    ("an error without a name", "  what():  CUDA error: unknown error", ("infra-node", "low")),
+    (
+        "a launcher that found a slow node",
+        "[ERROR] RuntimeError: The node is a straggler and leaves the job.",
+        ("infra-node", "medium"),
+    ),
+    ("a failed network check", "RuntimeError: Node network check failed", ("infra-node", "medium")),
+    (
+        "an I/O error of safetensors",
+        "safetensors_rust.SafetensorError: I/O error: Bad address (os error 14)",
+        ("infra-storage", "medium"),
+    ),
+    (
+        "an I/O error without a file",
+        "OSError: [Errno 5] Input/output error",
+        ("infra-storage", "low"),
+    ),
+    (
+        "an Xid in the words of a monitor",
+        (
+            "node66 | ERROR: nhc: check_gpu_xid: found: [ 3606.8] NVRM: Xid (PCI:0002:00:00): 119, "
+            "pid=7, Timeout waiting for RPC from GSP1!"
+        ),
+        ("infra-node", "high"),
+    ),
+    ("an Xid without the driver", "Xid 79: GPU has fallen off the bus", ("infra-node", "high")),
+    (
+        "stacks of py-spy",
+        'Thread 4711 (active): "MainThread"\n    all_reduce (distributed_c10d.py:1320)',
+        ("hang", "low"),
+    ),
+    ("a jump of the loss", "at step 900 the lm loss spiked to 7.9", ("job-divergence", "low")),
+    ("less throughput", "throughput dropped from 140 to 70 TFLOPs", ("infra-node", "low")),
+    ("a hang without an error", "training hangs after step 1200", ("hang", "low")),
+    (
+        "a shortened error of a socket",
+        "node1:22:33 [0] include/socket.h:403 NCCL WARN Connect to 10.1.1.2<56821> failed",
+        ("infra-fabric", "low"),
+    ),
+    (
+        "a cancelled step without a reason",
+        "slurmstepd: error: *** STEP 1931.0 ON node1 CANCELLED AT 2026-11-01T10:10:10 ***",
+        ("user", "low"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [form[1:] for form in FORMS], ids=[f[0] for f in FORMS]
+)
+def test_forms_of_outside_incidents_are_answered_with_their_confidence(tmp_path, text, expected):
+    log = tmp_path / "job.log"
+    log.write_text(text + "\n")
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.confidence) == expected
+
+
+def test_a_suspicion_takes_no_node_out_of_the_pool(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("  what():  CUDA error: unknown error\n")
+    assert ckptctl.classify(str(log)).action.value == "look"
+
+
+def test_where_nothing_is_known_the_advice_names_what_to_collect(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("Connection reset by peer\n")
+    answer = ckptctl.classify(str(log))
+    assert answer.failure == "unknown"
+    assert "dmesg -T" in answer.advice
