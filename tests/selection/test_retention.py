@@ -348,7 +348,7 @@ def test_a_step_whose_copy_in_another_root_is_rejected_does_not_count(
     assert plan.next_command == f"ckptctl prune {root} --keep 1 --other-root {other} --apply"
     found = prune(root, other_roots=[str(other)])
     assert there(root) == {"step_200", "step_300"}
-    assert "rejected in" in found.fates[0].reason
+    assert "rejected in" in found.decisions[0].reason
     assert ckptctl.pick(str(root), str(other)).step == 200
     assert there(other) == {"step_300"}
 
@@ -367,7 +367,7 @@ def test_a_step_that_another_root_has_gone_on_without_does_not_count(
     assert ckptctl.pick(str(root), str(other)).step == 100
     found = prune(root, other_roots=[str(other)])
     assert "step_100" in there(root)
-    assert [one.counts for one in found.fates] == [False, False, True]
+    assert [one.counts for one in found.decisions] == [False, False, True]
 
 
 def test_a_step_that_only_the_record_of_another_root_rules_out_is_accepted_by_two_commands(
@@ -407,9 +407,12 @@ def test_a_step_that_lacks_what_is_required_does_not_count(templates: Path, root
     assert taken(root) == 300
     assert taken(root, require=["scheduler"]) == 100
     plan = ckptctl.prune(str(root), 1, require=["scheduler"])
-    assert not any(one.goes for one in plan.fates)
+    assert not any(one.removed for one in plan.decisions)
     assert taken(root, require=["scheduler"]) == 100
-    assert [one.number for one in ckptctl.prune(str(root), 1).fates if one.goes] == [200, 100]
+    assert [one.number for one in ckptctl.prune(str(root), 1).decisions if one.removed] == [
+        200,
+        100,
+    ]
 
 
 def resumed(root: Path, attempt: str, step: int, *, ledger: bool = True) -> Path:
