@@ -39,6 +39,11 @@ class TerminalPrompts:
         """Whether a person can be asked."""
         return not self.yes and sys.stdin.isatty() and self.out.err.terminal and self.out.talks
 
+    @property
+    def columns(self) -> int | None:
+        """How wide the blocks may write, beside their indentation."""
+        return self.out.err.columns_inside(BLOCK_INDENT)
+
     def told(self, text: str) -> None:
         """A fact about the run, on a line of its own."""
         self._say(line(Span(text, "warn"), hang=2))

@@ -13,7 +13,7 @@ import typer
 from ckptctl.cli.documents import Document, ShownRunbook, document
 from ckptctl.cli.options import OptionalRootOpt, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.prompts import BLOCK_INDENT, TerminalPrompts
+from ckptctl.cli.prompts import TerminalPrompts
 from ckptctl.cli.views.explain import page_lines
 from ckptctl.cli.views.runbook import lint_lines, list_lines, ran_lines
 from ckptctl.errors import UsageError
@@ -144,7 +144,6 @@ def runbook(
         TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
         how=_how(dry_run=dry_run, new=new, go_on=go_on),
         take_over=take_over,
-        columns=out.err.columns_inside(BLOCK_INDENT),
         storage=storage,
     )
     if transcript is not None:

@@ -72,6 +72,11 @@ class Talk(Protocol):
         """The options of the call that a next command needs again."""
         ...
 
+    @property
+    def columns(self) -> int | None:
+        """How wide the blocks may write; None where nobody knows."""
+        ...
+
     def told(self, text: str) -> None:
         """A fact about the run that belongs to no block."""
         ...

@@ -67,17 +67,16 @@ def run_runbook(
     how: How = "auto",
     take_over: bool = False,
     storage: StorageOptions = StorageOptions(),
-    columns: int | None = None,
 ) -> Ran:
     """Run a runbook on the checkpoint root `root`, from where its last run is.
 
-    `inputs` are values by name; `columns` is how wide the terminal is that `talk` writes to.
-    Raises `UsageError` for inputs that the page does not declare, `PathNotFound` where the root
-    does not exist, `AccessDenied` where no record can be kept, `RunHeld` where another person
-    works on the run, `RecordUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
+    `inputs` are values by name. Raises `UsageError` for inputs that the page does not declare,
+    `PathNotFound` where the root does not exist, `AccessDenied` where no record can be kept,
+    `RunHeld` where another person works on the run, `RecordUnreadable`, `TakenOver`,
+    `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
-    handed_on = _handed_on(storage, columns)
+    handed_on = _handed_on(storage, talk.columns)
     with open_store(root, storage) as store:
         # A root that does not exist must not be made by looking for it.
         _check_there(store)

@@ -78,6 +78,7 @@ class Nobody:
     """A run without a person: changes are agreed to, and nothing of a record is."""
 
     attended = assumes = False
+    columns = None
     repeated = ("--yes",)
 
     def told(self, text: str) -> None: ...

@@ -17,6 +17,7 @@ import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from next_commands import next_command
 
+from ckptctl.options import StorageOptions
 from ckptctl.runbook.running import _handed_on
 
 
@@ -286,5 +287,6 @@ def test_a_log_that_is_missing_is_named_in_the_next_command(root):
 
 
 def test_the_options_of_the_call_reach_the_commands_of_the_blocks(root):
-    page = _handed_on({"secret": "a b"}, None, 120.0, None)
+    storage = StorageOptions(storage_options={"secret": "a b"}, timeout_s=120.0)
+    page = _handed_on(storage, None)
     assert page == {"CKPTCTL_TIMEOUT": "120.0", "CKPTCTL_STORAGE_OPTION": r'secret="a\u0020b"'}

@@ -103,6 +103,7 @@ class Person:
 
     attended = True
     assumes = False
+    columns = None
     repeated = ()
 
     def decided(self, block: Block, decision: Input) -> str | None:
