@@ -25,7 +25,7 @@ READS = {
     *("scan", "verify", "pick", "show", "diff", "explain", "loss", "classify", "cost"),
     *("doctor", "preflight", "prune"),
 }
-CHANGES = {"seal", "reject", "accept", "pin", "reshard", "convert", "prune", "preflight"}
+CHANGES = {"seal", "reject", "accept", "pin", "reshard", "convert"}
 ENDLESS = {"run"}
 """Starts a job of the caller's: it is read here, and not run."""
 
@@ -121,7 +121,7 @@ def _shape(words: Sequence[str]) -> Iterator[str]:
 
 def _changes(words: Sequence[str]) -> bool:
     own = words[: words.index("--")] if "--" in words else words
-    if own[0] in ("prune", "preflight"):
+    if own[0] in READS:
         return any(word in _CHANGING for word in own)
     return own[0] in CHANGES
 

@@ -119,6 +119,36 @@ def test_a_root_without_a_report_is_no_error_where_the_step_is_given(tmp_path, l
     assert run_ckptctl("loss", log(), *given, tmp_path / "no.resume.json").returncode == 2
 
 
+@pytest.mark.parametrize("what", ["tokens", "samples"])
+def test_the_counts_of_the_checkpoint_are_held_against_the_log_of_after(tmp_path, what):
+    """The log of before lacks them, so that nothing else tells where the count goes on."""
+    before = [{"step": step, "loss": loss_at(step)} for step in range(1, SAVED + 1)]
+    after = [
+        {"step": step, "loss": loss_at(step), what: 1_000_000 + 64 * (step - SAVED)}
+        for step in range(SAVED + 1, SAVED + 41)
+    ]
+    logs = []
+    for name, lines in (("before", before), ("after", after)):
+        logs.append(tmp_path / f"{name}.jsonl")
+        logs[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ("--resume-step", SAVED, f"--resume-{what}")
+    right = run_ckptctl("loss", *logs, *given, 1_000_000, "--json")
+    wrong = run_ckptctl("loss", *logs, *given, 900_000, "--json")
+    codes = [
+        [one["code"] for one in validated(done.stdout)["assessments"][0]["findings"]]
+        for done in (right, wrong)
+    ]
+    assert ("loss.tokens" in codes[0], "loss.tokens" in codes[1]) == (False, True)
+    assert wrong.returncode == 30
+    (finding,) = [
+        one
+        for one in validated(wrong.stdout)["assessments"][0]["findings"]
+        if one["code"] == "loss.tokens"
+    ]
+    assert finding["expected"] == f"900,064 {what}"
+    assert finding["found"] == f"1,000,064 {what}"
+
+
 def test_a_root_without_a_report_is_a_usage_error(tmp_path, log):
     done = run_ckptctl("loss", log(), "--resume-report", tmp_path)
     assert done.returncode == 2

@@ -10,7 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 from made_losses import DIED, SAVED, resumed, rows, times
 
 from ckptctl.errors import UsageError

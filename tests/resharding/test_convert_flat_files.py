@@ -7,7 +7,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 from made_steps import octets
 
 import ckptctl

@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
 
