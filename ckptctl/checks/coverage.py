@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 _FREE_VISITS = 250_000
 _VISITS_TO_DECIDE = 64
 _VISITS_TO_EXPLAIN = 8
-"""How many boxes may be looked at, however few chunks there are, and how many more for each
+"""How many boxes may be compared, however few chunks there are, and how many more for each
 chunk. n chunks cut along d dimensions cost at most 2^d n visits to decide, a grid of them n."""
 
 

@@ -1,6 +1,6 @@
 """Check that every byte range lies in a file, and report bytes that no range names.
 
-Only the metadata and one listing are looked at: names, sizes, offsets, lengths.
+Only the metadata and one listing are inspected: names, sizes, offsets, lengths.
 What the bytes hold is asked in `structure`, whether the chunks make whole
 tensors in `coverage`.
 

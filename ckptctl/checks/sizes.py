@@ -3,7 +3,7 @@
 A record is the elements and some 500 bytes of framing, so that a range shorter
 than the elements cannot be one. Ranges that are exactly as long are the sign
 of torch's safetensors serialization inside DCP, which is recognised here and
-looked at no further: its byte ranges do not say where the tensors are, and
+not inspected further: its byte ranges do not say where the tensors are, and
 torch itself cannot load it.
 
 Source: torch 2.13 `torch/distributed/checkpoint/filesystem.py`, `_write_item`

@@ -46,7 +46,7 @@ class Sources:
 
 
 NO_STATE = TrainState(**{kind: StatePart(False) for kind in STATE_KINDS})
-"""What is known of a step that could not be looked at."""
+"""What is known of a step that could not be inspected."""
 
 
 @dataclass(slots=True)

@@ -39,8 +39,9 @@ def classify(
         list[str] | None,
         typer.Argument(
             metavar="[LOG]...",
-            help="Files, folders of logs, URLs, or - for standard input; packed or not, of the "
-            "ranks, the launcher, the kernel, the scheduler; torchrun's error files too.",
+            help="Files, folders of logs, URLs, or - for standard input; compressed or not, "
+            "of the ranks, the launcher, the kernel, the scheduler; torchrun's error "
+            "files too.",
         ),
     ] = None,
     exit_code: Annotated[
@@ -48,7 +49,7 @@ def classify(
         option(
             "--exit-code",
             metavar="N",
-            help="What the job ended with: 137, -9, or SLURM's 0:9.",
+            help="The exit code of the job: 137, -9, or SLURM's 0:9.",
         ),
     ] = None,
     state: Annotated[
@@ -56,12 +57,15 @@ def classify(
         option(
             "--state",
             metavar="WORD",
-            help="What the scheduler calls the end: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
+            help="The scheduler's state of the job: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
         ),
     ] = None,
     scheduler: Annotated[
         SchedulerChoice | None,
-        option("--scheduler", help="Who reports the exit code: 1 of torchrun says nothing."),
+        option(
+            "--scheduler",
+            help="Which program reports the exit code; torchrun turns every failure into 1.",
+        ),
     ] = None,
     flight_recorder: Annotated[
         str | None,
@@ -80,8 +84,8 @@ def classify(
         bool,
         option(
             "--print-nodes",
-            help="Print only the suspected nodes on standard output, one a line, and the evidence "
-            "on standard error.",
+            help="Print only the suspected nodes on standard output, one per line, and the "
+            "evidence on standard error.",
         ),
     ] = False,
     print_word: Annotated[
@@ -97,11 +101,11 @@ def classify(
 ) -> int:
     """Classify a failure by the logs of a job, and print what to do.
 
-    The first cause is looked for, not the last line: what other ranks say after it is shown as
-    its consequence. Where nothing says why, the answer is unknown. The exit code is 0 whatever
-    the answer; with --quiet or --print-word one word is printed, for a
-    script to branch on: infrastructure, job, stopped, none or unknown. Hardware that the kernel,
-    the driver or the scheduler reports is named also where it did not decide. Nothing is drained.
+    The first cause counts, not the last line; errors of other ranks after it are listed as its
+    consequences. If nothing states a cause, the answer is unknown. The exit code is always 0;
+    with --quiet or --print-word one word is printed for a script to branch on: infrastructure,
+    job, stopped, none or unknown. Hardware errors that the kernel, the driver or the scheduler
+    reports are listed even if they did not decide. Nothing is drained.
     """
     answer = ckptctl.classify(
         logs or (),

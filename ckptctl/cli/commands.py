@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 SUMMARIES: Mapping[str, str] = {
-    "scan": "List the steps of a root with their verdicts and the step that pick would take.",
+    "scan": "List the steps of a root with their verdicts and the step that pick would choose.",
     "verify": "Inspect one step and report every finding.",
     "pick": "Choose the step to resume from.",
     "show": "Show the contents of a step: tensors, sizes, ranks, and what a resume restores.",
@@ -21,7 +21,7 @@ SUMMARIES: Mapping[str, str] = {
     "pin": "Pin a step, so that retention keeps it.",
     "prune": "Remove old steps that are no longer needed.",
     "preflight": "Check that a job can start here and now, and choose its step.",
-    "run": "Run a job, and start it again after failures within a budget.",
+    "run": "Run a job, and restart it after failures within a budget.",
     "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
     "reshard": "Rewrite a step for another world size in constant memory.",
     "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "
@@ -29,7 +29,7 @@ SUMMARIES: Mapping[str, str] = {
     "diff": "Compare two steps: entries, shapes, dtypes, values.",
     "runbook": "List, show and run runbooks.",
     "classify": "Classify a failure by the logs of a job, and print what to do.",
-    "loss": "Check that the loss continued across a resume.",
+    "loss": "Check whether the loss is continuous across a resume.",
     "doctor": "Find mistakes in a job script, an environment or a storage.",
     "explain": "Explain a finding code, a verdict or an exit code, and what to do about it.",
 }

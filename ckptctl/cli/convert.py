@@ -37,16 +37,17 @@ def convert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="A step, as for verify; a file of torch.save; safetensors: a file, an index, or a "
-            "folder.",
+            help="A step, as for verify; a torch.save file; safetensors: a file, an index, "
+            "or a folder.",
         ),
     ],
     target: Annotated[
         str,
         typer.Argument(
             metavar="DST",
-            help="What is to be written; it must not be there. From a step: a name in .pt is a "
-            "file of torch.save, in .safetensors one such file, any other a folder of them.",
+            help="The result, which must not exist. From a step: a name in .pt gives a "
+            "torch.save file, in .safetensors one safetensors file, any other name a "
+            "folder of them.",
         ),
     ],
     world_size: Annotated[
@@ -54,7 +55,7 @@ def convert(
         option(
             "--world-size",
             metavar="N",
-            help="Into a step: how many ranks it is cut for; 1 if nobody says.",
+            help="Into a step: how many ranks to shard it for; 1 by default.",
         ),
     ] = None,
     only: OnlyOpt = None,
@@ -63,7 +64,7 @@ def convert(
         option(
             "--strip",
             metavar="TEXT",
-            help="Into safetensors: take this away from the beginning of names.",
+            help="Into safetensors: remove this prefix from names.",
         ),
     ] = "",
     under: Annotated[
@@ -79,7 +80,7 @@ def convert(
         option(
             "--file-size",
             metavar="SIZE",
-            help="Into safetensors: begin another file before one has more; 5 GB if nobody says.",
+            help="Into safetensors: the largest size of a file; 5 GB by default.",
         ),
     ] = None,
     memory: MemoryOpt = "256M",
@@ -94,10 +95,11 @@ def convert(
 ) -> int:
     """Convert a step to one torch.save file or to safetensors, or either of them to a step.
 
-    What SRC is, and how DST's name ends, say which way; one of both is a step of sharded DCP.
-    Nothing in a file runs. Streamed within --memory, proven against the source's checksums, and
-    read again before it appears. Safetensors carry none: without a seal they are taken with
-    --accept-unverifiable. With --quiet the address of the result is printed.
+    The type of SRC and the ending of DST select the direction; one of them is a sharded DCP
+    step. No code in a file is run. The conversion streams within --memory, compares the
+    checksums of the source, and reads the result again before it is published. Safetensors have
+    no checksums: without a seal they need --accept-unverifiable. With --quiet the address of
+    the result is printed.
     """
     answer = ckptctl.convert(
         source,

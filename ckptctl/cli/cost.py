@@ -28,16 +28,16 @@ def cost(
         str | None,
         typer.Argument(
             metavar="[ROOT]",
-            help="Folder or URL of a run: its interval and the time of a save are measured there.",
+            help="Folder or URL of a run, to measure the save interval and the time of a save.",
         ),
     ] = None,
     interval: Annotated[
         str | None,
-        option("--interval", metavar=_TIME, help="From save to save: 30m, 1.5h, 3600."),
+        option("--interval", metavar=_TIME, help="Time from save to save: 30m, 1.5h, 3600."),
     ] = None,
     save_time: Annotated[
         str | None,
-        option("--save-time", metavar=_TIME, help="How long training stands still for a save."),
+        option("--save-time", metavar=_TIME, help="How long training stops for a save."),
     ] = None,
     mtbf: Annotated[
         str | None,
@@ -45,7 +45,12 @@ def cost(
     ] = None,
     nodes: Annotated[
         int | None,
-        option("--nodes", metavar="N", min=1, help="Nodes of the job, for --mtbf by their rate."),
+        option(
+            "--nodes",
+            metavar="N",
+            min=1,
+            help="Number of nodes, to compute --mtbf from their failure rate.",
+        ),
     ] = None,
     failures_per_node_day: Annotated[
         float | None,
@@ -53,28 +58,28 @@ def cost(
             "--failures-per-node-day",
             metavar="RATE",
             min=0,
-            help="How often a node fails a day; 0.0065 and 0.00234 were measured on two clusters.",
+            help="Failures per node and day; 0.0065 and 0.00234 were measured on two clusters.",
         ),
     ] = None,
     reschedule: Annotated[
         str | None,
-        option("--reschedule", metavar=_TIME, help="T1: from the failure to new processes."),
+        option("--reschedule", metavar=_TIME, help="T1: time from the failure to new processes."),
     ] = None,
     connect: Annotated[
         str | None,
-        option("--connect", metavar=_TIME, help="T2: until the ranks have found each other."),
+        option("--connect", metavar=_TIME, help="T2: time until the ranks are connected."),
     ] = None,
     load: Annotated[
         str | None,
-        option("--load", metavar=_TIME, help="T3: until the checkpoint is loaded."),
+        option("--load", metavar=_TIME, help="T3: time until the checkpoint is loaded."),
     ] = None,
     compiling: Annotated[
         str | None,
-        option("--compile", metavar=_TIME, help="T4: until the model is compiled."),
+        option("--compile", metavar=_TIME, help="T4: time until the model is compiled."),
     ] = None,
     gpus: Annotated[
         int | None,
-        option("--gpus", metavar="N", min=1, help="GPUs of the job: say it in GPU hours too."),
+        option("--gpus", metavar="N", min=1, help="Number of GPUs, to print GPU hours as well."),
     ] = None,
     pattern: PatternOpt = None,
     print_cadence: Annotated[
@@ -91,10 +96,9 @@ def cost(
 ) -> int:
     """Estimate what a failure of a run costs, and the best interval between saves.
 
-    T = T0 + T1 + T2 + T3 + T4: half an interval is trained again, then rescheduling, connecting,
-    loading and compiling. With a mean time between failures: the best interval (Young, Daly), and
-    the share of time that is training which is kept. With --quiet the best interval is printed, in
-    seconds.
+    T = T0 + T1 + T2 + T3 + T4: half an interval is repeated, then rescheduling, connecting, loading
+    and compiling. With a mean time between failures: the best interval (Young, Daly), and the share
+    of time spent on training that is kept. With --quiet the best interval is printed, in seconds.
     """
     found = ckptctl.recovery_cost(
         root,

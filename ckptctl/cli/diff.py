@@ -29,8 +29,8 @@ def diff(
         bool,
         option(
             "--values",
-            help="Compare every value too: by checksums where tensors are cut alike, by bytes "
-            "where not.",
+            help="Also compare every value: by checksums for tensors with the same sharding, "
+            "otherwise by bytes.",
         ),
     ] = False,
     pattern: PatternOpt = None,
@@ -40,8 +40,8 @@ def diff(
 ) -> int:
     """Compare two steps: entries, shapes, dtypes, values.
 
-    How tensors are cut is told, and makes no difference: a step that was resharded is the same
-    step. With --quiet the names of the entries that differ are printed.
+    Sharding is reported and makes no difference: a resharded step is the same step. With --quiet
+    the names of the entries that differ are printed.
     """
     answer = ckptctl.diff(
         a,

@@ -27,7 +27,7 @@ EXIT_CODES = (0, 2, 75, 77)
 
 
 class Subject(str, Enum):
-    """What is looked at."""
+    """What is inspected."""
 
     SLURM = "slurm"
     ENV = "env"
@@ -39,7 +39,8 @@ def doctor(
         Subject,
         typer.Argument(
             metavar="WHAT",
-            help="slurm: a job script; env: versions and variables here; storage: a root.",
+            help="slurm: a job script; env: versions and variables of this environment; "
+            "storage: a root.",
         ),
     ],
     target: Annotated[
@@ -54,9 +55,9 @@ def doctor(
 ) -> int:
     """Find mistakes in a job script, an environment or a storage.
 
-    A script is read, not run. Of a storage, small files are written to a folder of their own
-    under the root's .ckptctl/, and removed. A fault ends with 2, a warning with 0. With --quiet
-    the names of what is wrong are printed.
+    A script is read, not run. To check a storage, small files are written to a new folder under the
+    root's .ckptctl/, and removed. A fault ends with 2, a warning with 0. With --quiet the names of
+    the findings are printed.
     """
     known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))
     found = ckptctl.doctor(

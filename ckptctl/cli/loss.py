@@ -193,7 +193,7 @@ def loss(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """Check that the loss continued across a resume.
+    """Check whether the loss is continuous across a resume.
 
     Compares the steps that were logged before the crash and again after the resume, then the
     counters, then the level of the loss. The verdict continuous requires steps that were

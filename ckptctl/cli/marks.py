@@ -51,9 +51,9 @@ def reject(
 ) -> int:
     """Reject a step, so that nothing resumes from it.
 
-    pick passes over it from then on. The mark lies in .ckptctl/marks/ of the step, or in the file
-    of --marks, and lapses when the step is saved anew. With --quiet the address of the mark is
-    printed.
+    pick skips it from then on. The mark is written to .ckptctl/marks/ of the step, or to the file of
+    --marks, and no longer applies when the step is saved again. With --quiet the address of the mark
+    is printed.
     """
     given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
     return _mark(step, MarkKind.REJECTED, given, storage, out)
@@ -72,7 +72,7 @@ def accept(
 ) -> int:
     """Lift a rejection, so that the step may be used again.
 
-    Lifts every rejection of the step that stands now, and superseded as well; they stay on record.
+    Lifts every rejection and superseded mark that applies to the step; they stay on record.
     With --quiet the address of the mark is printed.
     """
     given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
@@ -96,7 +96,7 @@ def pin(
 ) -> int:
     """Pin a step, so that retention keeps it.
 
-    No command of ckptctl removes a pinned step. A pin says nothing about whether it is good. With
+    No ckptctl command removes a pinned step. A pin does not state whether the step is good. With
     --quiet the address of the mark is printed.
     """
     given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}

@@ -80,8 +80,8 @@ RootsArg = Annotated[
     list[str],
     typer.Argument(
         metavar="ROOT...",
-        help="One root, or several that hold steps of the same run; at the same step the earlier "
-        "root is preferred.",
+        help="One root, or several roots with steps of the same run; if two hold the same "
+        "step, the earlier root is used.",
     ),
 ]
 OptionalRootOpt = Annotated[
@@ -89,25 +89,25 @@ OptionalRootOpt = Annotated[
     option(
         "--optional-root",
         metavar="ROOT",
-        help="Another root of the same run that may be absent or not answer, such as a local "
-        "disk; may be given several times. It comes after the others, or keeps its place where "
-        "it is named among them too.",
+        help="Another root of the same run that may be missing or unavailable, such as a "
+        "local disk; may be given several times. It comes after the other roots, or "
+        "keeps its place if it is also named among them.",
     ),
 ]
 StepArg = Annotated[
     str,
     typer.Argument(
         metavar="STEP",
-        help="PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what pick "
-        "takes).",
+        help="PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what "
+        "pick chooses).",
     ),
 ]
 LevelOpt = Annotated[
     LevelChoice | None,
     option(
         "--level",
-        help="How deep to look: listing reads the metadata, structure also the frame of every "
-        "record, content every byte. Default: as deep as is cheap on that storage.",
+        help="How deep to inspect: listing reads the metadata, structure also the framing of "
+        "every record, content every byte. Default: as deep as is cheap on that storage.",
     ),
 ]
 RequireOpt = Annotated[
@@ -115,21 +115,21 @@ RequireOpt = Annotated[
     option(
         "--require",
         metavar="KIND,...",
-        help=f"Train state that must be there: {', '.join(STATE_KINDS)}.",
+        help=f"Train state that the step must have: {', '.join(STATE_KINDS)}.",
     ),
 ]
 WeightsOpt = Annotated[
     bool,
     option(
         "--allow-missing-state",
-        help="Take a step that lacks train state which older steps hold.",
+        help="Allow a step without train state that older steps have.",
     ),
 ]
 AcceptUnverifiableOpt = Annotated[
     bool,
     option(
         "--accept-unverifiable",
-        help="Take a step that nothing in it can prove good at the level asked for.",
+        help="Allow a step that cannot be proven good at the requested level.",
     ),
 ]
 BeforeOpt = Annotated[
@@ -141,7 +141,7 @@ SkipOpt = Annotated[
     option(
         "--skip",
         metavar="STEP,...",
-        help="Steps to leave out, also when they cannot be looked at.",
+        help="Steps to skip, even if they cannot be inspected.",
     ),
 ]
 MaxFallbackOpt = Annotated[
@@ -150,14 +150,14 @@ MaxFallbackOpt = Annotated[
         "--max-fallback",
         metavar="N",
         min=0,
-        help="How many damaged steps may be passed over; interrupted saves do not count.",
+        help="How many damaged steps may be skipped; interrupted saves do not count.",
     ),
 ]
 AllowFreshOpt = Annotated[
     bool,
     option(
         "--allow-fresh",
-        help="Exit with 0 and print nothing where the run is new; on a root that does not exist "
+        help="Exit with 0 and print nothing for a new run; for a root that does not exist "
         "only with --create.",
     ),
 ]
@@ -165,8 +165,8 @@ CreateOpt = Annotated[
     bool,
     option(
         "--create",
-        help="With --allow-fresh: make the root of a new run and its sentinel, by which a later "
-        "start of the run knows that the storage is there.",
+        help="With --allow-fresh: create the root of a new run and its sentinel, which shows "
+        "later starts that the storage is mounted.",
     ),
 ]
 WorldSizeOpt = Annotated[
@@ -175,7 +175,8 @@ WorldSizeOpt = Annotated[
         "--world-size",
         metavar="N",
         min=1,
-        help="How many ranks will load the step: say what that needs, or that it cannot be.",
+        help="How many ranks will load the step; reports what that requires, or that it is "
+        "impossible.",
     ),
 ]
 SavedWorldSizeOpt = Annotated[
@@ -184,7 +185,7 @@ SavedWorldSizeOpt = Annotated[
         "--saved-world-size",
         metavar="N",
         min=1,
-        help="How many ranks wrote the step: each must have left a shard file.",
+        help="How many ranks wrote the step; each must have written a shard file.",
     ),
 ]
 PatternOpt = Annotated[
@@ -192,8 +193,8 @@ PatternOpt = Annotated[
     option(
         "--pattern",
         metavar="REGEX",
-        help="How step folders are named, where ckptctl does not know; the whole name must match, "
-        "and the group (?P<step>[0-9]+) is the number.",
+        help="A regular expression for names of step folders that ckptctl does not know; it "
+        "must match the whole name, and its group (?P<step>[0-9]+) is the number.",
     ),
 ]
 GraceOpt = Annotated[
@@ -202,7 +203,7 @@ GraceOpt = Annotated[
         "--grace",
         metavar="SECONDS",
         min=0,
-        help="How long after its last write an unfinished save counts as still running.",
+        help="How long after its last write an unfinished save counts as running.",
     ),
 ]
 
@@ -210,7 +211,7 @@ RequireSealOpt = Annotated[
     bool,
     option(
         "--require-seal",
-        help="Only a step that a seal proves will do, made with the key where one is given.",
+        help="Require a seal that proves the step, made with the key if one is given.",
     ),
 ]
 KeyFileOpt = Annotated[
@@ -218,20 +219,19 @@ KeyFileOpt = Annotated[
     option(
         "--key-file",
         metavar="FILE",
-        help=f"File that holds the key of seals; without it {SEAL_KEY} is the key, where it is "
-        "set.",
+        help=f"File with the key of seals; without it {SEAL_KEY} is the key, if it is set.",
     ),
 ]
 OnlyOpt = Annotated[
     str | None,
-    option("--only", metavar="KIND", help="Leave out all train state but this: model."),
+    option("--only", metavar="KIND", help="Leave out all train state except this: model."),
 ]
 MemoryOpt = Annotated[
     str,
     option(
         "--memory",
         metavar="SIZE",
-        help="How much memory may be used, whatever the size of the step: 256M, 1G.",
+        help="How much memory to use at most, whatever the size of the step: 256M, 1G.",
     ),
 ]
 JobsOpt = Annotated[
@@ -240,14 +240,14 @@ JobsOpt = Annotated[
         "--jobs",
         metavar="N",
         min=1,
-        help="How many threads read; by default as many as is good for the storage.",
+        help="How many threads read; the default depends on the storage.",
     ),
 ]
 AcceptAsItIsOpt = Annotated[
     bool,
     option(
         "--accept-unverifiable",
-        help="Take a step that nothing in it can prove good, as it is.",
+        help="Accept a step that cannot be proven good.",
     ),
 ]
 MarksOpt = Annotated[
@@ -255,20 +255,20 @@ MarksOpt = Annotated[
     option(
         "--marks",
         metavar="FILE",
-        help="File of marks for roots that cannot be written to, one a line; read beside the "
-        "marks in the steps.",
+        help="File of marks for read-only roots, one per line; read in addition to the marks "
+        "in the steps.",
     ),
 ]
 ReasonOpt = Annotated[
     str,
-    option("--reason", metavar="TEXT", help="Why; in a sentence."),
+    option("--reason", metavar="TEXT", help="The reason, in one sentence."),
 ]
 EvidenceOpt = Annotated[
     list[str] | None,
     option(
         "--evidence",
         metavar="TEXT",
-        help="Where to look: a URL, a log file; may be given several times.",
+        help="Evidence: a URL or a log file; may be given several times.",
     ),
 ]
 ByOpt = Annotated[
@@ -276,7 +276,7 @@ ByOpt = Annotated[
     option(
         "--by",
         metavar="NAME",
-        help="Who says so; by default the user and the host.",
+        help="Who decided it; by default the user and the host.",
     ),
 ]
 
@@ -330,8 +330,8 @@ _StorageOptionOpt = Annotated[
     option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Option for the fsspec file system; may be given several times. A value that is JSON "
-        "is taken as JSON.",
+        help="Option for the storage client; may be given several times. A JSON value is "
+        "passed as JSON.",
     ),
 ]
 _EndpointUrlOpt = Annotated[
@@ -339,7 +339,7 @@ _EndpointUrlOpt = Annotated[
     option(
         "--endpoint-url",
         metavar="URL",
-        help="Address of an S3 service that is not Amazon's.",
+        help="Address of an S3 service other than Amazon's.",
     ),
 ]
 _TimeoutOpt = Annotated[
@@ -348,8 +348,8 @@ _TimeoutOpt = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        help="How long to wait for one answer of the storage; "
-        "a mount that hangs for four times as long ends the command with 75.",
+        help="How long to wait for one answer of the storage; a mount that hangs four times "
+        "as long ends the command with 75.",
     ),
 ]
 _JsonOpt = Annotated[
@@ -361,21 +361,21 @@ _JsonOpt = Annotated[
 ]
 _QuietOpt = Annotated[
     bool,
-    option("--quiet", "-q", help="Print the bare answer and no talk."),
+    option("--quiet", "-q", help="Print only the result."),
 ]
 _ReportOpt = Annotated[
     str | None,
     option(
         "--report",
         metavar="FILE",
-        help="Also write the JSON document to this file, whole or not at all.",
+        help="Also write the JSON document to this file, atomically.",
     ),
 ]
 _ColorOpt = Annotated[
     Color,
     option(
         "--color",
-        help="When to colour; auto obeys NO_COLOR and FORCE_COLOR.",
+        help="When to use colour; auto follows NO_COLOR and FORCE_COLOR.",
     ),
 ]
 _DebugOpt = Annotated[

@@ -39,7 +39,7 @@ def pick(
         bool,
         option(
             "--detailed-exitcode",
-            help="Exit with 3 instead of 0 where newer steps were refused.",
+            help="Exit with 3 instead of 0 if newer steps were refused.",
         ),
     ] = False,
     printed: Annotated[
@@ -54,8 +54,8 @@ def pick(
 ) -> int:
     """Choose the step to resume from.
 
-    Prints one path on standard output, and on standard error why newer steps were
-    refused. With --quiet standard error stays empty unless there is no such step.
+    Prints one path on standard output, and on standard error why newer steps were refused. With
+    --quiet standard error stays empty unless there is no usable step.
     """
     found = ckptctl.pick(
         *roots,

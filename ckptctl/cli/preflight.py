@@ -50,8 +50,8 @@ def preflight(
         bool,
         option(
             "--probe-storage",
-            help="Write up to 64 MiB to a folder of its own under ROOT/.ckptctl, read them back, "
-            "compare, and remove them; say what damaged steps have in common.",
+            help="Write up to 64 MiB to a new folder under ROOT/.ckptctl, read them back, "
+            "compare, and remove them; report what damaged steps have in common.",
         ),
     ] = False,
     world_sizes: Annotated[
@@ -59,7 +59,7 @@ def preflight(
         option(
             "--world-sizes",
             metavar="N,...",
-            help="Other numbers of ranks that the job could have: for each, what is lost, what is "
+            help="Other possible numbers of ranks: report for each what is lost, what is "
             "read, and what each rank holds.",
         ),
     ] = None,
@@ -68,8 +68,8 @@ def preflight(
         option(
             "--log",
             metavar="FILE",
-            help="A training log of the job that died, oldest first: count the steps, tokens and "
-            "seconds behind the chosen step, which are computed again.",
+            help="A training log of the job that died, oldest first: count the steps, tokens "
+            "and seconds after the chosen step, which are repeated.",
         ),
     ] = None,
     launcher: Annotated[
@@ -77,9 +77,9 @@ def preflight(
         option(
             "--launcher",
             metavar="COMMAND",
-            help="Look at the storage on the nodes of the job too, started by this command: 'srun "
-            "--jobid 4711 --overlap --ntasks-per-node=1', 'kubectl exec worker-0 -- ckptctl'. Its "
-            "words are arguments, and no shell reads them. May be given several times.",
+            help="Also check the storage on the nodes of the job, with this command: 'srun "
+            "--jobid 4711 --overlap --ntasks-per-node=1', 'kubectl exec worker-0 -- "
+            "ckptctl'. It is run without a shell. May be given several times.",
         ),
     ] = None,
     node_report: Annotated[
@@ -87,8 +87,8 @@ def preflight(
         option(
             "--node-report",
             metavar="STEP",
-            help="Print only what this node sees of the roots and of STEP (none: of no step), as a "
-            "line of JSON: what --launcher starts.",
+            help="Print only what this node sees of the roots and of STEP (none: of no "
+            "step), as a line of JSON; --launcher uses it.",
         ),
     ] = None,
     node_probe: Annotated[
@@ -103,8 +103,8 @@ def preflight(
         bool,
         option(
             "--print-capacity",
-            help="Print on standard output how the ranks compare with those that saved, and not "
-            "the path.",
+            help="Print on standard output how the number of ranks compares with that of the "
+            "save, instead of the path.",
         ),
     ] = False,
     *,
@@ -115,13 +115,13 @@ def preflight(
 ) -> int:
     """Check that a job can start here and now, and choose its step.
 
-    Chooses as pick does, then looks whether the storage can be read and written to, whether the
-    ranks fit, and whether saves are frequent enough. Prints the path on standard output, and one
-    line for each check on standard error. Started on every node by srun or torchrun, the nodes
-    compare what they see; one of them prints, all end with the same code. With --quiet standard
-    error stays empty unless a check failed. With --launcher one process starts the others, and a
-    storage that only this node sees ends it with 75. --print-capacity prints one word for a script:
-    as-saved, smaller, larger or unknown.
+    Chooses as pick does, then checks whether the storage can be read and written, whether the
+    ranks fit, and whether saves are frequent enough. Prints the path on standard output, and
+    one line per check on standard error. Started on every node by srun or torchrun, the nodes
+    compare what they see; one of them prints, and all end with the same code. With --launcher
+    one process starts the others; a storage that only this node sees ends it with 75. With
+    --quiet standard error stays empty unless a check failed. --print-capacity prints one word
+    for a script: as-saved, smaller, larger or unknown.
     """
     if node_report is not None:
         step = "" if node_report == "none" else node_report

@@ -27,11 +27,11 @@ def prune(
     ],
     apply: Annotated[
         bool,
-        option("--apply", help="Remove what goes; without it nothing is removed."),
+        option("--apply", help="Remove the steps; without it only the plan is printed."),
     ] = False,
     unsealed: Annotated[
         bool,
-        option("--unsealed", help="Let steps without a seal count as good ones too."),
+        option("--unsealed", help="Also count steps without a seal as good."),
     ] = False,
     level: LevelOpt = None,
     other_root: Annotated[
@@ -49,10 +49,10 @@ def prune(
 ) -> int:
     """Remove old steps that are no longer needed.
 
-    Keeps the newest N steps that pick would take and that are sealed; steps without a seal count
-    with --unsealed, once all of their bytes have been compared. Where fewer than N count, nothing
-    goes. Pinned steps stay, and the one that the newest attempt resumed from. With --quiet the
-    paths that go are printed.
+    Keeps the newest N steps that pick would choose and that are sealed; with --unsealed, steps
+    without a seal count after all of their bytes have been compared. If fewer than N count, nothing
+    is removed. Pinned steps are kept, and so is the step that the newest attempt resumed from. With
+    --quiet the paths to remove are printed.
     """
     found = ckptctl.prune(
         root,

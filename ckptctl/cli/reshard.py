@@ -48,7 +48,7 @@ def reshard(
     step: StepArg,
     target: Annotated[
         str,
-        typer.Argument(metavar="DST", help="Path or URL of the new step; it must not be there."),
+        typer.Argument(metavar="DST", help="Path or URL of the new step; it must not exist."),
     ],
     world_size: Annotated[
         int | None,
@@ -56,7 +56,7 @@ def reshard(
             "--world-size",
             metavar="N",
             min=1,
-            help="How many ranks the new step is cut for.",
+            help="How many ranks to shard the new step for.",
         ),
     ] = None,
     mesh: Annotated[
@@ -64,8 +64,8 @@ def reshard(
         option(
             "--mesh",
             metavar="NAME=N,...",
-            help="How the ranks are arranged, as dp=4,tp=2: dp and fsdp cut every sharded tensor, "
-            "tp and ep those that --shard names, rep holds copies.",
+            help="The arrangement of the ranks, as dp=4,tp=2: dp and fsdp shard every "
+            "sharded tensor, tp and ep those that --shard names, rep holds replicas.",
         ),
     ] = None,
     shard: Annotated[
@@ -73,26 +73,26 @@ def reshard(
         option(
             "--shard",
             metavar="PATTERN=DIM",
-            help="Cut the tensors whose name fits along this dimension, counted from 0; may be "
-            "given several times, the last that fits counts.",
+            help="Shard the tensors with a matching name along this dimension, counted from "
+            "0; may be given several times, the last match applies.",
         ),
     ] = None,
     like: Annotated[
         str | None,
-        option("--like", metavar="STEP", help="Take the layout of this step, tensor by tensor."),
+        option("--like", metavar="STEP", help="Use the sharding of this step, tensor by tensor."),
     ] = None,
     per_rank: Annotated[
         PerRankChoice,
         option(
             "--per-rank",
-            help="What becomes of state that exists once per rank (random numbers, dataloaders) "
-            "and cannot be cut: keep it as it is, drop it, or refuse.",
+            help="What to do with state that exists once per rank (RNG states, data loaders) "
+            "and cannot be resharded: keep it unchanged, drop it, or refuse.",
         ),
     ] = PerRankChoice.KEEP,
     only: OnlyOpt = None,
     apply: Annotated[
         bool,
-        option("--apply", help="Write the new step; without, the plan is shown."),
+        option("--apply", help="Write the new step; without it only the plan is printed."),
     ] = False,
     memory: MemoryOpt = "256M",
     jobs: JobsOpt = None,
@@ -106,9 +106,9 @@ def reshard(
 ) -> int:
     """Rewrite a step for another world size in constant memory.
 
-    Shows the plan; with --apply the new step is written aside, proven, sealed and published. Under
-    torchrun or srun the processes share the files. Called again after an interruption it goes on.
-    With --quiet the address of the new step is printed once it is there.
+    Prints the plan; with --apply the new step is written aside, verified, sealed and published.
+    Under torchrun or srun the processes share the files. After an interruption the same call
+    continues. With --quiet the address of the new step is printed when it is published.
     """
     wanted: dict[str, Any] = {
         "world_size": world_size,

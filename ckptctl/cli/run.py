@@ -28,14 +28,14 @@ _STDERR = 2
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="CMD...", help="The command and its arguments, behind a --."),
+        typer.Argument(metavar="CMD...", help="The command and its arguments, after --."),
     ],
     root: Annotated[
         list[str],
         option(
             "--root",
             metavar="ROOT",
-            help="Folder or URL that holds the steps of the run: progress is a newer usable one; "
+            help="Folder or URL with the steps of the run; progress is a newer usable step; "
             "may be given several times.",
         ),
     ],
@@ -46,7 +46,7 @@ def run(
             "--max-restarts",
             metavar="N",
             min=0,
-            help="How many restarts without a newer usable step.",
+            help="How many restarts are allowed without a newer usable step.",
         ),
     ] = 3,
     backoff: Annotated[
@@ -77,7 +77,7 @@ def run(
     ] = None,
     create: Annotated[
         bool,
-        option("--create", help="Make the root and its sentinel where it does not exist."),
+        option("--create", help="Create the root and its sentinel if it does not exist."),
     ] = False,
     wait_storage: Annotated[
         str,
@@ -93,14 +93,14 @@ def run(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """Run a job, and start it again after failures within a budget.
+    """Run a job, and restart it after failures within a budget.
 
-    Runs the command, and starts it again after a failure, with a budget of restarts that only a
-    newer usable step fills again. Signals are passed on; after one that asks to end nothing is
-    restarted. Ends with the exit code of the command, with 93 when the budget is spent, with 11
-    when no step is usable, with 75 when the storage does not answer or the steps of the run are
-    gone, with 10 when the root does not exist. The command finds in CKPTCTL_RESTART_COUNT how often
-    it was started again. With --json the command's output goes to standard error.
+    Only a newer usable step refills the budget. Signals are passed on; after a signal that asks
+    the job to end nothing is restarted. Ends with the exit code of the command, with 93 when
+    the budget is spent, with 11 when no step is usable, with 75 when the storage does not
+    answer or the steps of the run have disappeared, with 10 when the root does not exist. The
+    command gets the number of restarts in CKPTCTL_RESTART_COUNT. With --json the command's
+    output goes to standard error.
     """
     found = ckptctl.keep_running(
         command,

@@ -46,13 +46,13 @@ def runbook(
         Action,
         typer.Argument(
             metavar="ACTION",
-            help="list: all there are; show: print one; lint: check the form of one; "
-            "run: be led through one.",
+            help="list: all runbooks; show: print one; lint: check the form of one; run: run "
+            "one step by step.",
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Which one: its name, or a file that ends in .md."),
+        typer.Argument(metavar="NAME", help="The runbook: its name, or a file that ends in .md."),
     ] = None,
     roots: Annotated[
         list[str] | None,
@@ -73,20 +73,23 @@ def runbook(
         ),
     ] = None,
     yes: Annotated[
-        bool, option("--yes", help="Do what changes something without asking, for automation.")
+        bool, option("--yes", help="Make changes without asking, for automation.")
     ] = False,
     dry_run: Annotated[
         bool,
-        option("--dry-run", help="Run what only reads, show the rest, and write no record."),
+        option(
+            "--dry-run", help="Run blocks that only read, show the others, and write no record."
+        ),
     ] = False,
     new: Annotated[
-        bool, option("--new", help="Begin anew, also where a run was left in the middle.")
+        bool, option("--new", help="Start a new run, even if there is an unfinished one.")
     ] = False,
     go_on: Annotated[
-        bool, option("--continue", help="Continue the last run where it stopped, whoever began it.")
+        bool,
+        option("--continue", help="Continue the last run where it stopped, whoever started it."),
     ] = False,
     take_over: Annotated[
-        bool, option("--take-over", help="Go on with a run that another person is at.")
+        bool, option("--take-over", help="Continue a run that another person is working on.")
     ] = False,
     transcript: Annotated[
         str | None,
@@ -98,7 +101,7 @@ def runbook(
     ] = None,
     folder: Annotated[
         str | None,
-        option("--folder", metavar="DIR", help="A folder of runbooks of your own."),
+        option("--folder", metavar="DIR", help="A folder with your own runbooks."),
     ] = None,
     *,
     storage: StorageOptions,
@@ -106,9 +109,9 @@ def runbook(
 ) -> int:
     """List, show and run runbooks.
 
-    Steps that read run by themselves; steps that change anything show the exact command and ask.
-    The record lies under the root, so that anybody can go on where it was left. With --quiet the
-    step that was chosen is printed and nothing else.
+    Blocks that only read run without a question; for a block that changes something the exact
+    command is shown and confirmed. The record is kept under the root, so that anybody can
+    continue the run. With --quiet only the chosen step is printed.
     """
     if action is Action.LIST:
         return _list(folder, out)

@@ -33,13 +33,13 @@ def scan(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """List the steps of a root with their verdicts and the step that pick would take.
+    """List the steps of a root with their verdicts and the step that pick would choose.
 
-    Steps are shown newest first, as soon as each has been inspected; --before STEP goes on where
-    the list ended. Without --level the steps that decide the choice are inspected as deep as pick
-    does, and the others by their listing and metadata; --level content reads every byte of every
-    step that is shown. With --quiet the address of the step that pick takes is printed, and those
-    of usable older ones, one a line.
+    Steps are listed newest first, as soon as each has been inspected; --before STEP continues
+    where the list ended. Without --level the steps that decide the choice are inspected as deep
+    as pick does, and the others by their listing and metadata; --level content reads every byte
+    of every listed step. With --quiet the address of the step that pick chooses is printed, and
+    those of usable older ones, one per line.
     """
     named = dict.fromkeys((*roots, *(optional_root or ())))
     shown = _Shown(out, tuple(each.rstrip("/") or each for each in named))
@@ -80,7 +80,7 @@ class _Shown:
             self._out.progress(f"{count(len(self._waiting), 'step')} inspected")
 
     def finish(self, scan: Scan) -> None:
-        """All steps were looked at."""
+        """All steps were inspected."""
         if self._out.talks and self._table is None:
             self._out.lines(none_lines(scan))
             if scan.reports:

@@ -24,14 +24,14 @@ def seal(
         bool,
         option(
             "--replace",
-            help="Seal a step anew that has a seal already, if nothing speaks against it.",
+            help="Replace an existing seal, if the step has no fault.",
         ),
     ] = False,
     accept_unverifiable: Annotated[
         bool,
         option(
             "--accept-unverifiable",
-            help="Seal a step that nothing in it can prove good, as it is.",
+            help="Seal a step that cannot be proven good.",
         ),
     ] = False,
     jobs: JobsOpt = None,
@@ -44,8 +44,8 @@ def seal(
 ) -> int:
     """Verify a step and record its digests.
 
-    Looks at the step, reads every byte, and writes .ckptctl/seal.json into it; nothing else is
-    touched. A step that is not whole is refused with its exit code. With --quiet the address of
+    Inspects the step, reads every byte, and writes .ckptctl/seal.json into it; nothing else is
+    changed. A step that is not complete is refused with its exit code. With --quiet the address of
     the seal is printed.
     """
     sealed = ckptctl.seal(

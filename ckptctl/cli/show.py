@@ -36,7 +36,7 @@ def show(
         bool,
         option(
             "--tensors",
-            help="List every tensor, instead of the model's alone with one row for all layers.",
+            help="List every tensor, instead of one row for the same tensor of all layers.",
         ),
     ] = False,
     printed: Annotated[

@@ -35,10 +35,10 @@ def verify(
 ) -> int:
     """Inspect one step and report every finding.
 
-    Nothing is loaded, and no code of the step runs. With --quiet only the exit code answers.
-    Where --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure,
-    and the report says how much is proven; a deadline that came first ends with 22. Started by
-    torchrun or srun, the processes share the bytes, and give one report and one exit code.
+    Nothing is loaded, and no code of the step is run. With --quiet only the exit code is returned.
+    If --subset, --deadline or Ctrl-C leave bytes out, the level that was reached is structure, and
+    the report states how much is proven; a deadline ends with 22. Started by torchrun or srun, the
+    processes share the bytes, and return one report and one exit code.
     """
     with ExitStack() as stack:
         group, stop = None, None

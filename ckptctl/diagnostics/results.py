@@ -28,7 +28,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was looked at, what is wrong, worst first, and what was found to be right."""
+    """What was inspected, what is wrong, worst first, and what was found to be right."""
 
     what: str
     """What was examined: `slurm`, `env` or `storage`."""

@@ -31,7 +31,7 @@ from ckptctl.records.digest_runs import BlockDigests, RecordRun
 class Asked:
     """How the bytes of a step are to be read, which of its records, and together with whom.
 
-    With `nan_scan` the values of floating-point tensors are looked at too.
+    With `nan_scan` the values of floating-point tensors are scanned too.
     """
 
     limits: Limits = field(default_factory=Limits)

@@ -66,9 +66,9 @@ def read_sidecars(store: Store, step: Step, sidecars: Sequence[FileInfo]) -> Ite
     """Read the files that hold train state, as far as they are small; yield each.
 
     Of files that exist once per rank only the first is read: the others differ in
-    values, not in kinds. Of these, and of large files, both ends are looked at, which
+    values, not in kinds. Of these, and of large files, both ends are inspected, which
     shows one that was cut short. Cost: at most `MAX_SIDECARS` reads, and two small ones
-    for each of the other files, of which `MAX_ENDS` are looked at.
+    for each of the other files, of which `MAX_ENDS` are inspected.
     """
     held = [
         f for f in sidecars if f.kind == "file" and f.size and kind_of_file(step.layout, f.path)

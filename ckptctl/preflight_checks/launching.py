@@ -219,7 +219,7 @@ def report_from_here(
 ) -> dict[str, object]:
     """What this process sees of the roots, as a document.
 
-    `step` is the URL of the chosen step, empty where there is none; it is looked at in the
+    `step` is the URL of the chosen step, empty where there is none; it is inspected in the
     root that holds it. `probe` is the token of a probe in the first root: its files are
     compared, and files of this process are written and left for the one who asked.
     """

@@ -21,7 +21,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: what it looked at, what it came to, in one line; `exit_code` where it failed."""
+    """One check: what it inspected, what it came to, in one line; `exit_code` where it failed."""
 
     name: str
     """What is checked: `step`, `state`, `storage`, `probe`, `capacity`, `size 56`, …"""

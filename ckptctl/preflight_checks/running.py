@@ -70,7 +70,7 @@ def preflight(
 ) -> Preflight:
     """Look at everything that a job needs from its storage before it starts.
 
-    Several roots, and `optional_roots`, are those of `pick`. Each mandatory one is looked at
+    Several roots, and `optional_roots`, are those of `pick`. Each mandatory one is inspected
     on every node, and the one that holds the chosen step; saves go into the first, so that is
     where there must be room and what a probe writes to.
 

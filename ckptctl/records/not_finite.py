@@ -59,7 +59,7 @@ FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """How many values were looked at, and how many of them are NaN or infinite.
+    """How many values were scanned, and how many of them are NaN or infinite.
 
     With `more` there are more than were counted.
     """

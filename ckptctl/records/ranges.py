@@ -68,7 +68,7 @@ class Ranges:
     def _add_tensor(self, tensor: TensorEntry, known: dict[int, list[int]]) -> None:
         self._begin(tensor)
         chunks = tensor.chunks
-        # All tensors of a metadata share one list of names: it is looked at once.
+        # All tensors of a metadata share one list of names: it is checked once.
         if id(chunks.file_names) not in known:
             numbers = [self._number(name) for name in chunks.file_names]
             known[id(chunks.file_names)] = [*numbers, NO_FILE]  # `NO_FILE`, -1, is the last

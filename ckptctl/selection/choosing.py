@@ -41,10 +41,10 @@ class Choice:
     """What choosing came to: the chosen report or none, and everything passed over on the way.
 
     `damaged` are the numbers of those that are damaged. `stopped` says why the search
-    ended before the steps did: `unknown` for a step that could not be looked at,
+    ended before the steps did: `unknown` for a step that could not be inspected,
     `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
     that turned out to be something else, `unknown` the copies of the step at which the
-    search stopped that could not be looked at. `further` is there after too many damaged
+    search stopped that could not be inspected. `further` is there after too many damaged
     steps: the search for the newest sound step behind them, which is for a person to
     decide on.
     """
@@ -223,8 +223,8 @@ def _lacking(
         lost = ", ".join(_lost(report, earlier, missing))
         if lost:
             return (
-                f"lacks {lost}, which step {earlier.number} holds: "
-                f"a resume from here would reset it (--allow-missing-state takes it all the same)"
+                f"lacks {lost}, which step {earlier.number} holds: a resume from here would "
+                "reset it (--allow-missing-state accepts that)"
             )
     return None
 
@@ -308,8 +308,8 @@ def suspect_storage(choice: Choice) -> Iterator[Finding]:
     yield Finding(
         "root.suspect",
         "",
-        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage path itself, "
-        "and check the file system before you trust any newer save",
+        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check "
+        "the file system before you trust any newer save",
         expected="at most one damaged step",
         found=f"{len(damaged)} damaged steps",
         next_command="ckptctl explain root.suspect",

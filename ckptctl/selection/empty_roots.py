@@ -118,8 +118,9 @@ def judge_empty(
         first = pointers[0]
         return Beginning(
             Answer.NONE_USABLE,
-            f"no {'usable ' if interrupted else ''}step is left in {urls}, but {first.where} names "
-            f"{first.found}: what was saved here is gone; do not start fresh before you know why",
+            f"no {('usable ' if interrupted else '')}step is left in {urls}, but "
+            f"{first.where} names {first.found}: the saved steps have disappeared; do not "
+            "start fresh before you know why",
         )
     if interrupted:
         histories = [h for h, tier in zip(histories, tiers, strict=True) if tier.listing.steps]
@@ -148,8 +149,8 @@ def _lost(url: str, history: History, interrupted: Sequence[Report]) -> str:
     there = f"nothing but {_saves(interrupted)}" if interrupted else "no step"
     if history.held is not None:
         return (
-            f"{url} holds {there}, but {history.held}: what was saved here is gone; do not "
-            "start fresh before you know why"
+            f"{url} holds {there}, but {history.held}: the saved steps have disappeared; do "
+            "not start fresh before you know why"
         )
     return (
         f"{url} holds {there}, and its record does not prove that no step was ever usable "
@@ -236,7 +237,7 @@ def check_empty(
     where it holds saved weights whose names give no step number; `StorageUnavailable`
     where it is a link to nowhere, where a second listing shows other steps, and where a
     folder in it cannot be listed. `is_root` says that ckptctl has used it as a root: then
-    it may hold more folders than are looked at.
+    it may hold more folders than are inspected.
     """
     check_listed_again(store, listing, pattern)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
@@ -293,8 +294,7 @@ def check_unnumbered(
     yield Finding(
         "root.unnumbered",
         ", ".join(names[:MAX_NAMED]),
-        f"{_some(names)} {looks} and bear{'s' * (len(names) == 1)} no step number: "
-        "not in the list, and never taken by pick",
+        f"{_some(names)} {looks} without a step number: not listed, and never chosen by pick",
         expected="a step number in the name, or --pattern",
         found=_some(names),
         next_command=f"ckptctl verify {shlex.quote(join_url(store.url, names[0]))}",

@@ -105,8 +105,8 @@ def check_token(store: Store, token: Token) -> None:
     else:
         return
     raise Fenced(
-        f"{store.url}: attempt {other} has taken the root over from {token.attempt}, which is "
-        "this one; nothing more is written by it",
+        f"{store.url}: attempt {other} took the root over from this attempt, {token.attempt}, "
+        "which writes nothing more",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
 

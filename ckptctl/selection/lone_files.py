@@ -51,16 +51,16 @@ def _told(url: str, name: str, head: bytes) -> UsageError:
     words = ["ckptctl", "convert", url, join_url(parent_url(url), f"{stem}-dcp")]
     if head.startswith((_ZIP, _PICKLE)):
         return UsageError(
-            f"{what}: it begins as a file of torch.save does, of which `ckptctl convert` makes one",
+            f"{what}: it looks like a torch.save file; `ckptctl convert` can turn it into a step",
             next_command=shlex.join(words),
         )
     if name.endswith(".safetensors") and head[8:] == b"{":
         return UsageError(
-            f"{what}: it begins as a file of safetensors does, which holds weights and nothing "
-            "else of a training; `ckptctl convert` makes a step of it",
+            f"{what}: it looks like a safetensors file, which holds only weights; `ckptctl "
+            "convert` can turn it into a step",
             next_command=shlex.join([*words, "--accept-unverifiable"]),
         )
     return UsageError(
-        f"{what}, and begins like none that ckptctl knows",
+        f"{what}, and does not look like any checkpoint that ckptctl knows",
         next_command="ckptctl explain format.unsupported",
     )

@@ -64,7 +64,7 @@ def mark(
     to look (a URL, a log); `by` is who says it, the user and the host by default. `marks` is
     a file to write to instead of the step.
 
-    Raises `UsageError`, and `StorageError` where the step cannot be looked at or
+    Raises `UsageError`, and `StorageError` where the step cannot be inspected or
     written to: then nothing was written. Cost: a look at `listing`, one write.
     """
     spoken = _known(word)
@@ -137,7 +137,7 @@ def _known(word: MarkKind | str) -> MarkKind:
         return MarkKind(word)
     except ValueError:
         words = ", ".join(known.value for known in MarkKind)
-        raise UsageError(f"{word!r} is no word of a mark; they are {words}") from None
+        raise UsageError(f"{word!r} is not a mark; marks are {words}") from None
 
 
 def user_name() -> str:
@@ -152,7 +152,7 @@ def user_name() -> str:
 def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
     if word is MarkKind.REJECTED and not reason.strip():
         raise UsageError(
-            "a rejection needs a reason: whoever reads it at night must know why",
+            "a rejection needs a reason, for whoever reads it later",
             instead="--reason 'loss spike after the resume'",
         )
     if len(evidence) > MAX_EVIDENCE:

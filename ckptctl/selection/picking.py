@@ -204,24 +204,24 @@ def none_usable(done: Search) -> tuple[str, str]:
     if choice.stopped == "unknown":
         number = choice.unknown[-1].number
         reason = next(one.reason for one in over if one.report is choice.unknown[-1])
-        message = f"step {number} could not be looked at, so no older one is taken: {reason}"
+        message = f"step {number} could not be inspected, so no older one is chosen: {reason}"
         return message, f"ckptctl pick {roots.words} --skip {number}"
     if not over:
         return (
-            f"none of the {done.n_steps} steps is left by --before and --skip",
+            f"--before and --skip leave none of the {done.n_steps} steps",
             f"ckptctl explain {EXIT_NONE_USABLE}",
         )
     if choice.stopped == "suspect":
         n_damaged = len(choice.damaged)
         message = (
-            f"{n_damaged} damaged step{'s' if n_damaged != 1 else ''}, more than --max-fallback "
-            f"{done.policy.max_fallback} allows: suspect the storage path itself before you trust "
-            f"an older step; {_newest_sound(choice)}"
+            f"{n_damaged} damaged step{('s' if n_damaged != 1 else '')}, more than "
+            f"--max-fallback {done.policy.max_fallback} allows: suspect the storage before "
+            f"you trust an older step; {_newest_sound(choice)}"
         )
     else:
         message = (
-            f"{len(over)} step{'s' if len(over) != 1 else ''} looked at, and none is usable: "
-            f"do not start fresh over them; {_newest_sound(choice)}"
+            f"no usable step ({len(over)} inspected): do not start fresh over them; "
+            f"{_newest_sound(choice)}"
         )
     return message, storage_corruption(roots)
 
@@ -242,10 +242,10 @@ def _newest_sound(choice: Choice) -> str:
     if further is None or not (further.chosen or further.passed_over):
         whole = [one for one in choice.passed_over if one.report.verdict is Verdict.COMPLETE]
         if whole:
-            return f"step {whole[0].report.number} is whole, but {whole[0].reason}"
+            return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
         return f"no step is sound at {level}"
     unknown = [one.report.number for one in further.passed_over if _is_unknown(one.report)]
-    said = f" ({_numbers(unknown)} could not be looked at)" if unknown else ""
+    said = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
     if further.chosen is not None:
         found = further.chosen
         return f"the newest step that is sound at {found.level.value} is {found.number}{said}"

@@ -95,11 +95,11 @@ def prune(
     `unsealed` by a look at all of its bytes, which `apply` takes once and notes down in the
     step. `level` is how deep `pick` is to look; None is as deep as is cheap. Pinned steps
     stay, those with a mark that cannot be read, and the one that the newest attempt resumed
-    from; damaged ones are left to a person. A step that is not as it was looked at stays.
+    from; damaged ones are left to a person. A step that changed since its inspection is kept.
 
     `other_roots` are further roots of the run: what `pick` over all of them would refuse does
     not count. Nothing is removed in them, and each must answer. `on_looked` is told how many
-    steps have been looked at, `on_bytes` how much of one has been read. Each field of the two
+    steps have been inspected, `on_bytes` how much of one has been read. Each field of the two
     options objects is a keyword of this function, too.
 
     A step that cannot be removed is reported in its decision, and the others go. Raises
@@ -231,13 +231,13 @@ def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, app
     elif apply:
         message = f"removed {_steps(going)}"
     elif going:
-        message = f"{_steps(going)} would go; nothing was removed"
+        message = f"{_steps(going)} would be removed; nothing was removed yet"
         again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
         command = f"{again} --apply"
         if retained.n_to_read:
             message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
     else:
-        message = f"nothing goes: no step that is older than the {_newest(keep)} is free to go"
+        message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
     if retained.failures:
         n_failed = len(retained.failures)
         message += f"; {n_failed} step{'' if n_failed == 1 else 's'} could not be removed"

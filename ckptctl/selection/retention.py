@@ -47,7 +47,7 @@ _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
 OnLooked = Callable[[int, int], None]
-"""Told how many steps of how many have been looked at."""
+"""Told how many steps of how many have been inspected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def retain(
     `others` are further roots of the run: what `pick` over all of them would refuse does not
     count, and nothing is removed there. `memory` holds what was seen of whole steps the
     last time, and gets what is seen now: a step whose files are the same is not read again.
-    Where a step that counts has changed since it was looked at, nothing more goes. What
+    Where a step that counts has changed since it was inspected, nothing more goes. What
     cannot be removed is reported, and the others go.
 
     Raises `StorageError` where the root, or what was moved aside, cannot be listed: nothing

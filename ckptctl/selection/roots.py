@@ -187,8 +187,8 @@ def check_listed_again(
 
 def _contradicted(store: Store) -> StorageUnavailable:
     return StorageUnavailable(
-        f"{store.url}: two listings in a row show different steps; somebody writes or deletes "
-        "here, or a listing is stale, and nothing is known about what it holds",
+        f"{store.url}: two listings in a row show different steps: another process writes or "
+        "deletes files here, or a listing is stale; nothing is known about the contents",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
 
@@ -207,8 +207,8 @@ def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
             yield Finding(
                 "step.duplicate",
                 ", ".join(same),
-                f"{len(same)} folders stand for step {number}: {', '.join(same)}; "
-                f"{same[0]} is looked at first",
+                f"{len(same)} folders have the step number {number}: {', '.join(same)}; "
+                f"{same[0]} is inspected first",
                 expected="one folder for each step",
                 found=f"{len(same)} folders",
             )
@@ -221,8 +221,8 @@ def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
         yield Finding(
             "step.number",
             names[0],
-            f"{len(names)} names have a number that no counter of steps reaches, {names[0]} for "
-            "one: nothing is resumed from them",
+            f"{len(names)} names have a step number that is too large, such as {names[0]}: "
+            "nothing is resumed from them",
             expected=f"a step number up to {MAX_STEP}",
             found=names[0],
         )
@@ -246,13 +246,13 @@ def check_pointers(
         if number is None or number == chosen:
             continue
         there = number in numbers.values()
-        what = "" if there else ", which is not there"
+        what = "" if there else ", which does not exist"
         better = "none is taken" if chosen is None else f"step {chosen} is the newest usable one"
         yield Finding(
             "pointer.differs",
             pointer.path,
             f"{pointer.path} names step {number}{what}; {better}",
-            expected="no step that is taken" if chosen is None else f"step {chosen}",
+            expected="no usable step" if chosen is None else f"step {chosen}",
             found=f"step {number}",
         )
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 LEVEL = Level.CONTENT
-"""How deep a step is looked at before it is sealed."""
+"""How deep a step is inspected before it is sealed."""
 
 
 def seal(
@@ -152,7 +152,7 @@ def _check_place(found: OpenTarget, *, replace: bool) -> bool:
 
 def _sealed_already(found: OpenTarget) -> UsageError:
     return UsageError(
-        f"{found.url} is sealed already; --replace makes the seal anew from what lies there now",
+        f"{found.url} is sealed already; --replace makes a new seal from its current contents",
         next_command=f"ckptctl verify {shlex.quote(found.url)} --require-seal",
     )
 
@@ -246,7 +246,7 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
         raise _sealed_already(found) from error
     except AccessDenied as error:
         raise AccessDenied(
-            f"{error.message}; the seal was not written, and the step is as it was",
+            f"{error.message}; the seal was not written, and the step is unchanged",
             next_command=f"ckptctl verify {shlex.quote(found.url)}",
         ) from error
 

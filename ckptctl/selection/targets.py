@@ -1,7 +1,7 @@
 """Resolve the argument that names a step.
 
 `PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
-`pick` takes). Only the part behind the last `@` is looked at, and only if it is
+`pick` takes). Only the part behind the last `@` is inspected, and only if it is
 one of these and no folder of that name is there: a path may hold an `@` itself.
 """
 
@@ -49,7 +49,7 @@ def parse_target(target: str) -> Target:
     path = _plain(target)
     name = base_name(path)
     if not name:
-        raise UsageError(f"{target} is no step; name it as PATH, ROOT@1200, ROOT@latest")
+        raise UsageError(f"{target} is not a step; name it as PATH, ROOT@1200, ROOT@latest")
     return Target(parent_url(path), None, name)
 
 
@@ -82,7 +82,7 @@ def check_is_folder(url: str) -> None:
         return
     if os.path.islink(path):
         raise StorageUnavailable(
-            f"{url} is a link to {os.readlink(path)}, which is not there",
+            f"{url} is a link to {os.readlink(path)}, which does not exist",
             next_command="findmnt --real",
         )
     raise UsageError(
@@ -97,8 +97,8 @@ def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
         first = step_name(part.path.split("/", 1)[0])
         if part.format in SHARDED and first is not None and not first.bare:
             raise UsageError(
-                f"{url} is no step but a root that holds steps, {first.name} for one; "
-                f"name one of them, or take the newest as {url}@latest",
+                f"{url} is a root that holds steps, such as {first.name}; name one of them, "
+                f"or the newest as {url}@latest",
                 next_command=f"ckptctl scan {shlex.quote(url)}",
             )
 

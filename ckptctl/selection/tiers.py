@@ -134,7 +134,7 @@ def _check_mandatory(tiers: Sequence[Tier], roots: Roots) -> None:
     holds = f"holds {len(used.listing.steps)} steps" if used.listing.steps else "was in use before"
     raise StorageUnavailable(
         f"{url} does not exist, and {used.store.url} {holds}: a newer step may be in the "
-        "root that is not there. Mount it; if it may be absent, make it an optional root",
+        "missing root. Mount it; if it may be missing, make it an optional root",
         next_command=f"ckptctl pick {allowed.words}" if may_be_absent else "findmnt --real",
     )
 

@@ -186,7 +186,7 @@ def open_target(
         try:
             files = found.files
         except PathNotFound as error:
-            hint = "; behind an @ stands a step number, latest or auto" if "@" in step else ""
+            hint = "; after an @ comes a step number, latest or auto" if "@" in step else ""
             message = f"{found.url} does not exist{hint}"
             raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
         if isinstance(found.named, str):

@@ -121,7 +121,7 @@ def decide(
 
     `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
     `NothingToResume` where steps are there and none is usable (11), or one could not be
-    looked at (75), and for a named step that is not usable (its verdict's code).
+    inspected (75), and for a named step that is not usable (its verdict's code).
     """
     wanted = wanted_step(resume_from, looking.roots)
     if wanted == "none":
@@ -326,8 +326,8 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
     """What it means that several steps looked whole and were not."""
     steps = ", ".join(str(step) for step in failed)
     return NothingToResume(
-        f"{len(failed)} steps looked whole and are not ({steps}): suspect the storage path itself "
-        "before you trust an older step",
+        f"{len(failed)} steps passed inspection but did not load ({steps}): suspect the "
+        "storage before you trust an older step",
         exit_code=11,
         next_command=f"ckptctl scan {roots.words}",
     )

@@ -148,7 +148,7 @@ class Checkpointer:
         file of its own, and compare with `ckptctl loss --canary`.
 
         Raises `NothingToResume` where steps are there and none is usable (exit code 11) or
-        one could not be looked at (75), `StorageError` where the storage or one rank's view
+        one could not be inspected (75), `StorageError` where the storage or one rank's view
         of it fails, `StateRefused` where state would be lost that no policy lets go,
         `ModelDiffers` where the step is of another model, `RanksLost` where a rank dies.
         """

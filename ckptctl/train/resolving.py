@@ -35,7 +35,7 @@ def resolve(
     process group the answer is that of one process. Nothing is written.
 
     Raises `NothingToResume` where steps are there and none is usable (`exit_code` 11) or
-    where one could not be looked at (75), `StorageError` where the root could not be, or
+    where one could not be inspected (75), `StorageError` where the root could not be, or
     where a rank sees another storage than rank 0 (`settle_s` seconds after the first try).
     A run is never called fresh where that is not certain.
 

@@ -115,7 +115,7 @@ def test_a_step_that_may_not_be_read_is_the_answer_of_scan(sound_root, capsys, m
     denied(monkeypatch, "step_30")
     assert run(["scan", str(sound_root)]) == 77
     said = capsys.readouterr().out
-    assert said.startswith("step 30 could not be looked at, so no older one is taken: unknown: ")
+    assert said.startswith("step 30 could not be inspected, so no older one is chosen: unknown: ")
     assert "none of the" not in said
     (row,) = [each for each in said.splitlines() if each.startswith("?")]
     assert row.split()[1:4] == ["30", "unknown", "-"]
@@ -126,7 +126,7 @@ def test_no_shard_is_shown_as_whole_where_one_could_not_be_read(sound_root, caps
     denied(monkeypatch, "step_30/__1_0.distcp")
     assert run(["verify", f"{sound_root}@30", "--level", "content"]) == 77
     said = capsys.readouterr().out
-    assert "every byte was looked at" not in said
+    assert "every byte was compared" not in said
     assert "  □?\n" in said
     assert "? not readable 1   □ present, not checked 1" in said
 
@@ -219,7 +219,7 @@ def test_scan_names_checkpoints_without_a_step_number(ckptctl, sound_root):
     done = ckptctl("scan", sound_root)
     assert done.returncode == 0
     (line,) = [each for each in done.stdout.splitlines() if "root.unnumbered" in each]
-    assert "last.ckpt, final look like checkpoints and bear no step number" in line
+    assert "last.ckpt, final look like checkpoints without a step number" in line
     assert "logs" not in line
 
 

@@ -65,8 +65,8 @@ def test_a_job_that_ckptctl_itself_ended_is_known_by_its_error(tmp_path, error, 
     assert said(tmp_path, f"Traceback (most recent call last):\n{said_last}") == failure
 
 
-def test_a_step_that_nobody_could_look_at_is_the_storage_and_not_the_step(tmp_path):
-    words = "step 60 could not be looked at, so no older one is taken"
+def test_a_step_that_could_not_be_inspected_is_a_failure_of_the_storage(tmp_path):
+    words = "step 60 could not be inspected, so no older one is chosen"
     assert said(tmp_path, f"ckptctl.errors.NothingToResume: {words}") == "infra-storage"
 
 

@@ -94,7 +94,7 @@ def test_steps_without_a_seal_count_only_when_asked_for(root: Path):
     assert gone(ckptctl.prune(str(root), 1, unsealed=True)) == {100, 200, 300, 400}
     found = ckptctl.prune(str(root), 3)
     assert gone(found) == set()
-    assert found.message == "nothing goes: 2 of 3 good steps are there"
+    assert found.message == "nothing is removed: 2 of 3 good steps exist"
     assert found.next_command == f"ckptctl seal {root}@auto"
 
 

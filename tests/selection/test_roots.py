@@ -139,7 +139,7 @@ def test_a_root_that_is_a_link_to_nowhere_is_not_fresh(tmp_path: Path) -> None:
 
 def test_a_root_that_is_given_as_a_step_is_a_usage_error(step: Path) -> None:
     for function in (ckptctl.verify, ckptctl.show):
-        with pytest.raises(UsageError, match="is no step but a root that holds steps"):
+        with pytest.raises(UsageError, match="is a root that holds steps"):
             function(str(step.parent))
 
 

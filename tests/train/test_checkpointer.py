@@ -379,7 +379,7 @@ def test_too_many_steps_that_do_not_load_make_the_storage_suspect(root):
     for step in (6, 9, 12):
         flip_tensor(root / f"step_{step}")
     job = Job(root, level="listing")
-    with pytest.raises(NothingToResume, match="suspect the storage path itself"):
+    with pytest.raises(NothingToResume, match="suspect the storage"):
         job.resume()
     job.die()
 

@@ -16,7 +16,7 @@ _STYLES: dict[Severity, Style] = {
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:
-    """How much is wrong, then each thing with what to do, then what was looked at."""
+    """How much is wrong, then each thing with what to do, then what was inspected."""
     numbers = [
         count(number, severity.value)
         for severity in Severity

@@ -1,6 +1,6 @@
 """Render the result of `scan`.
 
-The step to resume from, a row for each step as soon as it has been looked at,
+The step to resume from, a row for each step as soon as it has been inspected,
 and the strip of all steps at the end, where a long table has not scrolled away.
 """
 

@@ -3,7 +3,7 @@
 Eight bytes give the length of a JSON object that names each tensor with dtype,
 shape and place; the elements follow to the end of the file. DCP's Hugging Face
 writer adds where in the global tensor each box begins. The format has no
-checksums, and nothing but the header is looked at here.
+checksums, and nothing but the header is read here.
 
 Source: safetensors 0.8 `safetensors/src/tensor.rs`; torch 2.13
 `torch/distributed/checkpoint/_hf_utils.py` and `hf_storage.py`.
