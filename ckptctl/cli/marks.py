@@ -51,9 +51,9 @@ def reject(
 ) -> int:
     """Reject a step, so that nothing resumes from it.
 
-    pick skips it from then on. The mark is written to .ckptctl/marks/ of the step, or to the file of
-    --marks, and no longer applies when the step is saved again. With --quiet the address of the mark
-    is printed.
+    pick skips it from then on. The mark is written to .ckptctl/marks/ of the step, or to the
+    file of --marks, and no longer applies when the step is saved again. With --quiet the
+    address of the mark is printed.
     """
     given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
     return _mark(step, MarkKind.REJECTED, given, storage, out)
@@ -96,8 +96,8 @@ def pin(
 ) -> int:
     """Pin a step, so that retention keeps it.
 
-    No ckptctl command removes a pinned step. A pin does not state whether the step is good. With
-    --quiet the address of the mark is printed.
+    No ckptctl command removes a pinned step. A pin does not state whether the step is good.
+    With --quiet the address of the mark is printed.
     """
     given = {"reason": reason, "evidence": evidence, "by": by, "marks": marks, "pattern": pattern}
     return _mark(step, MarkKind.UNPINNED if off else MarkKind.PINNED, given, storage, out)
