@@ -223,9 +223,9 @@ def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, app
     quoted = shlex.quote(root)
     command: str | None = None
     if not decisions:
-        message = f"nothing goes: {root} holds no step at all"
+        message = f"nothing is removed: {root} holds no step at all"
     elif n_counted < keep:
-        message = f"nothing goes: {n_counted} of {keep} good steps are there"
+        message = f"nothing is removed: {n_counted} of {keep} good steps exist"
         if any("not sealed" in one.reason for one in decisions):
             command = f"ckptctl seal {quoted}@auto"
     elif apply:

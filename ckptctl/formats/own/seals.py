@@ -170,7 +170,7 @@ class Identity:
     """Which step was sealed.
 
     `metadata` are the metadata files by path, each with its SHA-256; `level` is how
-    deep the step was looked at before it was sealed; `state` are the kinds of train
+    deep the step was inspected before it was sealed; `state` are the kinds of train
     state that it held, `tokens` how many it had seen.
     """
 
