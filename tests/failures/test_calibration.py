@@ -5,9 +5,15 @@ No answer with confidence `high` may be wrong: it drains a node, or stops a job 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import ckptctl
+from ckptctl.failures.classes import CLASSES
+
+OUTSIDE = Path(__file__).parent / "outside.tsv"
 
 OOM = (
     "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 5 has "
@@ -93,6 +99,16 @@ def test_forms_of_outside_incidents_are_answered_with_their_confidence(tmp_path,
     log.write_text(text + "\n")
     answer = ckptctl.classify(str(log))
     assert (answer.failure, answer.confidence) == expected
+
+
+def test_the_outside_corpus_holds_addresses_classes_and_digests_and_no_text():
+    rows = [row.split("\t") for row in OUTSIDE.read_text().splitlines()]
+    assert len(rows) > 40
+    assert {part for part, *_ in rows} == {"seen", "held"}
+    for _, failure, address, digest in rows:
+        assert failure in CLASSES
+        assert re.fullmatch(r"https://\S+/[0-9a-f]{40}/\S+#L\d+-L\d+", address)
+        assert re.fullmatch(r"[0-9a-f]{64}", digest)
 
 
 def test_a_suspicion_takes_no_node_out_of_the_pool(tmp_path):
