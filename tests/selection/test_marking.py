@@ -303,7 +303,7 @@ def test_a_damaged_line_of_a_file_of_marks_is_an_error_for_every_step(
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
     marks.write_bytes(marks.read_bytes() + line + b"\n\n")
     for decide in (ckptctl.verify, ckptctl.pick):
-        with pytest.raises(UsageError, match="line 2 is no mark") as raised:
+        with pytest.raises(UsageError, match="line 2 is not a mark") as raised:
             decide(f"{root}@400" if decide is ckptctl.verify else str(root), marks=str(marks))
         assert raised.value.next_command == f"sed -n 2p {marks}"
 
@@ -312,7 +312,7 @@ def test_a_rejection_that_a_crash_cut_short_is_not_passed_over(root: Path, tmp_p
     marks = tmp_path / "marks.jsonl"
     ckptctl.mark(f"{root}@500", "rejected", reason="spike", marks=str(marks))
     os.truncate(marks, marks.stat().st_size - 7)
-    with pytest.raises(UsageError, match="line 1 is no mark"):
+    with pytest.raises(UsageError, match="line 1 is not a mark"):
         ckptctl.pick(str(root), marks=str(marks))
 
 

@@ -227,7 +227,7 @@ def test_a_pin_in_a_file_of_marks_protects(templates: Path, root: Path, tmp_path
     assert plan.next_command == f"ckptctl prune {root} --keep 1 --marks {marks} --apply"
     with open(marks, "a") as file:
         file.write('{"a line": "that is no mark"}\n')
-    with pytest.raises(UsageError, match="line 2 is no mark"):
+    with pytest.raises(UsageError, match="line 2 is not a mark"):
         ckptctl.prune(str(root), 1, marks=marks, apply=True)
     assert {path.name for path in root.iterdir()} >= {"step_100", "step_200", "step_300"}
 
