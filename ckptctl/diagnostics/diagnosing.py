@@ -32,19 +32,18 @@ def doctor(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Diagnosis:
-    """Look at `what`: `slurm` with a job script, `env`, or `storage` with a root.
+    """Diagnose `what`: `slurm` with a job script, `env`, or `storage` with a root.
 
     A script is read, not run. The environment is that of this process; variables that begin
-    with `CKPTCTL_` and are not in `known_variables` are taken for misspelt, where it is given.
-    Of a storage, small files are written to a folder of their own under the root's
-    `.ckptctl/`, and removed.
+    with `CKPTCTL_` and are not in `known_variables` count as misspelt, where it is given. For
+    a storage, small files are written to a folder under the root's `.ckptctl/`, and removed.
 
-    Raises `UsageError` for another subject, for a target too many or too few, and what
-    reading or writing raises.
+    Raises `UsageError` for another subject and for a wrong number of targets, and
+    `StorageError`.
     """
     if what not in SUBJECTS:
         raise UsageError(
-            f"doctor looks at {', '.join(SUBJECTS)}, not at {what!r}",
+            f"doctor diagnoses {', '.join(SUBJECTS)}, not {what!r}",
             next_command="ckptctl doctor env",
         )
     if (what == "env") != (target is None):

@@ -1,7 +1,7 @@
 """Find settings of an environment that make checkpointing fail.
 
-Versions are read from the metadata of what is installed, nothing is imported: torch takes
-seconds. Whether a storage can be reached is the question of `storage_traits`.
+Versions are read from the metadata of the installed packages; nothing is imported, since
+importing torch takes seconds. `storage_traits` tests the storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_FILES = 4096
 _LEAST_SHM = 1 << 30
 _OFF = ("0", "false", "no", "off")
 
-# Variable, values that are meant (empty: any), how bad, what it does, what to do.
+# Variable, harmful values (empty: any), severity, effect, fix.
 _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
     (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -81,7 +81,7 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
 def check_environment(
     environment: Mapping[str, str], known: frozenset[str]
 ) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
-    """What is wrong with the environment, and what is in it. `known` are ckptctl's variables."""
+    """The mistakes in the environment, and its facts. `known` are ckptctl's own variables."""
     versions = {name: _version(name) for name in _PACKAGES}
     installed = ((name, version or "not installed") for name, version in versions.items())
     facts = (

@@ -12,7 +12,7 @@ EXIT_MISTAKES = 2
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One mistake, or one thing worth knowing, and what to do about it."""
+    """One mistake or remark, and what to do about it."""
 
     name: str
     """Its stable name, such as `signal.no-trap`."""
@@ -51,7 +51,7 @@ def diagnosis(
     facts: tuple[tuple[str, str], ...] = (),
     next_command: str | None = None,
 ) -> Diagnosis:
-    """The answer; its exit code is 0 unless something is a fault."""
+    """The diagnosis; its exit code is 0 unless something is a fault."""
     severities = list(Severity)
     worst_first = sorted(advice, key=lambda each: severities.index(each.severity))
     is_fault = any(each.severity is Severity.FAULT for each in advice)

@@ -1,8 +1,8 @@
 """Find the known mistakes in a SLURM batch script.
 
-Each check is one of the ways in which a job was lost that a resume should have saved: a
-signal that never reached Python, an exit code that a pipe swallowed, a step that was
-chosen by its mtime. Only what the text proves is a fault.
+Each check is a way in which jobs were lost that a resume should have saved: a signal that
+did not reach Python, an exit code that a pipe hid, a step that was chosen by its mtime. Only
+what the text of the script proves is a fault.
 
 Source: sbatch and srun of SLURM 25.05 (`--signal`, `--requeue`, `--kill-on-bad-exit`);
 bash 5.2, "Signals": a trap runs when the foreground command has ended.
@@ -35,7 +35,7 @@ _BY_TIME = re.compile(
 
 
 def check_script(name: str, script: Script) -> tuple[Advice, ...]:
-    """Everything that is wrong with the script, in the order of its lines."""
+    """The mistakes in the script, in the order of its lines."""
     found = [each for check in _CHECKS for each in check(name, script)]
     return tuple(sorted(found, key=_line_of))
 

@@ -1,8 +1,8 @@
 """Test the properties of a storage that checkpoints need.
 
-Small files in a folder of their own below `.ckptctl/` are written, listed, read, written over and
-fought for, and removed again. How fast the storage is, and whether it gives back many bytes
-as they were, is not asked here.
+Small files in a folder under `.ckptctl/` are written, listed, read, replaced and created by
+several writers at once, and removed again. Neither the speed of the storage nor large
+amounts of data are tested.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _CLOCK_S = 60.0
 def check_storage(
     url: str, storage: StorageOptions
 ) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
-    """What is wrong with the storage under a root, and what it was found to keep.
+    """The faults of the storage under a root, and facts about it.
 
-    Raises `StorageUnavailable` and `AccessDenied` where the storage did not answer or does not
-    let us write, `PathNotFound` and `UsageError` where there is no such root. What was written
-    is removed, also then.
+    Raises `StorageUnavailable` and `AccessDenied` where the storage did not answer or is not
+    writable, `PathNotFound` and `UsageError` where there is no such root. What was written is
+    removed in any case.
     """
     with open_store(url, storage) as store:
         begun = time.monotonic()
@@ -57,14 +57,14 @@ def check_storage(
 def _observations(
     store: Store, folder: str, facts: list[tuple[str, str]]
 ) -> Iterator[Advice | None]:
-    for name, look in (
+    for name, test in (
         ("a listing shows what was just written", _listing),
         ("a write over a file is seen by the next read", _overwriting),
         ("one of several writers wins, the others are told", _exclusive),
         ("a reader sees the old file or the new one", _atomic),
         ("the clock agrees with this machine", _clock),
     ):
-        found = look(store, folder)
+        found = test(store, folder)
         facts.append((name, "yes" if found is None else "no"))
         yield found
 
@@ -98,13 +98,13 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
             return _fault(
                 "storage.stale",
                 store.url,
-                "a read after a write over the same file gave what was there before",
+                "a read after a write over the same file returned the old bytes",
                 "turn the cache of the mount off, or save every step under a name of its own",
             )
     ((_, data),) = store.read_spans([Span(name, _BYTES - 10, 10)])
     if data != b"c" * 10:
         return _fault(
-            "storage.ranges", store.url, "a read of a range gave other bytes", "report it"
+            "storage.ranges", store.url, "a read of a range returned other bytes", "report it"
         )
     return None
 
@@ -208,7 +208,7 @@ def _removed(
     folder: str,
     storage: StorageOptions,
 ) -> Advice | None:
-    """Remove what was written; what could not be removed is named."""
+    """Remove what was written; the advice names what could not be removed."""
     try:
         if store.folders is not None:
             with suppress(PathNotFound):

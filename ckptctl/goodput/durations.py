@@ -1,7 +1,6 @@
 """Format a duration for people.
 
-In one unit, the one that a person would choose. What the text of a duration stands for is
-the question of the command line.
+The command line parses durations; this is the other direction, in one unit.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ _UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def duration(seconds: float, *, digits: int | None = None) -> str:
-    """Seconds in one unit: `40 s`, `12 min`, `3 h`, `5 days`; less than none is none.
+    """Seconds in one unit: `40 s`, `12 min`, `3 h`, `5 days`; a negative duration is `0 s`.
 
-    Whole, or with so many significant `digits`: `31.8 min` for 3.
+    As a whole number, or with so many significant `digits`: `31.8 min` for 3.
     """
     seconds = max(0.0, seconds)
     name, size = next((unit for unit in _UNITS if seconds >= 2 * unit[1]), _UNITS[-1])

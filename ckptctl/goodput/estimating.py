@@ -1,7 +1,7 @@
 """Estimate what a failure costs and how often a run should save.
 
-Takes what the caller knows, measures under the root what he does not, and says of each
-number where it is from. The formulas are `model`'s.
+Numbers that the caller does not give are measured under the root, and each number is
+reported with its origin. `model` holds the formulas.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def recovery_cost(
     """The time that one failure costs, T = T0 + T1 + T2 + T3 + T4, and the best interval.
 
     T0 is half of `interval_s`; T1 to T4 are what rescheduling, connecting the ranks,
-    loading and compiling take. `save_s` is how long training stands still for a save.
+    loading and compiling take. `save_s` is how long training pauses for a save.
     With a `root`, the interval and the time of a save are measured there where they are
     not given: the latter is a lower bound, and an upper one where saves are asynchronous.
     `mtbf_s` is the mean time between failures; else `n_nodes` and
@@ -156,8 +156,9 @@ def _check(
     interval_s, save_s = times["interval"], times["save-time"]
     if interval_s is not None and save_s is not None and save_s >= interval_s:
         raise UsageError(
-            f"--save-time is {_said(save_s)} and --interval {_said(interval_s)}: from save "
-            "to save there would be no training; give what a save takes from training"
+            f"--save-time is {_duration(save_s)} and --interval {_duration(interval_s)}: "
+            "--save-time must be shorter than --interval; give the time that a save takes from "
+            "training"
         )
     for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
         if count is not None and count < 1:
@@ -169,7 +170,7 @@ def _check(
         )
     if root is None and times["interval"] is None:
         raise UsageError(
-            "how often is saved? Give the root of a run, or --interval",
+            "the interval between saves is unknown: give the root of a run, or --interval",
             next_command="ckptctl cost ROOT --mtbf 8h",
         )
 
@@ -177,7 +178,7 @@ def _check(
 def _known(
     given: list[Given], name: str, value: float | None, measured_s: float | None
 ) -> float | None:
-    """The number that holds, and a note of where it is from."""
+    """The value that is used; its origin is added to `given`."""
     if value is not None:
         given.append(Given(name, value, "s", "given"))
         return value
@@ -204,7 +205,7 @@ def _answer(
         available_s = available_interval(save_s, mtbf_s, startup_s)
         best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
     if mtbf_s is not None and interval_s is not None and save_s is not None:
-        # From save to save: what is not the save is training.
+        # The interval counts from save to save; the rest of it is training.
         share = effective_share(max(0.0, interval_s - save_s), save_s, mtbf_s, startup_s)
     gpu_hours = None
     if n_gpus is not None and per_failure_s is not None:
@@ -220,14 +221,14 @@ def _answer(
         share=share,
         best_share=best_share,
         lost_gpu_hours_per_failure=gpu_hours,
-        message=_words(interval_s, per_failure_s, daly_s, mtbf_s),
+        message=_message(interval_s, per_failure_s, daly_s, mtbf_s),
         exit_code=0,
         next_command=_next(root, interval_s, save_s, mtbf_s),
         cadence=cadence_of(interval_s, save_s, mtbf_s),
     )
 
 
-def _words(
+def _message(
     interval_s: float | None,
     per_failure_s: float | None,
     daly_s: float | None,
@@ -235,11 +236,11 @@ def _words(
 ) -> str:
     if per_failure_s is None:
         return "fewer than two saves: how often this run saves cannot be measured yet"
-    words = f"a failure costs {_said(per_failure_s)} on average"
+    message = f"a failure costs {_duration(per_failure_s)} on average"
     if daly_s is None or interval_s is None or mtbf_s is None:
-        return words
-    words += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_said(daly_s)}"
-    return words + f" (now {_said(interval_s)})"
+        return message
+    message += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_duration(daly_s)}"
+    return message + f" (now {_duration(interval_s)})"
 
 
 def _next(
@@ -254,5 +255,5 @@ def _next(
     return None if save_s else f"ckptctl cost{where}{every} --mtbf {mtbf_s:g} --save-time 60"
 
 
-def _said(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return duration(seconds, digits=3)

@@ -1,9 +1,9 @@
 """Measure the interval and the duration of saves from the steps under a root.
 
-From the times of the files of the newest steps: a save took at least as long as its
-files lie apart, and a step came as long after the one before as their last files do. The
-medians are taken: a restart in between makes one long interval. Whether the steps are
-whole is not asked.
+Measured by the times of the files of the newest steps: a save took at least as long as the
+time between its first and last file, and the interval is the time between the last files of
+two steps. Medians are used, since a restart in between makes one long interval. The steps
+are not inspected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_STEPS = 11
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the newest `n_steps` steps of a run say; None where they say nothing.
+    """Measurements of the newest `n_steps` steps of a run; None where nothing can be measured.
 
     `interval_s` is from save to save, `steps_apart` how many training steps that is,
     `save_s` the time from a save's first file to its last: at least that long it took.
@@ -57,7 +57,7 @@ class _Saved:
 def measured(
     root: str, storage: StorageOptions = StorageOptions(), *, pattern: str | None = None
 ) -> Measured:
-    """What the steps under a root say about its saves.
+    """Measurements of the steps under a root.
 
     Raises `StorageError`, and `UsageError` for a path that is no root.
     Cost: two listings, and one for each of at most `MOST_STEPS` steps.
@@ -85,7 +85,7 @@ def measured_in(store: Store, pattern: str | None = None) -> Measured:
 
 def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
     for step in list_root(store, compile_pattern(pattern)).steps[:MOST_STEPS]:
-        # What ckptctl writes into a step later belongs to no save.
+        # Files that ckptctl writes into a step later are not part of the save.
         files = [one for one in store.list_tree(step.name) if "/.ckptctl/" not in one.path]
         times = [one.mtime_s for one in files if one.mtime_s is not None]
         if times:

@@ -1,8 +1,7 @@
 """The model of recovery cost: MTBF, optimal interval, effective training time.
 
-Formulas, nothing else: nothing is measured and nothing is read here. All times are in
-seconds. The interval of Young and Daly is the time of training between two saves; the
-one that is best for availability counts the save too.
+Formulas only. All times are in seconds. The interval of Young and Daly is the time of
+training between two saves; the one that is best for availability includes the save.
 
 Sources: J. W. Young, 1974; J. T. Daly, 2006; Saxena et al., arXiv 2410.18124; Kokolis
 et al., arXiv 2410.21680.
@@ -19,8 +18,8 @@ DAY_S = 86_400.0
 def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
     """Mean time between failures of a job on `n_nodes`, in seconds.
 
-    Measured fleets: 0.0065 and 0.00234 failures a node and day (Kokolis et al.). Holds
-    for large jobs; small ones were seen to fail less often than this says.
+    Measured fleets: 0.0065 and 0.00234 failures per node and day (Kokolis et al.). Holds for
+    large jobs; small ones failed less often than the formula predicts.
     """
     return DAY_S / (n_nodes * failures_per_node_day)
 
@@ -39,15 +38,15 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def available_interval(save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """The interval from save to save, the save included, with the most time of training."""
+    """The interval from save to save, the save included, that leaves the most training time."""
     return save_s + math.sqrt(2 * (mtbf_s + restart_s) * save_s + save_s**2)
 
 
 def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Of all time, the share that is training which is kept: between 0 and 1.
+    """The share of all time that is training and not lost: between 0 and 1.
 
-    Exact where failures come independently of each other (exponentially distributed),
-    also in the middle of a save or of a restart.
+    Exact for independent failures (exponentially distributed), which may also come during a
+    save or a restart.
     """
     if not interval_s > 0:
         return 0.0
@@ -59,13 +58,13 @@ def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: 
 
 
 def first_order_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """The same as anyone can work it out on paper: right where failures are rare, 0 at least."""
+    """The same to first order: correct where failures are rare, and at least 0."""
     lost = save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
     return max(0.0, 1 - lost)
 
 
 class Cadence(str, Enum):
-    """The time between saves, against how often the job fails."""
+    """The interval between saves, compared with the mean time between failures."""
 
     SHORT_ENOUGH = "short-enough"
     LONGER_THAN_BEST = "longer-than-best"

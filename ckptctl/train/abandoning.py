@@ -38,7 +38,7 @@ def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
     for url, store in job.stores.items():
         preferred = preferred and (path is None or join_url(url, base_name(path)) != path)
         try:
-            if url in job.looking.roots.optional and not list_root(store).exists:
+            if url in job.selection.roots.optional and not list_root(store).exists:
                 found.append(Branch(store, (), f"{url} does not exist"))
                 continue
             newer = newer_steps(store, decision.step, path, decision.digests, preferred=preferred)

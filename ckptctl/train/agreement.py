@@ -1,9 +1,9 @@
 """Decide the step to resume from, the same on every rank.
 
-Rank 0 looks and decides, as `pick` does; the others receive its decision, and each
-proves that it sees the same metadata bytes. There are three ways to come without a
-step: a fresh run, nothing usable, and a storage that did not answer. Only the first is
-an answer; the others are errors, the same on every rank.
+Rank 0 decides as `pick` does; the others receive its decision, and each proves that it sees
+the same metadata bytes. Without a step to load, a run is fresh, or no step is usable, or the
+storage did not answer. The first is a decision, the other two are errors, and each is the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
@@ -41,7 +41,7 @@ from ckptctl.selection.verifying import open_target, verify
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
 SETTLE_S = 60.0
-"""How long a rank waits to see what rank 0 saw: NFS keeps a folder's old listing so long."""
+"""How long a rank waits to see what rank 0 saw: NFS caches the listing of a folder so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Looking:
-    """The roots, how rank 0 chooses among their steps, and how long other ranks may lag behind."""
+class Selection:
+    """The roots, how rank 0 selects a step in them, and how long other ranks may lag behind."""
 
     roots: Roots
     policy: PickPolicy
@@ -78,40 +78,40 @@ class Looking:
     storage: SharedStores
     settle_s: float = SETTLE_S
 
-    def older_than(self, step: int) -> Looking:
+    def older_than(self, step: int) -> Selection:
         """The same for the steps before `step`, which also lie before the policy's own bound."""
         before = step if self.policy.before is None else min(step, self.policy.before)
         return replace(self, policy=replace(self.policy, before=before))
 
 
-def check_roots(looking: Looking) -> tuple[StepName, ...]:
+def check_roots(selection: Selection) -> tuple[StepName, ...]:
     """Raise where roots without steps are not those of a run that has saved nothing yet.
 
     Returns the steps of all roots, newest first. Called before anything is written there: a
     root that ckptctl has marked would pass for one that is known. Raises `StorageError`,
     `UsageError`. Cost: one listing of each root.
     """
-    pattern = compile_pattern(looking.requirements.pattern)
+    pattern = compile_pattern(selection.requirements.pattern)
     with ExitStack() as stack:
         tiers = open_tiers(
-            stack, looking.roots, lambda store: (list_root(store, pattern), {}), looking.storage
+            stack, selection.roots, lambda store: (list_root(store, pattern), {}), selection.storage
         )
         steps = [named for tier in tiers for named in tier.listing.steps]
         if not steps:
-            opened = partial(open_store, storage=looking.storage)
+            opened = partial(open_store, storage=selection.storage)
             begins = judge_empty(tiers, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,
                     exit_code=begins.exit_code,
-                    next_command=f"ckptctl scan {looking.roots.words}",
+                    next_command=f"ckptctl scan {selection.roots.words}",
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
 
 def decide(
     resume_from: str | int | None,
-    looking: Looking,
+    selection: Selection,
     *,
     skip: Collection[int] = (),
 ) -> tuple[Decision, OpenStep | None]:
@@ -123,21 +123,21 @@ def decide(
     `NothingToResume` where steps are there and none is usable (11), or one could not be
     inspected (75), and for a named step that is not usable (its verdict's code).
     """
-    wanted = wanted_step(resume_from, looking.roots)
+    wanted = wanted_step(resume_from, selection.roots)
     if wanted == "none":
         return Decision(None, None), None
     if wanted == "auto":
-        return _newest(looking, skip)
+        return _newest(selection, skip)
     if not wanted.isdecimal():
-        return _named(wanted, looking, skip)
+        return _named(wanted, selection, skip)
     failed: CkptctlError | None = None
-    for url in looking.roots.urls:
+    for url in selection.roots.urls:
         try:
-            return _named(f"{url.rstrip('/')}@{wanted}", looking, skip)
+            return _named(f"{url.rstrip('/')}@{wanted}", selection, skip)
         except CkptctlError as error:
             if error.exit_code == Verdict.SUPERSEDED.exit_code:
-                raise  # a copy in another root, without the mark, would be taken
-            # What is wrong with a step that is there says more than that another root lacks it.
+                raise  # another root may hold a copy without the mark
+            # The error of a step that exists explains more than that another root lacks it.
             if failed is None or isinstance(failed, UsageError):
                 failed = error
     assert failed is not None  # noqa: S101 - there is at least one root
@@ -145,9 +145,9 @@ def decide(
 
 
 def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
-    """What was asked for: `auto`, `none`, digits, or what can be the path of a step.
+    """What was asked for: `auto`, `none`, digits, or the path of a step.
 
-    Raises `UsageError` for a word that is none of them: no such path is there.
+    Raises `UsageError` for anything else.
     """
     wanted = str(resume_from if resume_from is not None else "none").strip() or "none"
     known = wanted in ("auto", "none") or wanted.isdecimal()
@@ -171,15 +171,15 @@ def _newest(looking: Looking, skip: Collection[int]) -> tuple[Decision, OpenStep
         raise NothingToResume(
             found.message,
             exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
-            next_command=found.next_command or f"ckptctl scan {looking.roots.words}",
+            next_command=found.next_command or f"ckptctl scan {selection.roots.words}",
         )
     fell_back = found.answer is Answer.FELL_BACK or bool(skip)
     return _chosen(found.chosen, rejected, fell_back=fell_back), opened
 
 
-def _first_level(looking: Looking) -> Level | None:
-    """How deep rank 0 looks: level `content` comes after it, and all ranks share it."""
-    level = looking.policy.level
+def _first_level(selection: Selection) -> Level | None:
+    """The level of rank 0's own inspection; level `content` follows, shared by all ranks."""
+    level = selection.policy.level
     return None if level is Level.CONTENT else level
 
 
@@ -200,7 +200,7 @@ def _named(
         raise UsageError(f"{report.url}: the name of the folder gives no step number")
     if report.number in skip:
         raise NothingToResume(
-            f"{report.url} was asked for, and it could not be loaded",
+            f"{report.url} was asked for, but it could not be loaded",
             exit_code=11,
             next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
         )
@@ -250,27 +250,27 @@ def prove_seen(decision: Decision, group: ProcessGroup, looking: Looking) -> Non
     path = decision.path
     if path is None or group.size == 1:
         return
-    waited_s = 0.0 if group.is_first else looking.settle_s
-    group.from_all(lambda: _see(path, decision.digests, looking, waited_s))
+    waited_s = 0.0 if group.is_first else selection.settle_s
+    group.from_all(lambda: _see(path, decision.digests, selection, waited_s))
 
 
-def changed(decision: Decision, looking: Looking) -> str | None:
-    """What has become of the step that was decided on; None where it lies there as it did.
+def changed(decision: Decision, selection: Selection) -> str | None:
+    """How the step that was decided on has changed; None where it has not.
 
     Its metadata is read anew, whatever an `OpenStep` holds: the step may have been saved
     over while it was loaded. Cost: one read of its metadata.
     """
     if decision.path is None:
         return None
-    return _differs(decision.path, decision.digests, looking)
+    return _differs(decision.path, decision.digests, selection)
 
 
 def _see(
-    path: str, digests: tuple[tuple[str, str], ...], looking: Looking, settle_s: float
+    path: str, digests: tuple[tuple[str, str], ...], selection: Selection, settle_s: float
 ) -> None:
     until_s = time.monotonic() + settle_s
     pause_s = 0.1
-    while (wrong := _differs(path, digests, looking)) is not None:
+    while (wrong := _differs(path, digests, selection)) is not None:
         if time.monotonic() + pause_s > until_s:
             raise StorageUnavailable(
                 f"{path}: {wrong}; this machine does not see what rank 0 sees, so no rank loads. "
@@ -281,10 +281,10 @@ def _see(
         pause_s = min(2 * pause_s, 5.0)
 
 
-def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) -> str | None:
+def _differs(path: str, digests: tuple[tuple[str, str], ...], selection: Selection) -> str | None:
     name = base_name(path)
     try:
-        with open_store(parent_url(path), looking.storage) as store:
+        with open_store(parent_url(path), selection.storage) as store:
             for file, digest in digests:
                 data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
                 found = hashlib.sha256(data).hexdigest()
@@ -295,21 +295,23 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], looking: Looking) 
     return None
 
 
-def prove_content(decision: Decision, group: ProcessGroup, looking: Looking) -> LoadFailed | None:
-    """Compare every byte of the step where level `content` was asked for, shared by all ranks.
+def prove_content(
+    decision: Decision, group: ProcessGroup, selection: Selection
+) -> LoadFailed | None:
+    """Compare every byte of the step where level `content` was asked for; all ranks share it.
 
-    The failure that all ranks agree on, None where the step is what was saved. Raises
-    `StorageError`. Cost: every byte of the step, read by one rank or another.
+    Returns the failure that all ranks agree on, None for a sound step. Raises `StorageError`.
+    Cost: every byte of the step, read by one rank.
     """
     path = decision.path
-    if path is None or looking.policy.level is not Level.CONTENT:
+    if path is None or selection.policy.level is not Level.CONTENT:
         return None
     reports = group.from_all(
         lambda: verify(
             path,
             level=Level.CONTENT,
-            requirements=looking.requirements,
-            storage=looking.storage,
+            requirements=selection.requirements,
+            storage=selection.storage,
             group=group,
         )
     )
@@ -323,7 +325,7 @@ def prove_content(decision: Decision, group: ProcessGroup, looking: Looking) -> 
 
 
 def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
-    """What it means that several steps looked whole and were not."""
+    """The error for several steps that were inspected as whole and did not load."""
     steps = ", ".join(str(step) for step in failed)
     return NothingToResume(
         f"{len(failed)} steps passed inspection but did not load ({steps}): suspect the "

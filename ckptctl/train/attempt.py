@@ -1,7 +1,7 @@
 """Record an attempt of the job in the ledger, however it ends.
 
-The attempt knows how far it has come, and writes it down; an exception that ends the
-process is seen on its way out. What the record means for a step is `evidence`'s question.
+The attempt records how far the training has come, and an exception that ends the process.
+`evidence` decides what the records mean for a step.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ckptctl.train.evidence import NOT_FINITE, signature_of
 from ckptctl.train.ledger import Ledger
 
 PROGRESS_EVERY_S = 30.0
-"""How often progress is written down, in seconds."""
+"""How often progress is recorded, in seconds."""
 
 RECORD_TIMEOUT_S = 5.0
-"""How long one try to write a line beside the training may take, and how long its end waits."""
+"""How long the one try to write a line in the background may take, and the wait at the end."""
 
 Hook = Callable[..., Any]
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One life of the job, as one of its ranks lives it.
+    """One attempt of the job, on one of its ranks.
 
-    `step` is how far the training has come, `saved` the newest step that is on its way or
-    there.
+    `step` is how far the training has come, `saved` the newest step that is saved or is being
+    saved.
     """
 
     token: Token
@@ -50,17 +50,17 @@ class Attempt:
 
     @property
     def origin(self) -> Origin:
-        """What the seals of its steps say of it."""
+        """The attempt as the seals of its steps name it."""
         job, node = (str(self.cluster.get(name) or "") for name in ("job", "node"))
         return Origin(self.token.attempt, self.resumed_from, job, node)
 
     def record(self, event: str, **fields: object) -> None:
-        """A line that nothing depends on, written by a thread: no training waits for it."""
+        """Have a thread write a line; the training does not wait, and no failure is raised."""
         with suppress(CkptctlError):
             self.ledger.add_later(event, rank=self.ledger.rank, **fields)
 
     def note(self, step: int, loss: float | None) -> None:
-        """Remember how far the training has come; write it down now and then, on rank 0."""
+        """Set how far the training has come; rank 0 records it from time to time."""
         self.step = step
         if self.ledger.rank != 0:
             return
@@ -71,21 +71,21 @@ class Attempt:
             self.record("progress", step=step, loss=loss)
 
     def failed(self, evidence: str) -> None:
-        """Write down the first failure: what comes after it follows from it."""
+        """Record the first failure only: later ones are its consequences."""
         if self._has_failed:
             return
         self._has_failed = True
         self.record("failed", step=self.step, evidence=evidence)
 
     def ended_by(self, error: BaseException) -> None:
-        """Write down an exception that says something; one that does not counts for nothing."""
+        """Record an exception that ends the attempt, if it is evidence against the step."""
         evidence = signature_of(error)
         if evidence is not None:
             self.failed(evidence)
         self._has_failed = True
 
     def watch(self) -> None:
-        """See an exception that nobody catches, in passing."""
+        """Record an exception that nobody catches, by a hook."""
         before = sys.excepthook
 
         def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -96,7 +96,7 @@ class Attempt:
         self._hooks = (before, seen)
 
     def leave(self, how: str) -> None:
-        """Write down that it is over, once, and put back what `watch` took the place of."""
+        """Record the end, once, and restore the hook that `watch` replaced."""
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
         self._hooks = None

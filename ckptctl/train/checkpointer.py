@@ -1,8 +1,7 @@
 """The object with which a training script saves and resumes.
 
-The one object a script holds. It keeps what outlives a call: the job, the record of this
-attempt, the save in flight. How a job resumes is `resuming`'s question, how a step is
-written `saving`'s.
+It keeps what outlives a call: the job, the record of this attempt, the save in flight.
+`resuming` holds the stages of a resume, `saving` those of a save.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptio
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.retrying import SAVE_RETRY_S
-from ckptctl.train.agreement import SETTLE_S, Looking
+from ckptctl.train.agreement import SETTLE_S, Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.reporting import to_stderr
@@ -31,7 +30,14 @@ from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
 from ckptctl.train.staging import Stager
-from ckptctl.train.state import Parts, Place, Stateful, check_readable, collect, give_generator
+from ckptctl.train.state import (
+    Parts,
+    RankPosition,
+    Stateful,
+    check_readable,
+    collect,
+    give_generator,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,22 +46,27 @@ if TYPE_CHECKING:
 class Checkpointer:
     """Saves steps under a root, and resumes from the newest one that is whole.
 
-    Every rank of the job makes one and calls its methods at the same places. Call
-    `resume` once, before the first step. Used with `with`, or closed with `close`; what is
-    in flight is waited for when the process ends, too.
+    Every rank of the job makes one and calls its methods at the same places. Call `resume`
+    once, before the first step. Use it with `with`, or call `close`; a save in flight is
+    also waited for when the process ends.
 
     `root` may be several roots of one run in order of preference, such as a local disk and
     shared storage: `resume` decides over all of them, as `pick` does. Steps are saved to the
-    first that is not optional; `keep` and seals concern that root alone. `optional_roots` may
+    first that is not optional; `keep` and seals concern that root only. `optional_roots` may
     be absent.
+
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
     `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
-    `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps
-    stay, of those that `resume` would take; older ones are removed beside the training. None
-    removes nothing. `seed` is the run's, from
-    which random numbers are derived at another number of ranks. `dp_rank` and `dp_size`
-    are this rank's place among the data-parallel ones, by default among all. `rng`,
-    `accept_repetition` and `accept_lost` say what may be lost; see `docs/train.md`.
+    `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps stay,
+    of those that `resume` would take; older ones are removed in the background. None removes
+    nothing. `seed` is the run's, from which random numbers are derived at another number of
+    ranks. `dp_rank` and `dp_size` are this rank's position among the data-parallel ones, by
+    default among all. `rng`, `accept_repetition` and `accept_lost` allow state to be lost; see
+    `docs/train.md`. `settle_s` is how long a rank waits to see what rank 0 saw, `patience_s`
+    how long a rank waits for the slowest one. `tell` prints a message.
+
+    `policy`, `requirements` and `storage` are those of `pick`; each of their fields is a
+    keyword too.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class Checkpointer:
             raise UsageError(
                 "a Checkpointer names its steps by step_format; pattern is for resolve"
             )
-        # Whoever was saving here cannot publish any more: no unfinished save is still running.
+        # An earlier attempt cannot publish any more, so an unfinished save is not a running one.
         requirements = replace(requirements, grace_s=0.0)
         group = make_group(patience_s)
         roots = roots_in(root, optional_roots)
@@ -107,7 +118,7 @@ class Checkpointer:
             roots.first,
             stores[roots.first],
             group,
-            Place(
+            RankPosition(
                 group.rank,
                 group.size,
                 group.rank if dp_rank is None else dp_rank,
@@ -115,14 +126,14 @@ class Checkpointer:
             ),
             Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {}),
             Policies(rng, accept_repetition, tuple(accept_lost)),
-            looking,
+            selection,
             tell,
             open_store(roots.first, replace(storage, timeout_s=RECORD_TIMEOUT_S, retries=0)),
             stores,
         )
-        # An outage of a minute must not end a run that could save after it.
+        # An outage of a minute must not end a run that could save afterwards.
         self._save_store = open_store(roots.first, replace(storage, retry_for_s=SAVE_RETRY_S))
-        self._later = make_group(patience_s)  # for what runs beside the training
+        self._later = make_group(patience_s)  # for asynchronous saves, whose collectives overlap
         self._keep, self._seed, self._seal, self._key = keep, seed, seal, requirements.key
         self._step_format = step_format
         self._attempt: Attempt | None = None
@@ -131,21 +142,21 @@ class Checkpointer:
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
-        give_generator(self._job.parts, self._job.place, seed)
+        give_generator(self._job.parts, self._job.position, seed)
 
     # Resuming
 
     def resume(self, resume_from: str | int | None = "auto", *, replay: int | None = None) -> Start:
         """Go on from the newest usable step, or from a named one; the same on every rank.
 
-        `resume_from` is `auto`, `none`, a step number, or the path of a step. A step that
-        turns out not to load is passed over by all ranks together. Newer steps than the one
-        resumed from are marked superseded: they are never taken again.
+        `resume_from` is `auto`, `none`, a step number, or the path of a step. All ranks
+        together pass over a step that does not load. Newer steps than the one resumed from
+        are marked superseded: no later resume takes them.
 
         `replay` is a number of steps to train again, to prove the resume: `auto` then means
         the newest usable step that lies so many before the newest one. Nothing is written
-        into the root, which another attempt may hold; train up to `Start.last`, log into a
-        file of its own, and compare with `ckptctl loss --canary`.
+        into the root, which another attempt may hold; train up to `Start.last`, log into
+        another file, and compare with `ckptctl loss --canary`.
 
         Raises `NothingToResume` where steps are there and none is usable (exit code 11) or
         one could not be inspected (75), `StorageError` where the storage or one rank's view
@@ -205,12 +216,12 @@ class Checkpointer:
         samples: int | None = None,
         loss: float | None = None,
     ) -> str:
-        """The same beside the training: the state is copied to memory, and written by a thread.
+        """The same in the background: the state is copied to memory, and a thread writes it.
 
-        One save is in flight at a time: a second call waits for the first. What goes wrong is
-        raised at the next call of `save`, `save_async`, `flush` or `close`. The step is there
-        and sealed once `flush` has returned. Costs one copy of this rank's state in memory,
-        which the next save uses again.
+        One save is in flight at a time: a second call waits for the first. An error is raised
+        at the next call of `save`, `save_async`, `flush` or `close`. The step is complete and
+        sealed once `flush` has returned. Costs one copy of this rank's state in memory, which
+        the next save uses again.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
@@ -222,9 +233,9 @@ class Checkpointer:
         return one.url
 
     def flush(self) -> None:
-        """Wait for the save in flight, and raise what went wrong with it.
+        """Wait for the save in flight, and raise its error.
 
-        Then for the removal of older steps, for half a minute at most.
+        Then wait for the removal of older steps, for half a minute at most.
         """
         flight, self._flight = self._flight, None
         try:
@@ -246,7 +257,7 @@ class Checkpointer:
 
     def _begun(self) -> Attempt:
         if self._attempt is None:
-            raise UsageError("call resume() before anything else, also for a fresh run")
+            raise UsageError("call resume() first, also for a fresh run")
         return self._attempt
 
     def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
@@ -272,15 +283,15 @@ class Checkpointer:
         progress = {"step": step, "seed": self._seed}
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
-        state = collect(self._job.parts, self._job.place, progress)
-        # At every save: a value that is not loaded again may come with any step.
+        state = collect(self._job.parts, self._job.position, progress)
+        # At every save: any step may bring a value that could not be loaded again.
         self._job.group.from_all(lambda: check_readable(state))
         return state
 
     def _run(
         self, one: StepSave, state: dict[str, Any], tokens: int | None, loss: float | None
     ) -> None:
-        """Save, write it down, and have older steps removed; in a thread for `save_async`."""
+        """Save, record it, and start to remove older steps; in a thread for `save_async`."""
         began_s = time.monotonic()
         one.run(state)
         attempt = self._begun()
@@ -301,26 +312,13 @@ class Checkpointer:
             self._retain(attempt, one.number, self._keep)
 
     def _retain(self, attempt: Attempt, step: int, keep: int) -> None:
-        """Have a thread remove what is older than the steps that are kept; on rank 0 only.
+        """Have a thread remove the steps that are older than those that are kept.
 
-        The save has succeeded by now: what cannot be removed is reported, and ends nothing.
+        On rank 0 only. The save has succeeded: a failed removal is reported and not raised.
         """
         if self._retention is None:
-            looking = self._job.looking
             # Its requests fail soon: what is not removed now goes with the next save.
-            self._retention = Retention(
-                self._job.store,
-                attempt.token,
-                keep,
-                looking.requirements,
-                looking.policy,
-                self._job.tell,
-                [
-                    (store, url in looking.roots.optional)
-                    for url, store in self._job.stores.items()
-                    if store is not self._job.store
-                ],
-            )
+            self._retention = Retention(self._job, attempt.token, keep)
         protected = {step: "it was saved just now"}
         if attempt.resumed_from is not None:
             protected[attempt.resumed_from] = "this attempt resumed from it"
@@ -329,10 +327,10 @@ class Checkpointer:
     # The record of this attempt
 
     def note(self, step: int, *, loss: float | None = None) -> None:
-        """Say how far the training has come; call it after each step, on every rank.
+        """Record how far the training has come; call it after each step, on every rank.
 
-        Writes a line at most every 30 s, and one for the first loss that is not finite. By
-        it a later resume knows how soon a failure followed the step that was loaded.
+        Writes a line at most every 30 s, and one for the first loss that is not finite. A
+        later resume reads from it how soon a failure followed the step that was loaded.
         """
         if self._replay is None:
             self._begun().note(step, loss)
@@ -340,9 +338,9 @@ class Checkpointer:
     def failed(self, evidence: str) -> None:
         """Record that this attempt failed at the step it is at; only the first one counts.
 
-        Two attempts that resumed from one step and failed with the same evidence within
-        20 steps have the step passed over from then on. What ends the process as an
-        exception is recorded by itself.
+        After two attempts that resumed from one step and failed with the same evidence
+        within 20 steps, the step is passed over. An exception that ends the process is
+        recorded without a call.
         """
         if self._replay is None:
             self._begun().failed(evidence)
@@ -350,7 +348,7 @@ class Checkpointer:
     # The end
 
     def close(self) -> None:
-        """Wait for the save in flight, raise what went wrong with it, and end the record."""
+        """Wait for the save in flight, raise its error, and end the record."""
         try:
             self.flush()
         finally:

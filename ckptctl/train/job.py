@@ -9,9 +9,9 @@ from typing import Any
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageError
 from ckptctl.storage.contract import Store
-from ckptctl.train.agreement import Decision, Looking, Rejected
+from ckptctl.train.agreement import Decision, Rejected, Selection
 from ckptctl.train.restoring import Inventory, Policies, Progress
-from ckptctl.train.state import Parts, Place
+from ckptctl.train.state import Parts, RankPosition
 
 Tell = Callable[[str], None]
 """Prints one line for the person who started the job."""
@@ -55,17 +55,17 @@ class Job:
     root: str
     store: Store
     group: ProcessGroup
-    place: Place
+    position: RankPosition
     parts: Parts
     policies: Policies
-    looking: Looking
+    selection: Selection
     tell: Tell
     later: Store
     stores: Mapping[str, Store]
 
     def tolerated(self, url: str) -> tuple[type[StorageError], ...]:
         """The errors of a root that do not stop a resume: all of an optional one."""
-        return (StorageError,) if url in self.looking.roots.optional else ()
+        return (StorageError,) if url in self.selection.roots.optional else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The ledger of the attempts of a run.
 
-One file an attempt below `.ckptctl/attempts/` of the root, one JSON object a line,
-only ever added to. Beside it lies the report of the resume. What the record of
-several attempts says against a step is the question of `evidence`.
+Each attempt has one file under `.ckptctl/attempts/` of the root, with one JSON object per
+line, to which lines are only added. The report of the resume is beside it. `evidence`
+decides what the records of several attempts prove against a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptctl.storage.opening import join_url
 from ckptctl.storage.threads import start_daemon
 
 EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
-"""What a line can say. Who reads a ledger passes over events that it does not know."""
+"""The events of a line. Readers of a ledger ignore events that they do not know."""
 
 _FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
 _MAX_BYTES = 16 << 20
@@ -45,9 +45,9 @@ _TIME = "%Y%m%dT%H%M%S.%fZ"
 def new_attempt(previous: str | None = None) -> str:
     """The name of an attempt that begins now, after the attempt `previous`.
 
-    Names sort in the order of the fence's numbers, whatever the clocks of the hosts say:
-    where this host's clock is behind the name of the previous attempt, the name follows
-    that one by a microsecond.
+    Names sort in the order of the fencing tokens, also where the clocks of the hosts differ:
+    if this host's clock is behind the name of the previous attempt, the new name is one
+    microsecond after that.
     """
     now = datetime.datetime.now(datetime.timezone.utc)
     try:
@@ -67,15 +67,15 @@ def utc_now() -> str:
 
 @dataclass(slots=True)
 class Ledger:
-    """The record of one attempt, as one of its ranks writes it.
+    """The record of one attempt, written by one of its ranks.
 
     On a file system every rank adds lines to the one file; an object store cannot
     append, so there each rank has an object of its own, written anew for each line.
 
     `add` writes while the caller waits. `add_later` hands the line to a thread, which
-    writes it with one try through `later`, a store with a short timeout: a storage that
-    hangs must not hold the training. What could not be written is written with the next
-    line.
+    writes it with one try through `later`, a store with a short timeout, so that a storage
+    that hangs does not delay the training. A line that could not be written is written with
+    the next one.
     """
 
     store: Store
@@ -87,27 +87,27 @@ class Ledger:
     _thread: Thread | None = None
 
     def add(self, event: str, **fields: object) -> None:
-        """Add one line, durably. Raises `StorageError` where that cannot be.
+        """Add one line, durably. Raises `StorageError`.
 
-        Not to be called after `add_later`.
+        Must not be called after `add_later`: two threads would write.
         """
         self._write(self.store, self._line(event, fields))
 
     def add_later(self, event: str, **fields: object) -> None:
-        """Add one line beside the caller, who does not wait and is told of no failure."""
+        """Have a thread add one line; the caller does not wait, and no failure is raised."""
         if self._thread is None:
             self._thread = start_daemon("ckptctl-ledger", self._write_queued)
         self._queue.put(self._line(event, fields))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was handed to the thread has been tried, `timeout_s` at most."""
+        """Wait until the thread has tried to write every line, `timeout_s` at most."""
         if self._thread is not None:
             tried = Event()
             self._queue.put(tried)
             tried.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Drain, and end the thread; it closes `later` when it has done with it."""
+        """Drain, and end the thread, which closes `later`."""
         self.drain(timeout_s)
         if self._thread is not None:
             self._queue.put(None)
@@ -155,8 +155,8 @@ def read_attempts(
 ) -> tuple[tuple[str, tuple[Row, ...]], ...]:
     """The newest attempts with their events in order of time, oldest attempt first.
 
-    A ledger is a help and never a condition: a line that was cut short is passed over,
-    and so is a file that cannot be read. Raises `StorageError` where the folder of the
+    No decision depends on a single line: one that was cut short is ignored, and so is a file
+    that cannot be read. Raises `StorageError` where the folder of the
     attempts cannot be listed. Cost: one listing, one read for each attempt.
     """
     try:

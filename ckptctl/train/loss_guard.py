@@ -1,29 +1,34 @@
 """Guard against a bad loss: all ranks decide together whether to apply a step.
 
-A loss that is not finite, or that stands far above the recent ones, is seen by all
-ranks at the same step, before the optimizer has used it. Whether the loss continued
-across a resume is a question for `ckptctl loss`, asked of the log.
+All ranks learn of a loss that is not finite, or far above the recent ones, at the same
+step, before the optimizer uses it. `ckptctl loss` checks, from the log, whether the loss
+continued across a resume.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, SupportsFloat
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
+from ckptctl.formats.own.marks import MarkKind
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.train.later_rejections import command_for, reject_since
+from ckptctl.selection.fencing import check_token, held_token
+from ckptctl.selection.marking import mark
+from ckptctl.selection.roots import list_root
+from ckptctl.storage.opening import join_url, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_MIN_RECENT = 10  # fewer losses say nothing about what is usual
+_MIN_RECENT = 10  # fewer losses do not show what is usual
 
 
 class Action(str, Enum):
@@ -62,22 +67,22 @@ class LossVerdict:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong with the loss."""
+        """Whether the loss is sound."""
         return self.kind is Kind.SOUND
 
     @property
     def skip(self) -> bool:
-        """The update is not to be made: zero the gradients and go on."""
+        """Whether to leave out the update: zero the gradients and go on."""
         return self.action is Action.SKIP
 
     @property
     def stop(self) -> bool:
-        """The training is to stop, and not to be resumed from the newest step."""
+        """Whether to stop the training, and not to resume it from the newest step."""
         return self.action is Action.STOP
 
 
 class LossGuard:
-    """Looks at each loss before the optimizer uses it.
+    """Checks each loss before the optimizer uses it.
 
     ```python
     guard = LossGuard("skip", root=root)
@@ -95,13 +100,13 @@ class LossGuard:
     `after` bad ones in a row it is `stop` in any case: then the weights themselves are
     suspect, and with a `root` the steps that were saved since are rejected, or the newest
     one where none was, so that `pick` and `resume` take an older one. A loss is a spike
-    above `spike_factor` times the largest of the last `recent` sound ones; 0 looks for none.
+    above `spike_factor` times the largest of the last `recent` sound ones; 0 turns that off.
     `storage` opens a `root` on an object store; its fields are keywords, too, as for
-    `Checkpointer`. Every rank makes one, once its process group is there; `group` can be
-    shared.
+    `Checkpointer`. Every rank makes one, once its process group is initialized; `group` can
+    be shared.
 
-    Cost of `check`: one reduction of two numbers among the ranks, and the wait for the
-    loss itself where it is on a GPU.
+    Cost of `check`: one all-reduce of one number, and the wait for the loss itself where it
+    is on a GPU.
     """
 
     def __init__(
@@ -139,7 +144,7 @@ class LossGuard:
         value = float(loss)
         own = self._kind(value)
         rank = self._group.rank
-        # Where several ranks see something, the last of those that see the worst is named.
+        # One number carries kind and rank: the largest is the worst kind, on its last rank.
         order = list(Kind).index(own)
         (worst,) = self._group.most(order * self._group.size + (rank if order else 0))
         kind = list(Kind)[worst // self._group.size]
@@ -151,7 +156,7 @@ class LossGuard:
             self._first_bad = step
         self._in_a_row += 1
         named = worst % self._group.size
-        return self._bad(step, kind, named, self._words(kind, value, named))
+        return self._bad(step, kind, named, self._describe(kind, value, named))
 
     def _kind(self, value: float) -> Kind:
         if not math.isfinite(value):
@@ -160,13 +165,13 @@ class LossGuard:
         return Kind.SPIKE if limit is not None and value > limit else Kind.SOUND
 
     def _limit(self) -> float | None:
-        """Above this a loss is a spike; None where nothing can be said."""
+        """A loss above this is a spike; None where that cannot be decided."""
         if not self._factor or len(self._recent) < _MIN_RECENT:
             return None
         highest = max(self._recent)
         return highest * self._factor if highest > 0 else None
 
-    def _words(self, kind: Kind, value: float, rank: int) -> str:
+    def _describe(self, kind: Kind, value: float, rank: int) -> str:
         here = rank == self._group.rank
         what = f"the loss is {value:g}" if here else "the loss is bad"
         if kind is Kind.NOT_FINITE and not here:
@@ -184,13 +189,13 @@ class LossGuard:
         rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
         message = f"step {step}: {what}{rows}; do not resume from the newest step"
         rejected: tuple[str, ...] = ()
-        command = None if self._root is None else command_for(["pick", self._root], self._storage)
+        command = None if self._root is None else _command_for(["pick", self._root], self._storage)
         if self._root is not None and self._group.is_first:
             reason = f"the loss went bad at step {self._first_bad}, and training stopped at {step}"
             try:
-                rejected = reject_since(self._root, self._first_bad, reason, self._storage)
+                rejected = _reject_since(self._root, self._first_bad, reason, self._storage)
             except CkptctlError as error:
-                # The training stops all the same: a person has to write the mark.
+                # The training stops all the same; a person has to write the mark.
                 message += f": {error.message}"
                 command = error.next_command
         return LossVerdict(
@@ -209,3 +214,53 @@ def _nth(number: int) -> str:
     endings = {1: "st", 2: "nd", 3: "rd"}
     ending = "th" if 10 < number % 100 < 14 else endings.get(number % 10, "th")
     return f"{number}{ending}"
+
+
+def _reject_since(
+    root: str,
+    first_bad: int,
+    reason: str,
+    storage: StorageOptions = StorageOptions(),
+) -> tuple[str, ...]:
+    """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
+
+    The loss of step N is computed with the weights that step N - 1 left: a step saved at
+    N - 1 or later is suspect. Without such a step, the newest one led to the bad loss and
+    would again. `ckptctl accept` undoes a rejection. Where this process has resumed from the
+    root, it rejects only as long as it holds it: the steps of a later attempt hold other
+    weights.
+
+    Raises `StorageError` where the root cannot be listed or a mark cannot be written, with the
+    command that writes it, and `Fenced`. Cost: one listing, and for each step an inspection
+    and a write.
+    """
+    with open_store(root, storage) as store:
+        steps = list_root(store).steps
+        token = held_token(root)
+        suspect = [step for step in steps if step.number >= first_bad - 1] or list(steps[:1])
+        addresses = [join_url(root, step.name) for step in suspect]
+        for address in addresses:
+            if token is not None:
+                check_token(store, token)
+            try:
+                mark(
+                    address,
+                    MarkKind.REJECTED,
+                    reason=reason,
+                    by="ckptctl.train.LossGuard",
+                    storage=storage,
+                )
+            except CkptctlError as error:
+                words = ["reject", address, "--reason", reason]
+                raise StorageUnavailable(
+                    f"{address} could not be rejected ({error.message}): do not resume from it",
+                    next_command=_command_for(words, storage),
+                ) from error
+        return tuple(addresses)
+
+
+def _command_for(words: list[str], storage: StorageOptions) -> str:
+    """A command of ckptctl as a person types it, for the same storage."""
+    url = storage.endpoint_url
+    endpoint = [] if url is None else ["--endpoint-url", url]
+    return shlex.join(["ckptctl", *words, *endpoint])

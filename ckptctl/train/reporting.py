@@ -56,7 +56,7 @@ def _advice(job: Job, restored: Restored) -> Advice | None:
     path = restored.decision.path
     if path is None or restored.saved.world_size in (None, job.group.size):
         return None
-    with open_store(parent_url(path), job.looking.storage) as store:
+    with open_store(parent_url(path), job.selection.storage) as store:
         return advise(store, base_name(path), job.group.size)
 
 

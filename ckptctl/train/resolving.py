@@ -57,4 +57,4 @@ def resolve(
             return decision.path
         failed.append(decision.step)
         if len(failed) > policy.max_fallback:
-            raise too_many(failed, looking.roots)
+            raise too_many(failed, selection.roots)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptctl.errors import StateRefused, UsageError
 from ckptctl.train.rng import reseed, restore_rng
-from ckptctl.train.state import GLOBAL_DATA, Parts, Place, loader_generator
+from ckptctl.train.state import GLOBAL_DATA, Parts, RankPosition, loader_generator
 
 RNG_POLICIES = ("reseed", "refuse")
 KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
@@ -80,13 +80,17 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> Progress:
 
 
 def restore(
-    loaded: Mapping[str, Any], parts: Parts, place: Place, saved: Progress, policies: Policies
+    loaded: Mapping[str, Any],
+    parts: Parts,
+    position: RankPosition,
+    saved: Progress,
+    policies: Policies,
 ) -> Inventory:
     """Put everything back on this rank; what became of each kind of state.
 
     Raises `StateRefused` where something is lost that the policies do not allow.
     """
-    return _Restore(loaded, parts, place, saved, policies).run()
+    return _Restore(loaded, parts, position, saved, policies).run()
 
 
 class _Restore:
@@ -96,13 +100,13 @@ class _Restore:
         self,
         loaded: Mapping[str, Any],
         parts: Parts,
-        place: Place,
+        position: RankPosition,
         saved: Progress,
         policies: Policies,
     ) -> None:
         self._loaded = loaded
         self._parts = parts
-        self._place = place
+        self._position = position
         self._saved = saved
         self._policies = policies
         self._inventory = Inventory()
@@ -153,16 +157,16 @@ class _Restore:
             self._note(f"extra {name}", restored=name in held)
 
     def _restore_data(self) -> None:
-        parts, place, saved = self._parts, self._place, self._saved
+        parts, position, saved = self._parts, self._position, self._saved
         if parts.dataloader is None:
             return
         held = self._loaded.get("dataloader", {})
         if parts.has_global_loader and GLOBAL_DATA in held:
             self._restore_position(held[GLOBAL_DATA][0])
             return
-        same = saved.dp_size in (None, place.dp_size)
-        if parts.keeps_data and place.data_key in held and same:
-            parts.dataloader.load_state_dict(held[place.data_key][0])
+        same = saved.dp_size in (None, position.dp_size)
+        if parts.keeps_data and position.data_key in held and same:
+            parts.dataloader.load_state_dict(held[position.data_key][0])
             self._note("dataloader", restored=True)
             return
         self._note("dataloader", restored=False)
@@ -171,7 +175,7 @@ class _Restore:
         consumed = "an unknown number of" if saved.samples is None else f"up to {saved.samples:,}"
         why = (
             f"the position in the data was saved for {saved.dp_size} data-parallel ranks, and "
-            f"there are {place.dp_size} now: the data would start again, and {consumed} samples "
+            f"there are {position.dp_size} now: the data would start again, and {consumed} samples "
             "be repeated"
         )
         if not self._policies.accept_repetition:
@@ -198,16 +202,16 @@ class _Restore:
                 notes.append(f"{name} was {state[name]} and is {now[name]} now{kept}")
         loader.load_state_dict(dict(state))
         self._note("dataloader", restored=True)
-        if self._saved.dp_size not in (None, self._place.dp_size):
+        if self._saved.dp_size not in (None, self._position.dp_size):
             notes.append(
                 f"the data goes on at sample {loader.position:,}, in the same order, on "
-                f"{self._place.dp_size} ranks instead of {self._saved.dp_size}"
+                f"{self._position.dp_size} ranks instead of {self._saved.dp_size}"
             )
 
     def _restore_rng(self) -> None:
-        place, saved, inventory = self._place, self._saved, self._inventory
-        own = self._loaded.get("rng", {}).get(place.rng_key)
-        if saved.world_size in (None, place.world_size):
+        position, saved, inventory = self._position, self._saved, self._inventory
+        own = self._loaded.get("rng", {}).get(position.rng_key)
+        if saved.world_size in (None, position.world_size):
             if own is not None:
                 generator = loader_generator(self._parts)
                 if generator is not None and "dataloader" in own[0]:
@@ -217,11 +221,11 @@ class _Restore:
             return
         why = (
             f"random numbers were saved for {saved.world_size} ranks, and there are "
-            f"{place.world_size}"
+            f"{position.world_size}"
         )
         if self._policies.rng == "refuse":
             raise StateRefused(f"{why} now; rng='reseed' derives new ones")
-        reseed(saved.seed or 0, saved.step, place.rank)
+        reseed(saved.seed or 0, saved.step, position.rank)
         inventory.derived.append("rng")
         inventory.notes.append(f"{why} now: derived from seed {saved.seed or 0}, step and rank")
 

@@ -21,7 +21,6 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import (
     LoadFailed,
     NothingToResume,
-    PathNotFound,
     StorageUnavailable,
     UsageError,
 )
@@ -47,7 +46,7 @@ from ckptctl.train.attempt import Attempt
 from ckptctl.train.evidence import reject_proven
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import Ledger, new_attempt, put_report, read_attempts
-from ckptctl.train.loading import load_into, saved_metadata
+from ckptctl.train.loading import load_into, open_reader, prepared_metadata
 from ckptctl.train.reporting import resume_document, resume_lines
 from ckptctl.train.restoring import Inventory, Progress, progress_of, restore
 from ckptctl.train.state import template
@@ -93,21 +92,21 @@ class Resume:
             raise UsageError("a replay begins at a step; it goes with resume_from 'auto' or a step")
         if str(self._resume_from).strip() == "auto":
             before = job.group.from_first(lambda: self._replay_before(n_steps))
-            self._job = job = replace(job, looking=job.looking.older_than(before))
+            self._job = job = replace(job, selection=job.selection.older_than(before))
         restored = self._load_and_restore()
         report = job.group.from_first(lambda: self._report_replay(restored, n_steps))
         return replace(_start(restored, report, None), last=restored.saved.step + n_steps)
 
     def _check_before(self) -> None:
-        looking = self._job.looking
-        wanted = wanted_step(self._resume_from, looking.roots)
-        steps = check_roots(looking)
+        selection = self._job.selection
+        wanted = wanted_step(self._resume_from, selection.roots)
+        steps = check_roots(selection)
         if wanted == "none" and steps:
-            urls = looking.roots.urls
+            urls = selection.roots.urls
             raise UsageError(
                 f"{', '.join(urls)} {'holds' if len(urls) == 1 else 'hold'} {len(steps)} steps, "
                 f"{steps[0].name} the newest; a run from the beginning needs a root of its own",
-                next_command=f"ckptctl scan {looking.roots.words}",
+                next_command=f"ckptctl scan {selection.roots.words}",
             )
 
     # Deciding, loading and restoring
@@ -120,8 +119,8 @@ class Resume:
             decision = job.group.from_first(lambda: self._decide(tuple(failed)))
             if decision.path is None or decision.step is None:
                 return Restored(decision, decision.rejected, Progress(0), Inventory())
-            prove_seen(decision, job.group, job.looking)
-            error = prove_content(decision, job.group, job.looking)
+            prove_seen(decision, job.group, job.selection)
+            error = prove_content(decision, job.group, job.selection)
             if error is None:
                 loaded = self._load(decision)
                 if not isinstance(loaded, LoadFailed):
@@ -131,8 +130,8 @@ class Resume:
                 error = loaded
             step = decision.step
             failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
-            if len(failed) - len(passed_over) > job.looking.policy.max_fallback:
-                raise too_many(failed, job.looking.roots)
+            if len(failed) - len(passed_over) > job.selection.policy.max_fallback:
+                raise too_many(failed, job.selection.roots)
 
     def _decide(self, skip: tuple[int, ...]) -> Decision:
         """The step to load, and what a resume from it abandons; on rank 0 only."""
@@ -154,19 +153,22 @@ class Resume:
                 raise LoadFailed(error.message) from error
             loaded.update(template(job.parts, job.place, saved))
 
+        reader = open_reader(decision, job.selection)
         try:
             # A model that differs must fail on every rank before any tensor is written to.
             job.group.from_all(prepare)
             job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
         except LoadFailed as error:
             return error
+        finally:
+            reader.close()
         return loaded
 
     def _restore(self, step: int, loaded: Mapping[str, Any]) -> tuple[Progress, Inventory]:
         job = self._job
         saved = progress_of(loaded, step)
         inventory, *others = job.group.from_all(
-            lambda: restore(loaded, job.parts, job.place, saved, job.policies)
+            lambda: restore(loaded, job.parts, job.position, saved, job.policies)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):
@@ -210,7 +212,7 @@ class Resume:
             )
             unmarked = [report for report, marked in rejected if not marked]
             return tuple(Rejected(one.number, one.url, "rejected", why) for one in unmarked)
-        if changed(restored.decision, job.looking) is not None:
+        if changed(restored.decision, job.selection) is not None:
             return ()
         now = [branch.states for branch in abandoned_branches(job, restored.decision)]
         return None if now == [branch.states for branch in self._branches] else ()
@@ -223,12 +225,12 @@ class Resume:
         check_token(job.store, attempt.token)
         # Without this check the newer steps would be superseded for one that is gone, and no
         # step would be left to resume from.
-        difference = changed(decision, job.looking)
+        difference = changed(decision, job.selection)
         if difference is not None:
             raise StorageUnavailable(
                 f"{decision.path} was removed or saved anew while it was loaded: {difference}; no "
                 "step was marked",
-                next_command=f"ckptctl pick {job.looking.roots.words}",
+                next_command=f"ckptctl pick {job.selection.roots.words}",
             )
         held = Held(job.store, attempt.token)
         superseded, warnings = supersede_all(job, held, decision, self._branches)
@@ -241,7 +243,7 @@ class Resume:
         }
         put_report(job.store, attempt.token.attempt, report)
         # The sentinel before the ledger, which names the step too.
-        begin_run([job.stores[url] for url in job.looking.roots.mandatory], decision.step)
+        begin_run([job.stores[url] for url in job.selection.roots.mandatory], decision.step)
         attempt.ledger.add(
             "resumed",
             step=decision.step,
@@ -264,11 +266,11 @@ class Resume:
             raise NothingToResume(
                 f"{self._job.root} holds no whole step, so there is nothing to train again",
                 exit_code=11,
-                next_command=f"ckptctl scan {looking.roots.words}",
+                next_command=f"ckptctl scan {selection.roots.words}",
             )
         before = newest - n_steps + 1
         try:
-            decide("auto", looking.older_than(before))
+            decide("auto", selection.older_than(before))
         except NothingToResume as error:
             if error.exit_code != 11:
                 raise

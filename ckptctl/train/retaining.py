@@ -1,9 +1,9 @@
 """Remove older steps beside the training, after each save.
 
-On rank 0 alone, in a daemon thread that takes part in no collective: a removal that
-hangs delays neither a save nor the end of the process, and one that is cut short leaves an
-interrupted save, which the next one removes. What may go is decided in
-`selection.retention`; nothing is read but listings, metadata and ckptctl's own notes.
+Runs on rank 0 only, in a daemon thread that takes part in no collective: a removal that
+hangs delays neither a save nor the end of the process, and one that is interrupted leaves
+an interrupted save, which the next one removes. `selection.retention` decides which steps
+go; only listings, metadata and ckptctl's own files are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import replace
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
-from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.branches import read_resumes
 from ckptctl.selection.choosing import Candidate
 from ckptctl.selection.fencing import Token, check_token
@@ -26,43 +25,30 @@ from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.threads import start_daemon
-from ckptctl.train.job import Tell
+from ckptctl.train.job import Job
 
 PATIENCE_S = 30.0
 """How long a save, or the end, waits for the removal before it."""
 
 
 class Retention:
-    """Keeps the newest `keep` steps of a root that `token` holds.
+    """Keeps the newest `keep` steps of the root that an attempt holds by `token`.
 
-    `requirements` and `policy` are those of a resume, so that only what a resume would take
-    counts. `others` are the further roots of the run, each with whether it is optional.
-    What was seen of a step is remembered: as long as its files are the same, a
-    later save lists it and reads nothing of it.
+    Only steps that a resume of the job would take count; they are selected over all its
+    roots, and removed from the first. Inspections are kept: as long as the files of a step do
+    not change, a later save lists them and reads nothing.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        token: Token,
-        keep: int,
-        requirements: Requirements,
-        policy: PickPolicy,
-        tell: Tell,
-        others: Sequence[tuple[Store, bool]],
-    ) -> None:
-        self._store = store
+    def __init__(self, job: Job, token: Token, keep: int) -> None:
+        self._job = job
+        self._store = job.store
         self._token = token
         self._keep = keep
-        self._requirements = requirements
-        self._policy = replace(policy, level=Level.LISTING)
-        self._tell = tell
-        self._others = others
         self._memory: dict[str, Inspection] = {}
         self._thread: threading.Thread | None = None
 
     def begin(self, protected: Mapping[int, str]) -> None:
-        """Start to remove what may go, unless the removal before is still under way.
+        """Start a removal, unless the one before is still running.
 
         `protected` are steps that stay, each with the reason.
         """
@@ -75,7 +61,14 @@ class Retention:
             self._thread.join(timeout_s)
 
     def _run(self, protected: Mapping[int, str]) -> None:
-        rules = Rules(self._keep, self._requirements, self._policy, protected=protected)
+        selection = self._job.selection
+        policy = replace(selection.policy, level=Level.LISTING)
+        rules = Rules(self._keep, selection.requirements, policy, protected=protected)
+        others = [
+            (store, url in selection.roots.optional)
+            for url, store in self._job.stores.items()
+            if store is not self._store
+        ]
         try:
             listing, trees = list_all(self._store)
             failures: Sequence[CkptctlError] = retain(
@@ -83,14 +76,14 @@ class Retention:
                 rules,
                 prove=_not_now,
                 remove=self._remove,
-                others=[tier for other in self._others for tier in _listed(*other)],
+                others=[tier for other in others for tier in _listed(*other)],
                 memory=self._memory,
             ).failures
         except CkptctlError as error:
             failures = [error]
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            self._tell(f"older steps were not removed: {failures[0].message}{more}")
+            self._job.tell(f"older steps were not removed: {failures[0].message}{more}")
 
     def _remove(self, looked: Inspection) -> bool:
         check_token(self._store, self._token)
@@ -109,5 +102,5 @@ def _listed(store: Store, optional: bool) -> Iterator[Tier]:
 
 
 def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:
-    """Training reads no bytes to prove a step: `prune` and `seal` do."""
+    """Training does not read the bytes of a step to prove it; `prune` and `seal` do."""
     return "written to since it was sealed"

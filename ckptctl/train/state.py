@@ -59,7 +59,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """The rank whose state this is, among all ranks and among the data-parallel ones."""
 
     rank: int
@@ -81,7 +81,7 @@ class Place:
 GLOBAL_DATA = "global"
 
 
-def collect(parts: Parts, place: Place, progress: Mapping[str, int]) -> dict[str, Any]:
+def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of this rank, as it is given to DCP. Every rank calls it."""
     state = _sharded(parts)
     for name in ("scheduler", "grad_scaler"):
@@ -92,17 +92,17 @@ def collect(parts: Parts, place: Place, progress: Mapping[str, int]) -> dict[str
     generator = loader_generator(parts)
     if generator is not None:
         own["dataloader"] = generator.get_state()
-    state["rng"] = {place.rng_key: _kept(own)}
+    state["rng"] = {position.rng_key: _kept(own)}
     if parts.has_global_loader:
         state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
     elif parts.keeps_data:
-        state["dataloader"] = {place.data_key: _kept(parts.dataloader.state_dict())}
+        state["dataloader"] = {position.data_key: _kept(parts.dataloader.state_dict())}
     if parts.extra:
         state["extra"] = {name: _extra(one.state_dict()) for name, one in parts.extra.items()}
     state["train_state"] = {
         **progress,
-        "world_size": place.world_size,
-        "dp_size": place.dp_size,
+        "world_size": position.world_size,
+        "dp_size": position.dp_size,
     }
     return state
 
@@ -128,7 +128,7 @@ def loader_generator(parts: Parts) -> Any:
     return getattr(parts.dataloader, "generator", None)
 
 
-def give_generator(parts: Parts, place: Place, seed: int) -> None:
+def give_generator(parts: Parts, position: RankPosition, seed: int) -> None:
     """Give a dataloader without a generator one of its own.
 
     `iter(loader)` draws a seed for its workers. From the global generator, that draw would
@@ -140,7 +140,7 @@ def give_generator(parts: Parts, place: Place, seed: int) -> None:
     import torch
 
     loader.generator = torch.Generator()
-    loader.generator.manual_seed((seed * 1_000_003 + place.dp_rank) % 2**63)
+    loader.generator.manual_seed((seed * 1_000_003 + position.dp_rank) % 2**63)
 
 
 def _kept(value: Any) -> tuple[Any]:
@@ -251,7 +251,7 @@ def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
             yield from _values(value, here)
 
 
-def template(parts: Parts, place: Place, saved: Metadata) -> dict[str, Any]:
+def template(parts: Parts, position: RankPosition, saved: Metadata) -> dict[str, Any]:
     """The state that DCP loads into on this rank: the tensors, and a placeholder per value.
 
     It names only what the step holds. Raises `ModelDiffers` where a tensor of the model
@@ -266,9 +266,9 @@ def template(parts: Parts, place: Place, saved: Metadata) -> dict[str, Any]:
     for name in ("scheduler", "grad_scaler"):
         if getattr(parts, name) is not None and name in held:
             state[name] = _kept(None)
-    if f"rng.{place.rng_key}" in held:
-        state["rng"] = {place.rng_key: _kept(None)}
-    for key in (GLOBAL_DATA, place.data_key):
+    if f"rng.{position.rng_key}" in held:
+        state["rng"] = {position.rng_key: _kept(None)}
+    for key in (GLOBAL_DATA, position.data_key):
         if f"dataloader.{key}" in held:
             state.setdefault("dataloader", {})[key] = _kept(None)
     extra = {

@@ -94,7 +94,7 @@ def test_nodes_and_their_rate_make_the_mean_time_between_failures():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({}, "how often is saved"),
+        ({}, "the interval between saves is unknown"),
         ({"interval_s": 0}, "--interval is 0"),
         ({"interval_s": float("nan")}, "--interval is nan"),
         ({"interval_s": 1, "mtbf_s": float("inf")}, "--mtbf is inf"),
@@ -109,5 +109,5 @@ def test_what_makes_no_sense_is_refused(wrong: dict, says: str):
 
 
 def test_a_save_that_takes_the_whole_interval_is_refused():
-    with pytest.raises(ckptctl.UsageError, match="there would be no training"):
+    with pytest.raises(ckptctl.UsageError, match="must be shorter than --interval"):
         ckptctl.recovery_cost(interval_s=3600, save_s=3600, mtbf_s=3600)
