@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from ckptctl.selection.sealing import seal
     from ckptctl.selection.showing import show
     from ckptctl.selection.verifying import verify
-    from ckptctl.supervisor.restarting import Attempt, Supervised, keep_running
+    from ckptctl.supervisor.restarting import keep_running
+    from ckptctl.supervisor.results import Attempt, Supervised
 
 __version__ = "0.1.0"
 
@@ -120,7 +121,8 @@ __all__ = [
 _HOMES = {
     "ckptctl.selection.pruning": "Pruned prune",
     "ckptctl.selection.retention": "PruneDecision",
-    "ckptctl.supervisor.restarting": "Attempt Supervised keep_running",
+    "ckptctl.supervisor.restarting": "keep_running",
+    "ckptctl.supervisor.results": "Attempt Supervised",
     "ckptctl.preflight_checks.running": "preflight",
     "ckptctl.preflight_checks.results": "Check Preflight",
     "ckptctl.diagnostics.diagnosing": "doctor",

@@ -146,7 +146,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "marked": Kind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
     "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
-    "supervised": Kind("ckptctl run --json", ("supervisor.restarting:Supervised",)),
+    "supervised": Kind("ckptctl run --json", ("supervisor.results:Supervised",)),
     "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
     "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),

@@ -137,7 +137,7 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
                 "package.absent",
                 Severity.REMARK,
                 name,
-                f"{name} is not installed; where it is needed, ckptctl says so",
+                f"{name} is not installed; commands that need it end with an error that names it",
                 f"pip install 'ckptctl[{extra}]'",
             )
 

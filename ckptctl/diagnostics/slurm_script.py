@@ -1,8 +1,8 @@
 """Parse a SLURM batch script: directives, commands, the training command.
 
-No shell is run. Continued lines are joined, comments and the bodies of here-documents
-are left out; what stands inside of `bash -c "…"` is part of the command. What is wrong with
-it is the question of `slurm_checks`.
+No shell is run. Continued lines are joined; comments and the bodies of here-documents are
+left out; the text inside `bash -c "…"` is part of the command. `slurm_checks` finds the
+mistakes.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _observations(
     for name, test in (
         ("a listing shows what was just written", _listing),
         ("a write over a file is seen by the next read", _overwriting),
-        ("one of several writers wins, the others are told", _exclusive),
+        ("one of several writers wins, the others get an error", _exclusive),
         ("a reader sees the old file or the new one", _atomic),
         ("the clock agrees with this machine", _clock),
     ):
@@ -118,8 +118,8 @@ def _exclusive(store: Store, folder: str) -> Advice | None:
             return _fault(
                 "storage.exclusive",
                 store.url,
-                f"{len(won)} of {_WRITERS} writers of one new file were told that it is theirs",
-                "let one process alone write to a root: two attempts of a job are not told apart",
+                f"{len(won)} of {_WRITERS} writers of one new file succeeded",
+                "let only one process write to a root: the fence cannot separate two attempts",
             )
     return None
 

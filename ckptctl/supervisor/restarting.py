@@ -13,8 +13,6 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +24,6 @@ from ckptctl.findings import EXIT_DENIED, EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import time_now
 from ckptctl.inspection.marks_file import check_marks_file
-from ckptctl.model import ExitCode, NonNegative, Positive, Time
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import pick
@@ -36,6 +33,7 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.causes import Logs
 from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,64 +51,6 @@ _GIVEN_UP = 93
 _WRONG_PATH = UsageError.exit_code
 _NO_ANSWER = StorageError.exit_code
 _NOT_INSPECTED = (_NO_ANSWER, EXIT_DENIED)
-
-
-class Decision(str, Enum):
-    """What the supervisor does after an attempt."""
-
-    DONE = "done"
-    RESTART = "restart"
-    STOPPED = "stopped"
-    NEVER = "never-restart"
-    GIVEN_UP = "given-up"
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt of the job: when it began, how long it ran, how it ended, what followed."""
-
-    number: Positive
-    """Counted from 1."""
-    started_at: Time
-    """When it was started."""
-    seconds: NonNegative
-    """How long it ran."""
-    exit_code: int
-    """The exit code of the job; 128 + N for signal N."""
-    step: int | None
-    """The newest usable step after it."""
-    inspected: bool
-    """The root could be inspected after it."""
-    progress: bool
-    """That step is newer than any before."""
-    left: int
-    """Restarts without progress that are left."""
-    decision: Decision
-    """What the supervisor did next."""
-    reason: str
-    """Why, in one line."""
-    failure: str | None
-    """The class of failure in its logs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """How the job ended, and after which attempts."""
-
-    command: tuple[str, ...]
-    """The command of the job."""
-    root: str
-    """The root where progress was measured."""
-    attempts: tuple[Attempt, ...]
-    """Every attempt of the job, in order; none where it was not started."""
-    warnings: tuple[str, ...]
-    """What prevents the progress of the job from being measured."""
-    message: str
-    """How it ended, in one line."""
-    exit_code: ExitCode
-    """The exit code of the command."""
-    next_command: str | None
-    """The command to run next; null where there is nothing to do."""
 
 
 class _Seen(NamedTuple):

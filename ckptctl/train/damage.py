@@ -1,7 +1,7 @@
 """Describe a step of which a record could not be loaded.
 
-From an error in the middle of a load to the finding that `ckptctl verify` has for the
-same damage, in the words of the checks. Storage that does not answer is no damage.
+Turns an error during a load into the finding that `ckptctl verify` reports for the same
+damage. A storage that does not answer is not damage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Damage:
     ranges: Ranges
 
     def record(self, number: int, code: str, reason: str) -> StepDamaged:
-        """The record of range `number` is not what it should be."""
+        """The error for a damaged record, that of range `number`."""
         ranges = self.ranges
         if code == "record.framing" and holds_safetensors(ranges):
             return self.finding(next(check_sizes(ranges)))
@@ -40,7 +40,7 @@ class Damage:
         return self.finding(Finding(code, self._file(number), message))
 
     def wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
-        """What to call with the checksum of a member's bytes that is not the one saved."""
+        """A callback for a member whose bytes have another checksum than was saved."""
 
         def wrong(found: int) -> None:
             reason = f"{member.name} has CRC-32 {found:08x}, saved was {member.crc:08x}"
@@ -49,7 +49,7 @@ class Damage:
         return wrong
 
     def check_paths(self, numbers: Iterable[int]) -> None:
-        """Raise where the file of a record lies outside of the step."""
+        """Raise `StepDamaged` where the file of a record lies outside the step."""
         for name in {self._file(number) for number in numbers}:
             reason = escape_reason(name)
             if reason is not None:
@@ -57,7 +57,7 @@ class Damage:
                 raise self.finding(Finding("path.escape", name, message))
 
     def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
-        """What a file that is gone, short or a link means for the step: one listing says it."""
+        """The error for a file that is missing, short or a link. Cost: one listing."""
         needed = {self._file(number) for number in numbers}
         # Listed anew: what matters is what lies there after the read that failed.
         for finding in check_presence(self.ranges, self.opened.list_again()):

@@ -1,8 +1,8 @@
 """Load a pickled entry without executing what is in it.
 
-`torch.load(weights_only=True)` makes numbers, strings, containers and tensors; here is
-the list of further types that it may make. torch's planner then unpickles what it is
-handed with full trust: so it is handed a pickle of our own, of the value that was made.
+`torch.load(weights_only=True)` creates numbers, strings, containers and tensors; this module
+lists the further types that it may create. torch's planner unpickles what it gets without
+restrictions, so it gets a new pickle of the value that was loaded safely.
 """
 
 from __future__ import annotations

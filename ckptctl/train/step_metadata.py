@@ -1,7 +1,7 @@
 """Read the metadata of a step for the rank that loads it.
 
-One `.metadata`, or one file for each rank that saved without collectives. Decoded
-here once, and refused with the finding that `ckptctl verify` has for it.
+A step has one `.metadata`, or one file for each rank where it was saved without
+collectives. It is decoded once, and damage raises the finding of `ckptctl verify`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RankLocal:
     by_rank: Mapping[int, Metadata]
 
     def seen_by(self, rank: int | None) -> Metadata:
-        """The chunks of all ranks in one metadata; what several ranks saved is that of `rank`.
+        """The chunks of all ranks in one metadata; of what several ranks saved, that of `rank`.
 
-        Raises `StepDamaged` where no rank is given: whose values to take is not known.
+        Raises `StepDamaged` without a rank, since the values differ by rank.
         """
         if rank is None:
             message = "the step was saved without collectives, and has one metadata a rank"
@@ -96,7 +96,7 @@ def _has_metadata(files: Sequence[FileInfo]) -> bool:
 
 
 def _joined(metadatas: Sequence[Metadata]) -> Metadata:
-    """One metadata of several; of two chunks at one place the first counts."""
+    """One metadata of several; of two chunks with equal offsets the first counts."""
     tensors: dict[str, list[TensorEntry]] = {}
     bytes_entries: dict[str, BytesEntry] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -120,7 +120,7 @@ def _joined_tensor(tensors: Sequence[TensorEntry]) -> TensorEntry:
     first = tensors[0]
     chunks: dict[tuple[int, ...], Chunk] = {}
     for tensor in tensors:
-        # What a rank saved for itself under a name of all may be of any shape.
+        # A rank may have saved an own tensor of any shape under a name that all ranks use.
         if (tensor.shape, tensor.dtype) == (first.shape, first.dtype):
             for chunk in tensor.chunks:
                 chunks.setdefault(chunk.offsets, chunk)

@@ -1,7 +1,7 @@
 """Convert decoded metadata to the classes of torch's planners.
 
-From `model.Metadata` to torch's own classes of whatever version is installed. Only
-the planner looks at these: where bytes lie is asked of the decoded metadata.
+From `model.Metadata` to torch's own classes, in the version that is installed. Only the
+planner uses them; byte ranges are read from the decoded metadata.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_
 def to_torch(metadata: Metadata, load_id: str) -> torch_metadata.Metadata:
     """The metadata in torch's classes.
 
-    `storage_data` makes its entries when they are asked for. A dtype that this torch does
-    not have stands as an untyped byte: the planner looks at none, and reading refuses it.
+    `storage_data` creates its entries on access. A dtype that this torch does not have is
+    given as uint8: the planner ignores it, and reading refuses it.
 
-    Cost: a microsecond or two a chunk.
+    Cost: a microsecond or two per chunk.
     """
     with collector_paused():
         state: dict[str, Any] = {fqn: _tensor(entry) for fqn, entry in metadata.tensors.items()}
         state |= dict.fromkeys(metadata.bytes_entries, torch_metadata.BytesStorageMetadata())
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "planner_data": dict(metadata.planner_paths),
         "storage_data": StorageData(metadata),
         "storage_meta": torch_metadata.StorageMeta(
@@ -46,12 +46,12 @@ def to_torch(metadata: Metadata, load_id: str) -> torch_metadata.Metadata:
     }
     known = {field.name for field in fields(torch_metadata.Metadata)}
     return torch_metadata.Metadata(
-        state, **{name: value for name, value in said.items() if name in known}
+        state, **{name: value for name, value in values.items() if name in known}
     )
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype that torch calls so, None where the torch that is installed has none."""
+    """The dtype of that name; None where the installed torch has none."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -108,7 +108,7 @@ class StorageData(Mapping[torch_metadata.MetadataIndex, "_StorageInfo"]):
         return n_chunks + len(metadata.bytes_entries)
 
     def chunk(self, index: torch_metadata.MetadataIndex) -> int:
-        """The number of the chunk that an index means; raises `KeyError` where there is none."""
+        """The number of the chunk of an index; raises `KeyError`."""
         chunks = self._metadata.tensors[index.fqn].chunks
         offsets, hint = tuple(index.offset or ()), index.index
         if hint is not None and 0 <= hint < len(chunks) and chunks.offsets_of(hint) == offsets:
@@ -134,10 +134,10 @@ def _info(index: torch_metadata.MetadataIndex, found: ByteRange | None) -> _Stor
 
 
 class RefusedMetadata(torch_metadata.Metadata):
-    """Metadata that cannot be read: whoever looks into it gets the error.
+    """Metadata that could not be read, and raises the error on access.
 
-    DCP makes one `AssertionError` of whatever `read_metadata` raises, in which the class
-    of the error is lost; what is raised after it reaches all ranks as it is.
+    DCP turns any error of `read_metadata` into an `AssertionError`, which loses its class;
+    an error that is raised later reaches all ranks unchanged.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -17,7 +17,7 @@ from command_line import COMMAND, clean_environment, run_ckptctl, validated
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.supervisor.restarting import Decision
+from ckptctl.supervisor.results import Decision
 
 JOB = """
 import os, shutil, sys, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.views.common import next_line
 from ckptctl.goodput.durations import duration
-from ckptctl.supervisor.restarting import Attempt, Decision, Supervised
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
 
 def attempt_lines(one: Attempt) -> list[Line]:

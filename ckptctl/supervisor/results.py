@@ -1,0 +1,66 @@
+"""The results of `run`: each attempt of the job, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptctl.model import ExitCode, NonNegative, Positive, Time
+
+
+class Decision(str, Enum):
+    """What the supervisor does after an attempt."""
+
+    DONE = "done"
+    RESTART = "restart"
+    STOPPED = "stopped"
+    NEVER = "never-restart"
+    GIVEN_UP = "given-up"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of the job: when it began, how long it ran, how it ended, what followed."""
+
+    number: Positive
+    """Counted from 1."""
+    started_at: Time
+    """When it was started."""
+    seconds: NonNegative
+    """How long it ran."""
+    exit_code: int
+    """The exit code of the job; 128 + N for signal N."""
+    step: int | None
+    """The newest usable step after it."""
+    inspected: bool
+    """The root could be inspected after it."""
+    progress: bool
+    """That step is newer than any before."""
+    left: int
+    """Restarts without progress that are left."""
+    decision: Decision
+    """What the supervisor did next."""
+    reason: str
+    """Why, in one line."""
+    failure: str | None
+    """The class of failure in its logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """How the job ended, and after which attempts."""
+
+    command: tuple[str, ...]
+    """The command of the job."""
+    root: str
+    """The root where progress was measured."""
+    attempts: tuple[Attempt, ...]
+    """Every attempt of the job, in order; none where it was not started."""
+    warnings: tuple[str, ...]
+    """What prevents the progress of the job from being measured."""
+    message: str
+    """How it ended, in one line."""
+    exit_code: ExitCode
+    """The exit code of the command."""
+    next_command: str | None
+    """The command to run next; null where there is nothing to do."""
