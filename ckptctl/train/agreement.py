@@ -27,7 +27,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
@@ -159,11 +159,11 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     )
 
 
-def _newest(looking: Looking, skip: Collection[int]) -> tuple[Decision, OpenStep | None]:
+def _newest(selection: Selection, skip: Collection[int]) -> tuple[Decision, OpenStep | None]:
     policy = replace(
-        looking.policy, level=_first_level(looking), skip={*looking.policy.skip, *skip}
+        selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
     )
-    found, opened = pick_step(looking.roots, policy, looking.requirements, looking.storage)
+    found, opened = pick_step(selection.roots, policy, selection.requirements, selection.storage)
     rejected = tuple(_rejected(over) for over in found.passed_over)
     if found.answer is Answer.FRESH and not skip:
         return Decision(None, None, rejected=rejected), None
@@ -189,11 +189,11 @@ def _rejected(over: PassedOver) -> Rejected:
 
 
 def _named(
-    target: str, looking: Looking, skip: Collection[int]
+    target: str, selection: Selection, skip: Collection[int]
 ) -> tuple[Decision, OpenStep | None]:
-    level = _first_level(looking) or Level.STRUCTURE
-    with open_target(target, looking.requirements, looking.storage) as found:
-        report = found.inspect(looking.requirements, level).report
+    level = _first_level(selection) or Level.STRUCTURE
+    with open_target(target, selection.requirements, selection.storage) as found:
+        report = found.inspect(selection.requirements, level).report
     if not report.usable:
         raise _not_usable(report)
     if report.number is None:
@@ -229,7 +229,7 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
     )
 
 
-def opened_here(decision: Decision, looking: Looking, opened: OpenStep | None) -> OpenStep:
+def opened_here(decision: Decision, selection: Selection, opened: OpenStep | None) -> OpenStep:
     """The step that was decided on, as this rank reads it.
 
     `opened` is what this rank read when it decided; on the others nothing was read yet.
@@ -237,11 +237,11 @@ def opened_here(decision: Decision, looking: Looking, opened: OpenStep | None) -
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
     if opened is not None and opened.url == decision.path:
         return opened
-    store = open_store(parent_url(decision.path), looking.storage)
+    store = open_store(parent_url(decision.path), selection.storage)
     return OpenStep(store, base_name(decision.path))
 
 
-def prove_seen(decision: Decision, group: ProcessGroup, looking: Looking) -> None:
+def prove_seen(decision: Decision, group: ProcessGroup, selection: Selection) -> None:
     """Let every rank prove that it sees the metadata that rank 0 decided on.
 
     Raises the same error on every rank, which names the one that sees something else: its

@@ -112,7 +112,7 @@ class Checkpointer:
         group = make_group(patience_s)
         roots = roots_in(root, optional_roots)
         shared = self._shared = SharedStores.of(storage)
-        looking = Looking(roots, policy, requirements, shared, settle_s)
+        selection = Selection(roots, policy, requirements, shared, settle_s)
         stores = {url: open_store(url, shared) for url in roots.urls}
         self._job = Job(
             roots.first,

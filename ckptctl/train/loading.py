@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import shlex
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
@@ -20,7 +20,6 @@ from ckptctl.errors import (
     PathNotFound,
     StepDamaged,
     StorageUnavailable,
-    UsageError,
 )
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
@@ -33,7 +32,7 @@ _STORAGE_ERRNOS = frozenset(
 )
 
 _OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
-"""Messages of torch's planner where the step was saved by another model."""
+"""How torch's planner says that the step holds something else."""
 
 
 def saved_metadata(decision: Decision, opened: OpenStep) -> Metadata:
@@ -47,12 +46,8 @@ def load_into(
 ) -> None:
     """Read the step into `state`; every rank calls it, with what it holds itself.
 
-
-def load_into(state: dict[str, Any], reader: Reader, group: ProcessGroup) -> None:
-    """Read the step into `state`, which holds the state of this rank; every rank calls it.
-
-    Raises `LoadFailed` where the bytes do not load on some rank, and another `CkptctlError`
-    for errors that an older step would not avoid. Every rank raises, not all the same.
+    Raises `LoadFailed` where the bytes do not load on this rank or another, and another
+    `CkptctlError` for what no older step would mend. Every rank raises, not all the same.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -64,25 +59,27 @@ def load_into(state: dict[str, Any], reader: Reader, group: ProcessGroup) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
-    except CheckpointException as error:  # a BaseException, which no other clause catches
-        raise _meaning(error, reader.checkpoint_id) from error
+    except CheckpointException as error:  # no Exception: it would pass by every other clause
+        raise _meaning(error, decision) from error
     except RuntimeError as error:
         if group.size == 1:
-            raise LoadFailed(_describe(error, reader.checkpoint_id)) from error
+            raise LoadFailed(_words(error, decision)) from error
         raise ranks_lost(error) from error
+    finally:
+        reader.close()
 
 
-def _meaning(error: BaseException, path: str) -> CkptctlError:
+def _meaning(error: BaseException, decision: Decision) -> CkptctlError:
     failures: dict[int, Any] = getattr(error, "failures", {})
-    kinds = [_meaning_of_one(rank, one[0], path) for rank, one in sorted(failures.items())]
+    kinds = [_meaning_of_one(rank, one[0], decision) for rank, one in sorted(failures.items())]
     # An error that an older step would not avoid takes precedence.
     kinds.sort(key=lambda one: isinstance(one, LoadFailed))
-    return kinds[0] if kinds else LoadFailed(_describe(error, path))
+    return kinds[0] if kinds else LoadFailed(_words(error, decision))
 
 
-def _meaning_of_one(rank: int, cause: BaseException, path: str) -> CkptctlError:
-    words = f"rank {rank}: {_describe(cause, path)}"
-    verify = f"ckptctl verify {shlex.quote(path)} --level content"
+def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> CkptctlError:
+    words = f"rank {rank}: {_words(cause, decision)}"
+    verify = f"ckptctl verify {shlex.quote(decision.path or '')} --level content"
     if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
         return LoadFailed(f"rank {rank}: {cause.message}", next_command=verify)
     if isinstance(cause, CkptctlError):
@@ -92,12 +89,12 @@ def _meaning_of_one(rank: int, cause: BaseException, path: str) -> CkptctlError:
     if any(mark in words for mark in _OTHER_MODEL):
         return ModelDiffers(f"{words}; it was saved by another model, or another optimizer")
     if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRNOS:
-        return StorageUnavailable(f"{words}; the state of the step is unknown", next_command=verify)
+        return StorageUnavailable(f"{words}; nothing is known about the step", next_command=verify)
     if isinstance(cause, (TimeoutError, ConnectionError)):
         return StorageUnavailable(words, next_command=verify)
     return LoadFailed(words, next_command=verify)
 
 
-def _describe(cause: BaseException, path: str) -> str:
+def _words(cause: BaseException, decision: Decision) -> str:
     first = (str(cause).splitlines() or [""])[0][:300]
-    return f"{path} could not be loaded ({type(cause).__name__}: {first})"
+    return f"{decision.path} could not be loaded ({type(cause).__name__}: {first})"

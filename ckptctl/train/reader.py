@@ -1,7 +1,7 @@
 """`Reader`: load a checkpoint with `dcp.load`, without running what is in it, and fast.
 
-It replaces torch's `FileSystemReader`: torch plans what each rank needs, and reshards; this
-module decodes the metadata and reads the bytes. `resume` chooses the step.
+It takes the place of torch's `FileSystemReader`: torch plans what each rank needs and
+reshards; here the metadata is decoded, and the bytes are read. `resume` chooses the step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader(StorageReader):
     tensors may hold some of the bytes that were read.
 
     `jobs` threads read; the fields of `storage` are keywords, too.
-    One reader serves any number of loads, one after the other. `loaded` counts what the
+    One reader serves any number of loads, one after the other. `loaded` says what the
     last of them read.
     """
 
@@ -82,7 +82,6 @@ class Reader(StorageReader):
         self._given: OpenStep | None = None
         self._step: OpenStep | None = None
         self._metadata: Metadata | None = None
-        self._prepared: Metadata | None = None
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
         self._table: Ranges | None = None
@@ -105,7 +104,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the address is well formed; sends no request to the storage."""
+        """Whether this is an address that can be opened; nothing is asked of the storage."""
         try:
             open_store(os.fspath(checkpoint_id)).close()
         except CkptctlError:
@@ -118,15 +117,6 @@ class Reader(StorageReader):
             self._path, self._given = os.fspath(checkpoint_id), None
         self.close()
 
-    def prepare(self) -> Metadata:
-        """The decoded metadata, which the next load uses instead of reading it again.
-
-        Raises `StepDamaged`, also for a step that was saved without collectives.
-        """
-        found = read_step_metadata(self._opened())
-        self._prepared = found.seen_by(None) if isinstance(found, RankLocal) else found
-        return self._prepared
-
     def close(self) -> None:
         """Let go of connections and of what was read; a later load opens them again."""
         if self._step is not None and self._step is not self._given:
@@ -135,19 +125,18 @@ class Reader(StorageReader):
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> TorchMetadata:  # noqa: ARG002
-        """The metadata in torch's classes; in a rank-local step as seen by `rank`.
+        """The metadata, decoded; `rank` is that of a process for its own in a rank-local step.
 
-        `dcp.load` calls it without a rank first. A step that was saved without collectives
-        then raises, and DCP calls it again on each rank. Its chunks are those of all ranks:
-        it loads at any world size, and each rank gets what it saved for itself.
+        `dcp.load` asks without a rank first. A step that was saved without collectives
+        then raises, and DCP asks each rank again. Its chunks are those of all ranks: it
+        loads at any world size, and what each rank saved for itself comes back to it.
         """
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
             return RefusedMetadata(self._refused)
         self._table = None
         try:
-            prepared, self._prepared = self._prepared, None
-            found = self._rank_local or prepared or read_step_metadata(self._opened())
+            found = self._rank_local or read_step_metadata(self._opened())
             if isinstance(found, RankLocal):
                 self._rank_local = found
                 self._metadata = found.seen_by(rank)
@@ -166,7 +155,7 @@ class Reader(StorageReader):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Prepare the load; raises the error that `read_metadata` kept."""
+        """Get ready to load; raises why the metadata could not be read."""
         if isinstance(metadata, RefusedMetadata):
             metadata.refuse()
         if self._metadata is None:
@@ -188,8 +177,8 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load all items of the plan; the future is done."""
-        # torch's own planner returns views of the state; a planner with `commit_tensor` may
-        # allocate tensors for the load, so only a bounded amount of them may be in use.
+        # torch's own planner hands out views of the state; one that takes tensors back
+        # may have made them for the purpose.
         makes_none = type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor
         loads = RecordLoads(
             self._opened(),
@@ -207,7 +196,7 @@ class Reader(StorageReader):
         return done
 
     def _forget(self) -> None:
-        self._metadata = self._rank_local = self._refused = self._table = self._prepared = None
+        self._metadata = self._rank_local = self._refused = self._table = None
         self._load_id = str(uuid.uuid4())
 
     def _opened(self) -> OpenStep:

@@ -9,7 +9,7 @@ from ckptctl.distributed.process_group import JOB_TIMEOUT_S, make_group
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import SharedStores
-from ckptctl.train.agreement import SETTLE_S, Looking, decide, prove_content, prove_seen, too_many
+from ckptctl.train.agreement import SETTLE_S, Selection, decide, prove_content, prove_seen, too_many
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,13 +47,13 @@ def resolve(
     group = make_group(patience_s)
     policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     shared = SharedStores.of(storage)
-    looking = Looking(roots_in(root, optional_roots), policy, requirements, shared, settle_s)
+    selection = Selection(roots_in(root, optional_roots), policy, requirements, shared, settle_s)
 
     failed: list[int] = []
     while True:
-        decision = group.from_first(lambda: decide(resume_from, looking, skip=tuple(failed))[0])
-        prove_seen(decision, group, looking)
-        if decision.step is None or prove_content(decision, group, looking) is None:
+        decision = group.from_first(lambda: decide(resume_from, selection, skip=tuple(failed))[0])
+        prove_seen(decision, group, selection)
+        if decision.step is None or prove_content(decision, group, selection) is None:
             return decision.path
         failed.append(decision.step)
         if len(failed) > policy.max_fallback:

@@ -21,6 +21,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import (
     LoadFailed,
     NothingToResume,
+    PathNotFound,
     StorageUnavailable,
     UsageError,
 )
@@ -46,7 +47,7 @@ from ckptctl.train.attempt import Attempt
 from ckptctl.train.evidence import reject_proven
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import Ledger, new_attempt, put_report, read_attempts
-from ckptctl.train.loading import load_into, open_reader, prepared_metadata
+from ckptctl.train.loading import load_into, saved_metadata
 from ckptctl.train.reporting import resume_document, resume_lines
 from ckptctl.train.restoring import Inventory, Progress, progress_of, restore
 from ckptctl.train.state import template
@@ -135,7 +136,7 @@ class Resume:
 
     def _decide(self, skip: tuple[int, ...]) -> Decision:
         """The step to load, and what a resume from it abandons; on rank 0 only."""
-        decision, self._opened = decide(self._resume_from, self._job.looking, skip=skip)
+        decision, self._opened = decide(self._resume_from, self._job.selection, skip=skip)
         if not self._replays:
             self._branches = abandoned_branches(self._job, decision)
         return decision
@@ -143,7 +144,7 @@ class Resume:
     def _load(self, decision: Decision) -> dict[str, Any] | LoadFailed:
         """What was loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
-        opened = opened_here(decision, job.looking, self._opened)
+        opened = opened_here(decision, job.selection, self._opened)
         loaded: dict[str, Any] = {}
 
         def prepare() -> None:
@@ -151,17 +152,14 @@ class Resume:
                 saved = saved_metadata(decision, opened)
             except PathNotFound as error:  # removed since rank 0 inspected it
                 raise LoadFailed(error.message) from error
-            loaded.update(template(job.parts, job.place, saved))
+            loaded.update(template(job.parts, job.position, saved))
 
-        reader = open_reader(decision, job.selection)
         try:
             # A model that differs must fail on every rank before any tensor is written to.
             job.group.from_all(prepare)
             job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
         except LoadFailed as error:
             return error
-        finally:
-            reader.close()
         return loaded
 
     def _restore(self, step: int, loaded: Mapping[str, Any]) -> tuple[Progress, Inventory]:
@@ -260,8 +258,8 @@ class Resume:
 
     def _replay_before(self, n_steps: int) -> int:
         """The bound below which a replay's step lies, so that the run has all of its steps."""
-        looking = self._job.looking
-        newest = decide("auto", looking)[0].step
+        selection = self._job.selection
+        newest = decide("auto", selection)[0].step
         if newest is None:
             raise NothingToResume(
                 f"{self._job.root} holds no whole step, so there is nothing to train again",
