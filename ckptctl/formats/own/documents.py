@@ -7,8 +7,7 @@ types. `ckptctl explain ckptctl.seal/1` prints the JSON Schema of one. Each has 
 more, and all but the resume report a `digest`: the SHA-256 of the document without it.
 """
 
-from __future__ import annotations
-
+# Annotations stay objects, so that reading a document evaluates no string as code.
 from collections.abc import Mapping
 from typing import TypedDict
 

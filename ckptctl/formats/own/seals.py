@@ -9,8 +9,7 @@ With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all o
 it, so that nobody without the key can make one.
 """
 
-from __future__ import annotations
-
+# Annotations stay objects, so that reading a document evaluates no string as code.
 import hashlib
 import hmac
 from collections.abc import Mapping
