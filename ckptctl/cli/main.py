@@ -43,8 +43,9 @@ def main() -> NoReturn:
         exit_code = run(sys.argv[1:])
     except Stopped as stopped:
         exit_code = stopped.exit_code
-    except MemoryError:
-        # Too little even to say so in the usual way. These two take none.
+    except (MemoryError, SystemError):
+        # Too little even to say so in the usual way; CPython raises `SystemError` where it
+        # loses the exception of a failed allocation. These two calls allocate nothing.
         os.write(2, _NO_MEMORY)
         os._exit(_COULD_NOT_LOOK)
     _flush()

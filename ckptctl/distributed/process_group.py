@@ -61,7 +61,9 @@ class Outcome(Generic[T]):
         if self.error is None:
             return self.value  # type: ignore[return-value]
         kind, message, fields = self.error
-        error = kind.__new__(kind)
+        # Without `__init__`, whose parameters differ by class; not `kind.__new__`, which is
+        # refused for a class whose second base is a builtin error.
+        error = Exception.__new__(kind)
         error.__dict__.update(fields)
         error.message = f"{who}{message}"
         error.args = (error.message,)

@@ -28,11 +28,11 @@ PATIENCE_S = 300.0
 
 def load_all() -> None:
     """Import what commands import when they are called."""
-    for name in ("checks", "formats", "inspection", "selection", "storage", "cli", "cli.views"):
+    for name in ("checks", "formats", "records", "inspection", "selection", "storage", "cli"):
         package = importlib.import_module(f"ckptctl.{name}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    for name in ("zstandard", "xxhash", "rich.console", "json", "difflib"):
+    for name in ("zstandard", "xxhash", "json", "difflib"):
         importlib.import_module(name)
 
 
