@@ -298,7 +298,7 @@ def test_the_probe_of_a_launcher_is_compared_in_both_directions_and_removed(
     spoil += 'dd if=/dev/zero of=$f bs=4096 count=1 seek=9 conv=notrunc status=none; exec "$@"'
     ran = run_ckptctl("preflight", root, "--probe-storage", *launcher("bash", "-c", spoil, "srun"))
     assert (ran.returncode, ran.stdout) == (11, "")
-    assert "the storage does not give back what was written" in ran.stderr
+    assert "the storage does not return what was written" in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_the_comparison_of_the_ranks_is_printed_for_a_script(root: Path):
         (None, Outcome.OK, "a save every 60 min: a failure loses 30 min on average"),
         (24 * 3600, Outcome.OK, "a save every 60 min, a failure every 24 h"),
         (4 * 3600, Outcome.WARNING, "a failure every 4 h; best is every 21"),
-        (1800, Outcome.WARNING, "most work is done again; best is every"),
+        (1800, Outcome.WARNING, "most work is repeated; best is every"),
     ],
 )
 def test_cadence_compares_saves_with_failures(mtbf: float | None, outcome: Outcome, says: str):
