@@ -24,7 +24,7 @@ def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path: Path) -
         assert (first, second) == (Token(1, "one"), Token(2, "two"))
         assert holder(store) == second
         check_token(store, second)
-        with pytest.raises(Fenced, match="attempt two has taken the root over from one"):
+        with pytest.raises(Fenced, match="attempt two took the root over from this attempt, one"):
             check_token(store, first)
 
 

@@ -170,7 +170,7 @@ def test_the_checksum_that_a_store_keeps_is_sealed_where_it_is_that_of_what_was_
     job.resume()
     job.train(1, 2)
     if flips:
-        with pytest.raises(SaveFailed, match="do not come to the crc32 that the store keeps"):
+        with pytest.raises(SaveFailed, match="do not match the crc32 that the store reports"):
             job.ckpt.save(2)
     else:
         report = ckptctl.verify(job.ckpt.save(2), remote_checksums=True)

@@ -180,5 +180,5 @@ def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
     assert codes_of(done) == [93]
     for said in said_by_all(done, 2):
         assert said.startswith("Fenced: ")
-        assert "attempt another has taken the root over" in said
+        assert "attempt another took the root over" in said
     assert not (folder / "run" / "step_9" / ".metadata").exists()
