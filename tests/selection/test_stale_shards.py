@@ -101,7 +101,7 @@ def test_a_shard_of_the_step_before_is_suspected(tmp_path: Path) -> None:
     report = ckptctl.verify(str(step), level=Level.STRUCTURE)
     (finding,) = report.with_severity(Severity.WARNING)
     assert "8 records were compared" in finding.message
-    assert "holds what it holds in step_10" in finding.message
+    assert "is equal to the same file in step_10" in finding.message
     assert finding.expected == "other elements than in step_10, as in 3 other shard files"
     assert finding.next_command == f"ckptctl diff {tmp_path}/step_10 {step}"
 
