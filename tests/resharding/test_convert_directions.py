@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import run_ckptctl as run_alone
 from made_steps import grid, octets, read_step, write_step
 
 import ckptctl
@@ -413,9 +415,9 @@ def test_what_the_names_do_not_say_is_refused_with_the_command_that_does_it(
     saved(tmp_path, every_dtype({"float32"}))
     torch.save({"a": torch.ones(3)}, "model.pt")
     step = str(checkpoints / "fsdp_2" / "step_100")
-    done = run_ckptctl("convert", *(word.replace("STEP", step) for word in words))
+    done = run_alone("convert", *(word.replace("STEP", step) for word in words))
     assert done.returncode == 2
     assert said in done.stderr
     following = shlex.split(done.stderr.split("next:")[1])
     assert following[:2] == ["ckptctl", "convert"]
-    assert run_ckptctl(*following[1:]).returncode == 0
+    assert run_alone(*following[1:]).returncode == 0

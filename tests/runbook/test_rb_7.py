@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_and_follow as run_ckptctl
+from command_line import validated
 
 from ckptctl.runbook import registry as shelf
 

@@ -14,7 +14,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 from next_commands import next_command
 
 from ckptctl.options import StorageOptions

@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 
 from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.running import _digest

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, validated
+from command_line import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import UsageError
