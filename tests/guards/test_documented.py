@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from error_classes import every_error
 from typer.main import get_command
 
 from ckptctl.cli.app import build_app
@@ -17,7 +18,6 @@ from ckptctl.cli.options import COMMAND_LINE_ONLY
 from ckptctl.cli.output import Output
 from ckptctl.cli.pages import all_pages, page
 from ckptctl.cli.pictures import STEP_MARKS
-from ckptctl.errors import CkptctlError
 from ckptctl.findings import CODES, Verdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -114,15 +114,9 @@ def test_every_exit_code_is_documented_and_explained(number):
 
 def test_every_exit_code_that_something_can_have_is_in_the_table():
     used = {verdict.exit_code for verdict in Verdict}
-    used |= {error.exit_code for error in every_error(CkptctlError)}
+    used |= {error.exit_code for error in every_error()}
     used |= {code for name in COMMANDS for code in load(name).exit_codes}
     assert used <= set(EXIT_CODES)
-
-
-def every_error(error):
-    yield error
-    for below in error.__subclasses__():
-        yield from every_error(below)
 
 
 def test_there_is_a_page_for_every_finding_code_and_none_besides():

@@ -314,13 +314,16 @@ def test_a_log_that_proves_nothing_is_never_a_plain_yes(kind, tmp_path):
         assert report.exit_code in (30, 31, 32)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in WRONG if " step" in kind and "named" not in kind]
-)
+ANOTHER_STEP = [
+    kind
+    for kind, make in WRONG.items()
+    if " step" in kind and "named" not in kind and make(JOBS[0]).claim is not None
+]
+
+
+@pytest.mark.parametrize("kind", ANOTHER_STEP)
 def test_another_step_than_was_named_is_discontinuous(kind, tmp_path):
     case = WRONG[kind](JOBS[0])
-    if case.claim is None:
-        pytest.skip("no step is named")
     report = checked(case, tmp_path)
     codes = {finding.code for each in report.assessments for finding in each.findings}
     assert (report.exit_code, "loss.step" in codes) == (30, True), report.message

@@ -31,7 +31,6 @@ MAX_SEAL_BYTES = 32 << 20
 """Larger seals are not read: 200,000 files, or 30 TB, fit; half as many of an object store."""
 
 _MAX_OBJECTS = 1_000_000
-_SHA256_DIGITS = 64
 
 
 class SealedStep(TypedDict):
