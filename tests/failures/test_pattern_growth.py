@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
+import pattern_growth
 import pytest
+from pattern_growth import Search
 
 from ckptctl.failures import loglines, matching
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.log_lines import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 4
-MOST_GROWTH = 9.0
-"""Four times the length takes four times as long; quadratic time would be sixteen times."""
-TOO_SHORT_S = 0.005
-"""What the longest line may cost without a closer look."""
 FILLERS = (" ", "a", "7", "x=", "A1b-", "/", ":", "-", ".", "a ", "a.", '"')
 FEW = FILLERS[:5]
 
@@ -33,19 +31,6 @@ def lines(texts: list[str], n_chars: int) -> Iterator[str]:
             yield (filler * n_chars)[: n_chars - len(text)] + text
 
 
-Search = Callable[[str], object]
-
-
-def seconds(search: Search, line: str, n_times: int = 3) -> float:
-    """CPU time of one search: the best of several, so that a busy machine changes little."""
-    taken = []
-    for _ in range(n_times):
-        began = time.process_time()
-        search(line)
-        taken.append(time.process_time() - began)
-    return min(taken)
-
-
 def texts_of(pattern: str) -> list[str]:
     """The literal runs in a pattern, at most six."""
     found = re.findall(r"[A-Za-z][A-Za-z /:_-]{2,}", re.sub(r"\\.|\?P<\w+>", " ", pattern))
@@ -54,14 +39,7 @@ def texts_of(pattern: str) -> list[str]:
 
 def too_slow(search: Search, texts: list[str]) -> list[str]:
     """The lines on which a search takes more than linear time."""
-    slow = []
-    for one, two, four in zip(*(lines(texts, n * N_CHARS) for n in (1, 2, 4)), strict=True):
-        if seconds(search, four, 1) < TOO_SHORT_S:
-            continue
-        first, second, longest = (seconds(search, line) for line in (one, two, four))
-        if longest > MOST_GROWTH * first:
-            slow.append(f"{first:.3f} s, {second:.3f} s, {longest:.3f} s: {one[:60]!r}")
-    return slow
+    return pattern_growth.too_slow(search, partial(lines, texts), N_CHARS)
 
 
 PATTERNS = {f"{rule.name}-{n}": each for rule in RULES for n, each in enumerate(rule.patterns)}

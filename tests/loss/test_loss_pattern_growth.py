@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+from pattern_growth import MOST_GROWTH, TOO_SHORT_S, seconds, too_slow
 
 import ckptctl.loss
 from ckptctl.loss.formats.console import LINE_FORMATS
@@ -18,10 +19,6 @@ from ckptctl.loss.reading import LogReader
 from ckptctl.storage.log_lines import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 2
-MOST_GROWTH = 9.0
-"""Four times the length takes four times as long; quadratic time would be sixteen times."""
-TOO_SHORT_S = 0.004
-"""What the longest line may cost without a closer look."""
 FILLERS = (" ", "a", "7", "x=", "a: ", "/", ":", "| ", "[", "{", "'", "1,", "a1 ", "━")
 
 
@@ -65,16 +62,6 @@ def lines(texts: list[str], n_chars: int) -> Iterator[str]:
             yield text + (filler * n_chars)[: n_chars - len(text)]
 
 
-def seconds(search: Callable[[str], object], line: str, n_times: int) -> float:
-    """CPU time of one search: the best of several, so that a busy machine changes little."""
-    taken = []
-    for _ in range(n_times):
-        began = time.process_time()
-        search(line)
-        taken.append(time.process_time() - began)
-    return min(taken)
-
-
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_takes_linear_time_on_long_lines(name):
     compiled = PATTERNS[name]
@@ -83,14 +70,7 @@ def test_a_pattern_takes_linear_time_on_long_lines(name):
     def search(line: str) -> object:
         return compiled.findall(line) if name.endswith(".pairs") else compiled.search(line)
 
-    slow = []
-    for one, two, four in zip(*(lines(texts, n * N_CHARS) for n in (1, 2, 4)), strict=True):
-        if seconds(search, four, 1) < TOO_SHORT_S:
-            continue
-        first, second, longest = (seconds(search, line, 4) for line in (one, two, four))
-        if longest > MOST_GROWTH * first:
-            slow.append(f"{first:.4f} s, {second:.4f} s, {longest:.4f} s: {one[:60]!r}")
-    assert slow == []
+    assert too_slow(search, partial(lines, texts), N_CHARS) == []
 
 
 WHOLE = {
