@@ -8,6 +8,7 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import count, exact_size
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -19,10 +20,11 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.reshard import only_model
-from ckptctl.cli.values import parse_size, seal_key
-from ckptctl.cli.views.resharding import convert_lines
+from ckptctl.cli.rendering import finding_lines, next_line, section
+from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.options import StorageOptions
+from ckptctl.resharding.results import Converted
 
 EXAMPLES = (
     "ckptctl convert /shared/ckpt/run-1234@latest /models/run-1234 --only model",
@@ -124,3 +126,23 @@ def convert(
         bare=(answer.target,) if answer.written else (),
     )
     return answer.exit_code
+
+
+def convert_lines(answer: Converted) -> list[Line]:
+    """That the folder is there, or why it is not."""
+    if not answer.written:
+        head = line(Span(answer.message, "bad"), hang=2)
+        findings = section(finding_lines(answer.report.findings))
+        return [head, EMPTY, *findings, *next_line(answer.next_command)]
+    lines = [
+        line(Span("converted", "good"), " ", Span(answer.target, "name"), solid=True),
+        line(f"  from {answer.source}", solid=True),
+        line(f"  {answer.message}", hang=4),
+        line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
+    ]
+    return [
+        *lines,
+        EMPTY,
+        *section(finding_lines(answer.findings)),
+        *next_line(answer.next_command),
+    ]

@@ -8,10 +8,13 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import count
 from ckptctl.cli.options import PatternOpt, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.resharding import diff_lines
+from ckptctl.cli.rendering import next_line, section
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line
 from ckptctl.options import StorageOptions
+from ckptctl.resharding.results import Diff, Difference
 
 EXAMPLES = (
     "ckptctl diff /shared/ckpt/run-1234@1200 /shared/ckpt/run-1235@1200",
@@ -57,3 +60,28 @@ def diff(
         bare=tuple(one.fqn for one in answer.differences if one.what != "layout"),
     )
     return answer.exit_code
+
+
+def diff_lines(answer: Diff) -> list[Line]:
+    """Whether the steps are the same, and what differs."""
+    style: Style = "good" if answer.same else "bad"
+    real = [one for one in answer.differences if one.what != "layout"]
+    lines = [
+        line(Span("same" if answer.same else "differ", style), f": {answer.message}", hang=2),
+        line("  a: ", Span(answer.a, "name"), solid=True),
+        line("  b: ", Span(answer.b, "name"), solid=True),
+    ]
+    if answer.n_layouts:
+        lines.append(line(f"  {count(answer.n_layouts, 'tensor')} cut differently", hang=4))
+    if answer.values_compared:
+        how = f"{answer.n_by_checksum:,} by checksum, {answer.n_by_bytes:,} by bytes"
+        lines.append(line(f"  values of tensors compared: {how}", hang=4))
+    else:
+        lines.append(line("  values were not compared", hang=4))
+    return [*lines, EMPTY, *section(map(_difference, real)), *next_line(answer.next_command)]
+
+
+def _difference(one: Difference) -> Line:
+    if one.what.startswith("only"):
+        return line(f"  {one.what.replace('-', ' ')}: {one.fqn}, {one.a or one.b}", hang=4)
+    return line(f"  {one.what}: {one.fqn}: {one.a} in a, {one.b} in b", hang=4)

@@ -12,10 +12,14 @@ import typer
 import ckptctl
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import SEVERITY_STYLES, next_line, section
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.values import SEAL_KEY
-from ckptctl.cli.views.diagnosis import diagnosis_lines
+from ckptctl.diagnostics.results import Advice, Diagnosis
+from ckptctl.findings import Severity
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
@@ -87,3 +91,31 @@ def _own_variables() -> frozenset[str]:
         RESTART_COUNT,
         "CKPTCTL_COLUMNS",
     }
+
+
+def diagnosis_lines(found: Diagnosis) -> list[Line]:
+    """How much is wrong, then each thing with what to do, then what was inspected."""
+    numbers = [
+        count(number, severity.value)
+        for severity in Severity
+        if (number := sum(each.severity is severity for each in found.advice))
+    ]
+    style: Style = "bad" if found.exit_code else "good"
+    said = listed(numbers) if numbers else "nothing is wrong"
+    facts = [line(f"  {name}: {value}", hang=4) for name, value in found.facts]
+    return [
+        line(Span(said, style), "  ", Span(found.target, "name"), solid=True),
+        EMPTY,
+        *section(each for advice in found.advice for each in _shown(advice)),
+        *section(facts),
+        *next_line(found.next_command),
+    ]
+
+
+def _shown(advice: Advice) -> list[Line]:
+    word = padded(advice.severity.value, 7, SEVERITY_STYLES[advice.severity])
+    return [
+        line("  ", word, "  ", Span(advice.name, "strong"), "  ", advice.where, hang=11),
+        line(f"           {advice.message}", hang=11),
+        line(f"           do: {advice.fix}", hang=15),
+    ]

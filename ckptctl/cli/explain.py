@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
 from ckptctl.cli.documents import document
 from ckptctl.cli.output import Output
-from ckptctl.cli.pages import all_pages, page
-from ckptctl.cli.views.explain import index_lines, page_lines
+from ckptctl.cli.pages import Page, all_pages, page
+from ckptctl.cli.rendering import next_line, page_lines
+from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 
 EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
@@ -44,3 +46,18 @@ def explain(
         bare=(each.name if name is None else each.title for each in pages),
     )
     return 0
+
+
+_HEADINGS = {"finding": "finding codes", "verdict": "verdicts", "exit-code": "exit codes"}
+
+
+def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
+    """Every page by its name and title."""
+    width = max(len(each.name) for each in pages)
+    for kind, heading in _HEADINGS.items():
+        yield line(Span(heading, "strong"))
+        for each in pages:
+            if each.kind == kind:
+                yield line("  ", padded(each.name, width), "  ", each.title, hang=width + 4)
+        yield EMPTY
+    yield from next_line("ckptctl explain CODE")

@@ -9,10 +9,10 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.loss_rendering import canary_lines, loss_lines
 from ckptctl.cli.options import option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
-from ckptctl.cli.views.loss import canary_lines, loss_lines
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.level import Pace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import ckptctl
@@ -17,9 +17,11 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.notes import marked_lines
-from ckptctl.formats.own.marks import MarkKind
+from ckptctl.cli.rendering import next_line
+from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.formats.own.marks import Mark, MarkKind
 from ckptctl.options import StorageOptions
+from ckptctl.selection.results import Marked
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "reject": (
@@ -115,3 +117,30 @@ def _mark(
         bare=() if marked.path is None else (marked.path,),
     )
     return marked.exit_code
+
+
+def marked_lines(marked: Marked) -> list[Line]:
+    """What was said of the step, what that lifts, and what stands now."""
+    lines = [line(Span(marked.message, "strong"), solid=True)]
+    if marked.mark is not None:
+        lines.append(line(f"  {_said(marked.mark)}", hang=4))
+        lines.append(line("  written to ", marked.path or "", solid=True))
+    lines += [line(f"  lifted: {_told(one)}", hang=4) for one in marked.lifted]
+    lines += _others(marked)
+    return [*lines, EMPTY, *next_line(marked.next_command)]
+
+
+def _others(marked: Marked) -> Iterator[Line]:
+    for one in marked.standing:
+        if one != marked.mark and not one.word.lifts:
+            yield line(f"  also applies: {_told(one)}", hang=4)
+
+
+def _told(mark: Mark) -> str:
+    return f"{mark.word.value} {_said(mark)}"
+
+
+def _said(mark: Mark) -> str:
+    reason = f": {mark.reason}" if mark.reason else ""
+    evidence = f"; see {', '.join(mark.evidence)}" if mark.evidence else ""
+    return f"by {mark.by} at {mark.at}{reason}{evidence}"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ckptctl.cli.formatting import in_shell
 from ckptctl.cli.progress import Progress
+from ckptctl.cli.rendering import error_lines
 from ckptctl.cli.text import Line, Style, line, made_safe, wrapped
-from ckptctl.cli.views.common import error_lines
 from ckptctl.errors import CkptctlError, UsageError
 
 if TYPE_CHECKING:

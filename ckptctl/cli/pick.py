@@ -10,7 +10,9 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.pick import pick_lines
+from ckptctl.cli.rendering import finding_lines, next_line, step_name
+from ckptctl.cli.text import Line, Span, line
+from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick
 
@@ -95,3 +97,41 @@ def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
     if found.chosen is None:
         return ()
     return (found.path,) if printed is Printed.PATH else (str(found.step),)
+
+
+_WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-size asks
+
+
+def pick_lines(pick: Pick) -> list[Line]:
+    """The answer, why newer steps were refused, how deep the look was, what is next."""
+    if pick.exit_code:
+        lines = [line(Span("error:", "bad"), f" {pick.message}", hang=2)]
+    else:
+        lines = [line(Span(pick.message, "good"), hang=2)]
+    lines += refused_lines(pick)
+    if pick.level is not None:
+        reason = f"; {pick.level_reason}" if pick.level_reason else ""
+        lines.append(line(f"  checked: {pick.level.value}{reason}", hang=4))
+    if pick.chosen is not None:
+        lines.append(line(f"  train state: {pick.about_state}", hang=4))
+    findings = (*pick.findings, *_to_be_known(pick.chosen))
+    return [*lines, *finding_lines(findings), *next_line(pick.next_command)]
+
+
+def _to_be_known(chosen: Report | None) -> list[Finding]:
+    """The warnings on the chosen step, and what another world size costs; `verify` has the rest."""
+    findings = chosen.findings if chosen else ()
+    return [
+        finding
+        for finding in findings
+        if finding.severity is Severity.WARNING or finding.code in _WORLD_SIZE
+    ]
+
+
+def refused_lines(pick: Pick) -> list[Line]:
+    """Why newer steps were refused, one a line; what the answer says already is not said again."""
+    return [
+        line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
+        for over in pick.passed_over
+        if over.reason not in pick.message
+    ]

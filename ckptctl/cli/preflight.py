@@ -11,14 +11,17 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, process_group
+from ckptctl.cli.pick import refused_lines
+from ckptctl.cli.rendering import next_line
+from ckptctl.cli.text import Line, Span, Style, line, padded
 from ckptctl.cli.values import (
     parse_counts,
     parse_duration,
 )
-from ckptctl.cli.views.preflight import preflight_lines
 from ckptctl.errors import UsageError
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
+from ckptctl.preflight_checks.results import Outcome, Preflight
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
@@ -169,3 +172,25 @@ def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher
             raise UsageError("--launcher is empty", instead="--launcher 'srun --ntasks-per-node=1'")
         launchers.append(Launcher(words, PATIENCE * timeout_s))
     return tuple(launchers)
+
+
+_STYLES: dict[Outcome, Style] = {
+    Outcome.OK: "good",
+    Outcome.WARNING: "warn",
+    Outcome.FAILED: "bad",
+}
+
+
+def preflight_lines(found: Preflight) -> list[Line]:
+    """The answer, one line for each check, why newer steps were refused, what is next."""
+    if found.exit_code:
+        lines = [line(Span("error:", "bad"), f" {found.message}", hang=2)]
+    else:
+        lines = [line(Span(f"ready: {found.message}", "good"), hang=2)]
+    width = max(len(check.name) for check in found.checks)
+    for check in found.checks:
+        word = padded(check.outcome.value, 7, _STYLES[check.outcome])
+        said = f"  {check.message}"
+        lines.append(line("  ", word, "  ", padded(check.name, width), said, hang=13 + width))
+    advice = next((one.next_command for one in found.checks if one.next_command), None)
+    return [*lines, *refused_lines(found.pick), *next_line(found.next_command or advice)]

@@ -6,11 +6,14 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import size
 from ckptctl.cli.options import LevelOpt, RootArg, only, option
 from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import next_line
+from ckptctl.cli.text import Line, Span, line, padded
 from ckptctl.cli.values import level_of
-from ckptctl.cli.views.prune import prune_lines
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.selection.pruning import Pruned
 
 EXAMPLES = (
     "ckptctl prune /shared/ckpt/run-1234 --keep 3",
@@ -72,3 +75,16 @@ def prune(
         bare=tuple(one.url for one in found.decisions if one.removed),
     )
     return found.exit_code
+
+
+def prune_lines(found: Pruned) -> list[Line]:
+    """The answer, then every step with its decision and the reason, newest first."""
+    lines = [line(Span(found.message, "strong"), hang=2)]
+    width = max((len(str(one.number)) for one in found.decisions), default=0)
+    gone = "removed" if found.applied else "goes"
+    for one in found.decisions:
+        word = padded(gone if one.removed else "stays", 7, "warn" if one.removed else "good")
+        step = padded(str(one.number), width, right=True)
+        room = padded(size(one.n_bytes), 9, right=True)
+        lines.append(line("  ", word, "  ", step, room, f"  {one.reason}", hang=22 + width))
+    return [*lines, *next_line(found.next_command)]

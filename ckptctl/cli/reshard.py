@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
@@ -12,6 +13,7 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import count, exact_size, size
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -24,9 +26,11 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.values import parse_size, seal_key
-from ckptctl.cli.views.resharding import reshard_lines
+from ckptctl.cli.rendering import finding_lines, next_line, section
+from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.options import StorageOptions
+from ckptctl.resharding.results import RankShare, Reshard
 
 EXAMPLES = (
     "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
@@ -148,15 +152,6 @@ def reshard(
     return answer.exit_code
 
 
-def only_model(only: str | None) -> bool:
-    """Whether all but the model is left out."""
-    from ckptctl.errors import UsageError
-
-    if only not in (None, "model"):
-        raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
-    return only is not None
-
-
 def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
     """The same call, with what makes it write."""
     words = ["ckptctl", "reshard", step, target]
@@ -171,3 +166,77 @@ def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
     words += ["--only", "model"] if wanted["only_model"] else []
     words += ["--accept-unverifiable"] if wanted["accept_unverifiable"] else []
     return shlex.join([*words, "--apply"])
+
+
+_SHOWN = 16
+"""Of more shard files than so many, the first and the last few are shown."""
+
+
+def reshard_lines(answer: Reshard) -> list[Line]:
+    """The plan, or that the new step is there, or why it is not."""
+    if answer.exit_code:
+        head = line(Span(answer.message, "bad"), hang=2)
+        findings = section(finding_lines(answer.report.findings))
+        return [head, EMPTY, *findings, *next_line(answer.next_command)]
+    if answer.written:
+        head = line(Span("resharded", "good"), " ", Span(answer.target, "name"), solid=True)
+    else:
+        head = line(Span("plan", "strong"), " ", Span(answer.target, "name"), solid=True)
+    return [
+        head,
+        line(f"  {_ranks(answer)}", hang=4),
+        line(f"  {_contents(answer)}", hang=4),
+        line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
+        *_state(answer),
+        EMPTY,
+        *section(_shares(answer)),
+        *section(finding_lines(answer.findings)),
+        *next_line(answer.next_command),
+    ]
+
+
+def _ranks(answer: Reshard) -> str:
+    saved = answer.saved_world_size
+    before = "an unknown number of ranks" if saved is None else count(saved, "rank")
+    after = count(answer.world_size, "rank")
+    arranged = "" if answer.mesh == f"dp={answer.world_size}" else f" ({answer.mesh})"
+    return f"from {answer.source}, saved by {before}, for {after}{arranged}"
+
+
+def _contents(answer: Reshard) -> str:
+    others = count(answer.n_bytes_entries, "other entry").replace("entrys", "entries")
+    return (
+        f"{count(answer.n_tensors, 'tensor')}: {answer.n_cut:,} cut, {answer.n_whole:,} whole; "
+        f"{others}"
+    )
+
+
+def _state(answer: Reshard) -> Iterator[Line]:
+    if not answer.written:
+        yield line("  nothing is written yet", hang=4)
+        return
+    continued = count(answer.continued, "file")
+    more = f"; {continued} were there from an earlier call" if answer.continued else ""
+    yield line(f"  proven at level content, sealed, published{more}", hang=4)
+
+
+def _shares(answer: Reshard) -> Iterator[Line]:
+    if answer.written:
+        return
+    shares = answer.shares
+    shown = shares if len(shares) <= _SHOWN else (*shares[: _SHOWN - 2], *shares[-1:])
+    width = max((len(share.file) for share in shown), default=0)
+    yield line(f"  {'shard file':<{width}}  {'size':>9}  {'entries':>7}  {'reads':>7}", solid=True)
+    for number, share in enumerate(shown):
+        if number == _SHOWN - 2 and len(shares) > _SHOWN:
+            yield line(f"  … {count(len(shares) - _SHOWN + 1, 'file')} more", solid=True)
+        yield _share(share, width)
+    yield line(f"  largest {size(answer.largest)}, smallest {size(answer.smallest)}", hang=4)
+
+
+def _share(share: RankShare, width: int) -> Line:
+    return line(
+        f"  {share.file:<{width}}  {size(share.n_bytes):>9}  {share.n_entries:>7,}  "
+        f"{share.n_reads:>7,}",
+        solid=True,
+    )

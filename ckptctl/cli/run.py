@@ -10,11 +10,13 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import OptionalRootOpt, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.text import line
+from ckptctl.cli.rendering import next_line
+from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.values import parse_duration
-from ckptctl.cli.views.run import attempt_lines, supervised_lines
 from ckptctl.errors import UsageError
+from ckptctl.goodput.durations import duration
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
@@ -135,3 +137,26 @@ def _codes(given: list[str] | tuple[()]) -> tuple[int, ...]:
                 instead="--no-restart-on 1,137",
             )
     return tuple(map(int, words))
+
+
+def attempt_lines(one: Attempt) -> list[Line]:
+    """One attempt of the job, when it has ended."""
+    none = "no usable step" if one.inspected else "the storage did not answer which steps exist"
+    step = none if one.step is None else f"newest usable step {one.step}"
+    newer = " (newer)" if one.progress else ""
+    restarted = one.failure is not None and one.decision is Decision.RESTART
+    cause = f"{one.failure}, " if restarted else ""
+    return [
+        line(
+            f"ckptctl: attempt {one.number} ended with {one.exit_code} after "
+            f"{duration(one.seconds)}, {step}{newer}: {one.decision.value}, {cause}{one.reason}",
+            hang=2,
+        )
+    ]
+
+
+def supervised_lines(found: Supervised) -> list[Line]:
+    """How it ended."""
+    done = bool(found.attempts) and found.attempts[-1].decision is Decision.DONE
+    style = Span(found.message, "good" if done else "bad")
+    return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]

@@ -1,17 +1,33 @@
-"""`ckptctl scan`: every step under one root or several, and which one to resume from."""
+"""`ckptctl scan`: every step under one root or several, and which one to resume from.
+
+A row is printed as soon as its step has been inspected. The strip of all steps comes last,
+where a long table has not scrolled it away.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count
+from ckptctl.cli.formatting import age, count, size, utc
 from ckptctl.cli.options import OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.scan import StepTable, chosen_lines, foot_lines, none_lines, usable_urls
-from ckptctl.findings import Report
+from ckptctl.cli.pictures import (
+    LACKING,
+    STEP_MARKS,
+    every_byte_verified,
+    step_mark,
+    step_state,
+    strip_of_steps,
+)
+from ckptctl.cli.rendering import finding_lines, next_line, said_of, step_name
+from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
+from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Scan
 from ckptctl.selection.scanning import NEWEST
@@ -100,3 +116,179 @@ class _Shown:
         self._out.lines(table.head())
         for report, reason in self._waiting:
             self._out.lines(table.row(report, reason))
+
+
+_WIDE = 100
+"""From so many cells on, the table has columns for the ranks and for the time in UTC."""
+
+
+def chosen_lines(chosen: Report) -> list[Line]:
+    """The first lines: the step that `pick` takes, and how sure that is."""
+    proven = "every byte verified" if every_byte_verified(chosen) else "its bytes were not compared"
+    said = f"resume from step {step_name(chosen)}"
+    looked = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
+    return [
+        line(Span(said + looked, "good"), hang=2),
+        line("  ", Span(chosen.url, "name"), solid=True),
+        EMPTY,
+    ]
+
+
+def none_lines(scan: Scan) -> list[Line]:
+    """The first lines where `pick` takes nothing."""
+    if not scan.n_steps:
+        fresh = scan.exit_code == EXIT_FRESH
+        return [line(Span(scan.message, "strong" if fresh else "bad"), hang=2)]
+    return [line(Span(scan.message, "bad"), hang=2), line("  ", Span(scan.root, "name")), EMPTY]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The rows of the table; `newest` comes first in it and has the longest number.
+
+    `chosen` is the address of the step that `pick` takes. `width` is the terminal's,
+    None off a terminal: then the reason stands at the end of its row, however long,
+    for `grep`. `roots` are there where they are several: each row has the number of its root.
+    """
+
+    newest: Report
+    chosen: str | None
+    now_s: float
+    width: int | None
+    unicode: bool
+    roots: tuple[str, ...] = ()
+
+    def head(self) -> Iterator[Line]:
+        """The names of the columns, below those of the roots."""
+        for number, root in enumerate(self.roots, start=1):
+            yield line(f"  root {number}: ", Span(root, "name"), solid=True)
+        cells = (
+            *("step", "root", "verdict", "checked", "size", "ranks", "age", "written (UTC)"),
+            "train state",
+        )
+        yield line(" ", *self._cells(cells, ""))
+
+    def row(self, report: Report, passed_over: str | None = None) -> Iterator[Line]:
+        """One step: a row, and its reason beside or below it.
+
+        `passed_over` is why `pick` refused it, None where it did not.
+        """
+        state = step_state(report, passed_over=passed_over is not None)
+        mark = STEP_MARKS[state]
+        unknown = report.verdict is Verdict.UNKNOWN
+        written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
+        cells = (
+            step_name(report),
+            self._root_of(report),
+            mark.word if state == LACKING else report.verdict.value,
+            "-" if unknown else report.level.value,
+            size(report.n_bytes),
+            _ranks(report.world_size),
+            age(report.written_s, self.now_s),
+            written,
+            state_words(report.state),
+        )
+        glyph = step_mark(state, unicode=self.unicode)
+        row = line(glyph, *self._cells(cells, mark.style), *self._pointer(report))
+        complete = report.verdict is Verdict.COMPLETE
+        reason = passed_over if passed_over and complete else reason_of(report)
+        beside = line(*row.spans, "  ", reason) if reason else row
+        if self.width is None or beside.width <= self.width:
+            yield beside
+        else:
+            yield row
+            yield line("    ", reason, hang=4)
+
+    def _root_of(self, report: Report) -> str:
+        under = [i for i, root in enumerate(self.roots, 1) if report.url.startswith(f"{root}/")]
+        return str(max(under, key=lambda i: len(self.roots[i - 1]))) if under else ""
+
+    def _pointer(self, report: Report) -> tuple[Span, ...]:
+        if report.url != self.chosen:
+            return ()
+        return (Span("  "), Span("← pick" if self.unicode else "<- pick", "strong"))
+
+    def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[Span]:
+        step, root, verdict, checked, n_bytes, ranks, written, written_utc, state = cells
+        wide = self.width is None or self.width >= _WIDE
+        columns = [
+            padded(step, max(4, len(step_name(self.newest))), right=True),
+            *([padded(root, 4, right=True)] if self.roots else []),
+            padded(verdict, 12, verdict_style),
+            padded(checked, 9),
+            padded(n_bytes, 9, right=True),
+            *([padded(ranks, 5, right=True)] if wide else []),
+            padded(written, 7, right=True),
+            *([padded(written_utc, 19)] if wide else []),
+            padded(state, 18 if wide else 0),
+        ]
+        for column in columns:
+            yield Span("  ")
+            yield column
+
+
+def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
+    """What follows the table: the strip, what is to say about the root, what is next."""
+    lines: list[Line] = []
+    over = dict(scan.refused)
+    strip = strip_of_steps(scan.reports, scan.chosen, over, width, unicode=unicode)
+    if strip:
+        lines += [EMPTY, *strip]
+    if scan.n_older:
+        more = f"{count(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
+        lines.append(
+            line(f"  {more} (--before {scan.more_before} goes on, --last 0 shows all)", hang=2)
+        )
+    n_read = sum(report.bytes_read for report in scan.reports)
+    if scan.reports:
+        lines.append(line(f"  {size(n_read)} read of {count(len(scan.reports), 'step')}", hang=2))
+    if scan.findings:
+        lines += [EMPTY, *finding_lines(scan.findings)]
+    if scan.next_command:
+        lines += [EMPTY, *next_line(scan.next_command)]
+    return lines
+
+
+def usable_urls(scan: Scan) -> list[str]:
+    """What `scan --quiet` prints: the step that `pick` takes, and usable older ones.
+
+    Nothing where `pick` takes none: a script would take the first of them.
+    """
+    over = dict(scan.refused)
+    good = [r.url for r in scan.reports if r.usable and r.url not in over]
+    return good[good.index(scan.chosen) :] if scan.chosen in good else _chosen_alone(scan)
+
+
+def _chosen_alone(scan: Scan) -> list[str]:
+    # An unverifiable step that was accepted, or one that is older than those shown.
+    return [scan.chosen] if scan.chosen is not None else []
+
+
+def reason_of(report: Report) -> str:
+    """Why a step is not usable, or what to mind, in one line; empty where there is nothing."""
+    for severity in (Severity.FAULT, Severity.WARNING):
+        found = report.with_severity(severity)
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"{found[0].code}: {said_of(found[0])}{more}"
+    worth_telling = (f for f in report.findings if not report.usable or f.code == "step.pinned")
+    return next(map(said_of, worth_telling), "")
+
+
+def _ranks(world_size: WorldSize | None) -> str:
+    if world_size is None:
+        return "-"
+    return f"{world_size.size}{'+' if world_size.at_least else ''}"
+
+
+def state_words(state: TrainState) -> str:
+    """The train state of a step in a few words: all of it, the little that it lacks, or holds."""
+    held = state.held
+    missing = [kind for kind in STATE_KINDS if kind not in held]
+    if not held:
+        return "-"
+    if not missing:
+        return "all"
+    if held == ("model",):
+        return "weights only"
+    return f"no {', '.join(missing)}" if len(missing) <= 2 else ", ".join(held)

@@ -6,10 +6,13 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
+from ckptctl.cli.formatting import count, exact_size
 from ckptctl.cli.options import JobsOpt, StepArg, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.notes import sealed_lines
+from ckptctl.cli.rendering import finding_lines, next_line, section
+from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.selection.results import Sealed
 
 EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",
@@ -63,3 +66,28 @@ def seal(
         bare=() if sealed.path is None else (sealed.path,),
     )
     return sealed.exit_code
+
+
+def sealed_lines(sealed: Sealed) -> list[Line]:
+    """That the step is sealed and how, or why it is not."""
+    found = sealed.report.findings
+    if sealed.path is not None:  # there is one now
+        found = tuple(finding for finding in found if finding.code != "seal.missing")
+    findings = section(finding_lines(found))
+    if sealed.path is None:
+        head = line(Span(sealed.message, "bad"), hang=2)
+        url = line("  ", Span(sealed.url, "name"), solid=True)
+        return [head, url, EMPTY, *findings, *next_line(sealed.next_command)]
+    digested = f"{count(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
+    digested += f", digests by {sealed.kind}"
+    if sealed.n_stored:
+        digested += f", the store's own checksums of {count(sealed.n_stored, 'file')}"
+    return [
+        line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
+        line(f"  {digested}", hang=4),
+        line(f"  inspected before at: {sealed.report.level.value}", hang=4),
+        line("  ", "replaced " if sealed.replaced else "written to ", sealed.path, solid=True),
+        EMPTY,
+        *findings,
+        *next_line(sealed.next_command),
+    ]

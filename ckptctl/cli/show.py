@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import safe
+from ckptctl.cli.formatting import cell_width, count, exact_size, safe, size
 from ckptctl.cli.options import PatternOpt, StepArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.views.show import contents_lines
+from ckptctl.cli.rendering import (
+    finding_lines,
+    next_line,
+    ranks_in_words,
+    section,
+    state_lines,
+)
+from ckptctl.cli.text import Line, Span, line, padded
 from ckptctl.options import StorageOptions
-from ckptctl.selection.results import Contents
+from ckptctl.selection.results import Contents, TensorRow
 
 EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",
@@ -76,3 +87,187 @@ def _values(contents: Contents, printed: Printed) -> tuple[str, ...]:
         Printed.WORLD_SIZE: ranks,
     }
     return () if values[printed] is None else (str(values[printed]),)
+
+
+def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None) -> list[Line]:
+    """Facts first, then the tensors, then the shard files."""
+    rows = contents.tensors
+    groups = [Group.of([row]) for row in rows] if every_tensor else grouped(_of_the_model(rows))
+    n_unlisted = 0 if every_tensor else len(rows) - sum(group.n_tensors for group in groups)
+    return [
+        *section(_head(contents)),
+        *section(finding_lines(contents.findings)),
+        *section(state_lines(contents.state, usable=contents.exit_code == 0)),
+        *section(_bytes_by_kind(contents)),
+        *section([*_tensor_table(groups, width), *_unlisted(n_unlisted)]),
+        *section(_shards(contents)),
+        *next_line(contents.next_command),
+    ]
+
+
+def _head(contents: Contents) -> Iterator[Line]:
+    number = "" if contents.number is None else f"step {contents.number}: "
+    said = f"{number}{contents.n_params:,} parameters, {exact_size(contents.n_bytes)}"
+    yield line(Span(said, "strong"), hang=2)
+    yield line("  ", Span(contents.url, "name"), solid=True)
+    yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
+    yield line(f"  metadata version {contents.torch_version}", hang=4)
+    if contents.checkpoint_id is not None:
+        yield line(f"  saved as {contents.checkpoint_id}", solid=True)
+
+
+def _bytes_by_kind(contents: Contents) -> list[Line]:
+    total = sum(n_bytes for _, n_bytes in contents.bytes_by_kind) or 1
+    width = max((len(kind) for kind, _ in contents.bytes_by_kind), default=0)
+    return [
+        line(f"  {kind:<{width}}  {size(n_bytes):>9}  {100 * n_bytes / total:5.1f} %")
+        for kind, n_bytes in contents.bytes_by_kind
+    ]
+
+
+_COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
+
+
+def _tensor_table(groups: Sequence[Group], width: int | None) -> Iterator[Line]:
+    """A row for each group; where that is too wide for the terminal, the name above the rest."""
+    if not groups:
+        return
+    table = [_COLUMNS, *(group.cells for group in groups)]
+    widths = [max(cell_width(row[i]) for row in table) for i in range(len(_COLUMNS))]
+    fits = width is None or sum(widths) + 2 * len(widths) <= width
+    for row in table:
+        name, *rest = (padded(cell, widths[i], right=i > 2) for i, cell in enumerate(row))
+        facts = [span for cell in rest for span in ("  ", cell)]
+        if fits:
+            yield line("  ", name, *facts, solid=True)
+        else:
+            yield line("  ", row[0], solid=True)
+            yield line("    ", *facts, solid=True)
+
+
+def _of_the_model(rows: Sequence[TensorRow]) -> Sequence[TensorRow]:
+    return [row for row in rows if row.kind == "model"] or rows
+
+
+def _unlisted(n_tensors: int) -> list[Line]:
+    return [line(f"  and {count(n_tensors, 'tensor')} more (--tensors)")] if n_tensors else []
+
+
+def _shards(contents: Contents) -> Iterator[Line]:
+    if not contents.shards:
+        return
+    sizes = sorted(shard.n_bytes for shard in contents.shards)
+    spread = f"{size(sizes[0])} to {size(sizes[-1])}" if sizes[0] < sizes[-1] else size(sizes[0])
+    n_records = sum(shard.n_records for shard in contents.shards)
+    n_pickled = len(contents.bytes_entries)
+    yield line(
+        f"  {count(len(sizes), 'shard file')} of {spread}, {count(n_records, 'record')}, "
+        f"{n_pickled:,} entries pickled",
+        hang=4,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors of one dtype and shape whose names differ in numbers only."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_tensors: int
+    n_chunks: int
+    n_bytes: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorRow]) -> Group:
+        """The rows as one."""
+        return cls(
+            _common_name([row.fqn for row in rows]),
+            rows[0].dtype,
+            rows[0].shape,
+            len(rows),
+            sum(row.n_chunks for row in rows),
+            sum(row.n_bytes for row in rows),
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        shape = " x ".join(str(n) for n in self.shape) or "scalar"
+        times = f"  ({self.n_tensors:,} of them)" if self.n_tensors > 1 else ""
+        return (self.name, self.dtype, shape + times, f"{self.n_chunks:,}", size(self.n_bytes))
+
+
+_INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
+
+
+def grouped(rows: Sequence[TensorRow]) -> list[Group]:
+    """The tensors, with those of equal names but for the numbers taken together.
+
+    A group holds every combination of the numbers that its name shows.
+    """
+    alike: dict[tuple[str, str, tuple[int, ...]], list[TensorRow]] = {}
+    for row in rows:
+        alike.setdefault((_INDEX.sub("*", row.fqn), row.dtype, row.shape), []).append(row)
+    return [Group.of(part) for group in alike.values() for part in _complete(group)]
+
+
+_MAX_VARYING = 4
+"""Numbers in a name that may vary; beyond, and with gaps, each tensor has a row."""
+
+
+def _complete(rows: Sequence[TensorRow]) -> Iterator[Sequence[TensorRow]]:
+    """The rows in as few groups as hold every combination of their numbers."""
+    columns = [set(numbers) for numbers in zip(*map(_numbers, rows), strict=True)]
+    varying = [at for at, numbers in enumerate(columns) if len(numbers) > 1]
+    if len(varying) < 2 or len(rows) == prod(len(numbers) for numbers in columns):
+        yield rows
+        return
+    if len(varying) > _MAX_VARYING:
+        yield from ([row] for row in rows)
+        return
+    by_first: dict[str, list[TensorRow]] = {}
+    for row in rows:
+        by_first.setdefault(_numbers(row)[varying[0]], []).append(row)
+    for part in by_first.values():
+        yield from _complete(part)
+
+
+def _numbers(row: TensorRow) -> list[str]:
+    return _INDEX.findall(row.fqn)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """`layers.{0..31}.weight` for `layers.0.weight` to `layers.31.weight`.
+
+    Numbers that leave a gap are listed: `layers.{0,3}.weight`.
+    """
+    columns = zip(*(_INDEX.findall(name) for name in names), strict=True)
+    shown = iter([_number_range({int(number) for number in column}) for column in columns])
+    return _INDEX.sub(lambda _: next(shown), names[0])
+
+
+_MAX_RANGES = 8
+
+
+def _number_range(numbers: set[int]) -> str:
+    """`7`, `{0..31}`, `{0,3}`, `{0..3,8..11}`."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    if ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{{{ordered[0]}..{ordered[-1]}}}"
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [_run(run) for run in runs[:_MAX_RANGES]]
+    return f"{{{','.join([*shown, '...'] if len(runs) > _MAX_RANGES else shown)}}}"
+
+
+def _run(numbers: Sequence[int]) -> str:
+    if len(numbers) < 3:
+        return ",".join(map(str, numbers))
+    return f"{numbers[0]}..{numbers[-1]}"

@@ -159,3 +159,12 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 def _without_secret(word: str) -> str:
     key, equals, _ = word.partition("=")
     return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
+
+
+def only_model(only: str | None) -> bool:
+    """Whether all but the model is left out."""
+    from ckptctl.errors import UsageError
+
+    if only not in (None, "model"):
+        raise UsageError(f"--only {only!r}: there is only model", instead="--only model")
+    return only is not None

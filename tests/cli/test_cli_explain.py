@@ -2,9 +2,10 @@
 
 import pytest
 
+from ckptctl.cli.explain import index_lines
 from ckptctl.cli.pages import all_pages, page
+from ckptctl.cli.rendering import page_lines
 from ckptctl.cli.text import wrapped
-from ckptctl.cli.views.explain import index_lines, page_lines
 from ckptctl.errors import UsageError
 
 

@@ -3,8 +3,8 @@
 import pytest
 from made_results import NO_METADATA, NOW_S, ROOT, contents, pick, report, scan, short, state
 
-from ckptctl.cli.views.pick import pick_lines
-from ckptctl.cli.views.scan import (
+from ckptctl.cli.pick import pick_lines
+from ckptctl.cli.scan import (
     StepTable,
     chosen_lines,
     foot_lines,
@@ -12,8 +12,8 @@ from ckptctl.cli.views.scan import (
     state_words,
     usable_urls,
 )
-from ckptctl.cli.views.show import contents_lines
-from ckptctl.cli.views.verify import next_command, report_lines
+from ckptctl.cli.show import contents_lines
+from ckptctl.cli.verify import next_command, report_lines
 from ckptctl.findings import ByStore, Finding
 from ckptctl.model import STATE_KINDS, Level, WorldSize
 from ckptctl.selection.results import TensorRow

@@ -1,4 +1,4 @@
-"""Render findings, train state and next commands for every command."""
+"""Render what several commands print: findings, train state, next commands, pages of Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 
-_STYLES: dict[Severity, Style] = {
+SEVERITY_STYLES: dict[Severity, Style] = {
     Severity.FAULT: "bad",
     Severity.WARNING: "warn",
     Severity.REMARK: "",
@@ -36,7 +36,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[Line]:
 
 
 def _finding_line(finding: Finding, code_width: int) -> Line:
-    style = _STYLES[finding.severity]
+    style = SEVERITY_STYLES[finding.severity]
     word = padded(finding.severity.value, 7, style)
     code = padded(finding.code, code_width, style)
     return line("  ", word, "  ", code, "  ", said_of(finding), hang=13 + code_width)
@@ -100,3 +100,28 @@ def section(lines: Iterable[Line]) -> list[Line]:
     """The lines and an empty one, or nothing at all."""
     taken = [*lines]
     return [*taken, EMPTY] if taken else []
+
+
+def page_lines(text: str, width: int | None) -> Iterator[Line]:
+    """The page: on a terminal prose fills its width, off a terminal it is as it was written."""
+    if width is None:
+        yield from (line(each, solid=True) for each in text.splitlines())
+        return
+    for number, block in enumerate(text.split("\n\n")):
+        if number:
+            yield EMPTY
+        yield from _block_lines(block.splitlines())
+
+
+def _block_lines(block: Sequence[str]) -> Iterator[Line]:
+    if block[0].startswith("#"):
+        yield line(Span(block[0].lstrip("# "), "strong"), hang=2)
+    elif block[0].startswith("```"):
+        yield from (line("  ", Span(each, "command"), solid=True) for each in block[1:-1])
+    elif block[0].startswith("|"):
+        yield from (line(each, solid=True) for each in block)
+    elif block[0].startswith("- "):
+        items = "\n".join(block).removeprefix("- ").split("\n- ")
+        yield from (line("- ", " ".join(item.split()), hang=2) for item in items)
+    else:
+        yield line(" ".join(block))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.pictures import Mark
+from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
-from ckptctl.cli.views.common import finding_lines, next_line, section
 from ckptctl.findings import Finding
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import Pace

@@ -1,1 +1,0 @@
-"""What a person reads about each kind of answer; printing it is `output`'s business."""
