@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.marks import MAX_MARK_BYTES, Mark, mark_bytes, parse_mark
-from ckptctl.storage.appending import append_line
+from ckptctl.storage.files import append_line
 from ckptctl.storage.opening import absolute_url
 
 MAX_FILE_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
 from ckptctl.storage.contract import Span, Store
-from ckptctl.storage.mounts import mount_of
+from ckptctl.storage.files import mount_of
 from ckptctl.storage.opening import absolute_url, is_local
 from ckptctl.storage.watchdog import busy
 

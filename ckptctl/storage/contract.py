@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
 
 
@@ -265,3 +265,40 @@ class Store(Protocol):
     def __enter__(self) -> Store: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """The names along `path`; empty for the root, which is the empty path.
+
+    Raises `PathEscape` for a path that is absolute, or has `.`, `..`, an empty
+    name or a NUL in it; `PathNotFound` for a text that no storage can hold as a
+    name (a lone surrogate).
+    """
+    if not path:
+        return ()
+    parts = tuple(path.split("/"))
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise PathEscape(f"{path!r} is not a plain path below the folder; it was not opened")
+    _check_encodable(path)
+    return parts
+
+
+def key_of(path: str) -> str:
+    """The same check for a key below a prefix; keys may have empty names between slashes.
+
+    `.` and `..` mean nothing to an object store, but something to the HTTP
+    client and the proxies on the way to it.
+    """
+    parts = path.split("/")
+    around = parts[0] == "" or parts[-1] == ""
+    if around or "\0" in path or "." in parts or ".." in parts:
+        raise PathEscape(f"{path!r} is not a plain path below the prefix; it was not asked for")
+    _check_encodable(path)
+    return path
+
+
+def _check_encodable(path: str) -> None:
+    try:
+        path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as exc:
+        raise PathNotFound(f"{path!r} is not a text that a storage can have as a name") from exc

@@ -27,7 +27,7 @@ from ckptctl.model import Checksum, FileInfo, Kept
 from ckptctl.storage.contract import NotSupported, ShortRead, Upload
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Retries, Throttled, Transient
-from ckptctl.storage.s3_answers import hex_of
+from ckptctl.storage.s3 import hex_of
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 Every path is walked name by name from a descriptor of the root, and no name on
 the way may be a link: what was checked is what is read, whatever is renamed
 meanwhile. Only the root itself, which the user named, may be a link or lie
-behind one. How a file is written is `publishing`'s question.
+behind one. `files` holds the operations on single files and folders.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.appending import append_line
-from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge, Upload
-from ckptctl.storage.descriptors import Descriptor, link_target, scan
-from ckptctl.storage.mounts import kind_of
-from ckptctl.storage.paths import parts_of
-from ckptctl.storage.publishing import make_folder, move, publish
+from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge, Upload, parts_of
+from ckptctl.storage.files import (
+    FULL,
+    Descriptor,
+    append_line,
+    free_bytes,
+    full,
+    kind_of,
+    link_target,
+    make_folder,
+    move,
+    publish,
+    scan,
+)
 from ckptctl.storage.retrying import Retries, Transient, retried
-from ckptctl.storage.room import FULL, free_bytes, full
 from ckptctl.storage.watchdog import beat, busy
 
 T = TypeVar("T")

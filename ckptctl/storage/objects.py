@@ -15,9 +15,17 @@ from typing import Protocol, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageUnavailable
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import Kind, OpenFile, Replaced, ShortRead, Span, TooLarge, Upload
+from ckptctl.storage.contract import (
+    Kind,
+    OpenFile,
+    Replaced,
+    ShortRead,
+    Span,
+    TooLarge,
+    Upload,
+    key_of,
+)
 from ckptctl.storage.in_flight import in_flight, read_in_flight
-from ckptctl.storage.paths import key_of
 from ckptctl.storage.retrying import Retries, Transient, retried
 
 T = TypeVar("T")

@@ -29,14 +29,14 @@ from ckptctl.storage import retrying
 from ckptctl.storage.contract import NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.retrying import Retries, Transient
-from ckptctl.storage.s3_answers import (
+from ckptctl.storage.s3 import (
     MEANINGS,
     ChangedOnTheWay,
     NoSuchUpload,
+    endpoint_of,
     error_of,
     needs_no_key,
 )
-from ckptctl.storage.s3_settings import endpoint_of
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig

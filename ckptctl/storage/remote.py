@@ -14,7 +14,7 @@ from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.storage.contract import Store
 from ckptctl.storage.objects import Client, ObjectStore
 from ckptctl.storage.retrying import Retries
-from ckptctl.storage.s3_settings import checked_settings
+from ckptctl.storage.s3 import checked_settings
 
 _S3 = frozenset({"s3", "s3a"})
 _BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")

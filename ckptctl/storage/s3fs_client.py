@@ -22,7 +22,7 @@ from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Retries, Transient, retried
-from ckptctl.storage.s3_answers import (
+from ckptctl.storage.s3 import (
     NO_CREDENTIALS,
     NoSuchUpload,
     checksums_in,

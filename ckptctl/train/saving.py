@@ -43,8 +43,8 @@ from ckptctl.selection.removing import remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.files import FULL
 from ckptctl.storage.opening import join_url
-from ckptctl.storage.room import FULL
 from ckptctl.train.abandoning import move_aside
 from ckptctl.train.writing import WrittenFile, describe_failures, write_state
 

@@ -28,7 +28,7 @@ from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
 from ckptctl.selection import marking, sealing, tiers, verifying
-from ckptctl.storage import descriptors, local
+from ckptctl.storage import files, local
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store
@@ -102,7 +102,7 @@ class _System:
 def system_that_fails(nth: int, number: int, *, lasts: bool) -> Iterator[_System]:
     """While this lasts, the file system below local stores fails."""
     system = _System(nth, number, lasts=lasts)
-    modules: list[Any] = [local, descriptors]
+    modules: list[Any] = [local, files]
     try:
         for module in modules:
             module.os = system

@@ -11,8 +11,8 @@ import pytest
 from command_line import clean_environment
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageUnavailable
-from ckptctl.storage import appending
-from ckptctl.storage.appending import append_line
+from ckptctl.storage import files
+from ckptctl.storage.files import append_line
 
 
 def test_lines_come_one_after_the_other_in_a_file_that_is_made(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_line_that_was_cut_short_is_closed_off(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from ckptctl.storage.appending import append_line
+from ckptctl.storage.files import append_line
 path, name = sys.argv[1:]
 for n in range(50):
     append_line(path, (f"{name}{n} " + name * 5000 + "\\n").encode())
@@ -64,6 +64,6 @@ def test_a_disk_that_takes_half_a_line_is_an_error(
         return write(fd, data[: len(data) // 2])
 
     write = os.write
-    monkeypatch.setattr(appending.os, "write", half)
+    monkeypatch.setattr(files.os, "write", half)
     with pytest.raises(StorageUnavailable, match="No space left"):
         append_line(str(tmp_path / "lines"), b"a whole line\n")

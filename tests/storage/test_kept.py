@@ -8,7 +8,7 @@ from fsspec.registry import _registry
 
 from ckptctl.model import Checksum, Kept
 from ckptctl.storage.opening import open_store
-from ckptctl.storage.s3_answers import checksums_in
+from ckptctl.storage.s3 import checksums_in
 
 CRC = "sfxLvA=="
 WHOLE = Checksum("crc32", "b1fc4bbc", whole=True)

@@ -22,10 +22,9 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.storage import descriptors, local, retrying
+from ckptctl.storage import files, local, retrying
 from ckptctl.storage.contract import Kind, Span, TooLarge
 from ckptctl.storage.local import LocalStore
-from ckptctl.storage.mounts import _kind_in
 from ckptctl.storage.opening import open_store
 
 
@@ -305,14 +304,14 @@ def test_a_listing_starts_again_when_a_name_vanishes_under_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (root / "a.tmp").write_bytes(b"")
-    real, renamed = descriptors._info, []
+    real, renamed = files._info, []
 
     def rename_first(entry: os.DirEntry[str], *rest: object) -> object:
         if entry.name == "a.tmp" and not renamed:
             renamed.append((root / "a.tmp").rename(root / "a"))
         return real(entry, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(descriptors, "_info", rename_first)
+    monkeypatch.setattr(files, "_info", rename_first)
     assert [i.path for i in LocalStore(str(root)).list_tree()] == ["a", "step_1/.metadata"]
 
 
@@ -443,8 +442,11 @@ def test_a_link_whose_answer_was_lost_is_known_as_our_own(
         ("/auto/run", Kind.NETWORK),
     ],
 )
-def test_the_innermost_mount_says_whether_a_server_answers(folder: str, kind: Kind):
-    table = """\
+def test_the_innermost_mount_says_whether_a_server_answers(
+    folder: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    table = tmp_path / "mounts"
+    table.write_text("""\
 /dev/sda1 / ext4 rw 0 0
 server:/export /mnt/nfs nfs4 rw,hard 0 0
 /dev/nvme0n1 /mnt/nfs/scratch xfs rw 0 0
@@ -453,8 +455,9 @@ gcsfuse /mnt/gcs fuse.gcsfuse rw 0 0
 /dev/sdb1 /mnt/stick fuseblk rw 0 0
 systemd-1 /auto autofs rw 0 0
 server:/auto /auto nfs rw 0 0
-"""
-    assert _kind_in(table, folder) is kind
+""")
+    monkeypatch.setattr(files, "_MOUNT_TABLE", str(table))
+    assert LocalStore(folder).kind is kind
 
 
 def test_spans_on_a_network_are_the_same_and_in_order(root: Path, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from ckptctl.storage import retrying
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.storage.retrying import Throttled, Transient
-from ckptctl.storage.s3_answers import MEANINGS, error_of
+from ckptctl.storage.s3 import MEANINGS, error_of
 
 KEY = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 HEADER = "<Message>The authorization header is malformed; the region 'us-east-1' is wrong; "

@@ -7,7 +7,7 @@ import pytest
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.storage.obstore_client import ObstoreClient
 from ckptctl.storage.opening import open_store
-from ckptctl.storage.s3_settings import checked_settings
+from ckptctl.storage.s3 import checked_settings
 
 KEYS = {"key": "a", "secret": "b"}
 
