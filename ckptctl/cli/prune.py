@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.formatting import size
+from ckptctl.cli.main import Stopped
 from ckptctl.cli.options import LevelOpt, RootArg, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
@@ -57,18 +59,25 @@ def prune(
     is removed. Pinned steps are kept, and so is the step that the newest attempt resumed from. With
     --quiet the paths to remove are printed.
     """
-    found = ckptctl.prune(
-        root,
-        keep,
-        apply=apply,
-        unsealed=unsealed,
-        level=level_of(level),
-        other_roots=tuple(other_root or ()),
-        requirements=requirements,
-        on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
-        on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
-        storage=storage,
-    )
+    interrupted: list[Pruned] = []
+    try:
+        found = ckptctl.prune(
+            root,
+            keep,
+            apply=apply,
+            unsealed=unsealed,
+            level=level_of(level),
+            other_roots=tuple(other_root or ()),
+            requirements=requirements,
+            on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
+            on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
+            on_interrupted=interrupted.append,
+            storage=storage,
+        )
+    except Stopped as stopped:
+        if not interrupted:
+            raise
+        found = replace(interrupted[0], exit_code=stopped.exit_code)
     out.answer(
         lambda: document("pruned", found),
         lambda: prune_lines(found),

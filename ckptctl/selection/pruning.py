@@ -8,6 +8,7 @@ read where steps without a seal may count, and the result is put into words.
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,7 +35,13 @@ from ckptctl.selection.history import resumed_from
 from ckptctl.selection.leftovers import abandoned_uploads
 from ckptctl.selection.proofs import write_proof
 from ckptctl.selection.removing import remove_step
-from ckptctl.selection.retention import OnLooked, PruneDecision, Retained, Rules, retain
+from ckptctl.selection.retention import (
+    OnLooked,
+    PruneDecision,
+    Retained,
+    RetentionPlan,
+    Rules,
+)
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import open_tiers, roots_in
@@ -85,6 +92,7 @@ def prune(
     other_roots: Sequence[str] = (),
     on_looked: OnLooked | None = None,
     on_bytes: OnBytes | None = None,
+    on_interrupted: Callable[[Pruned], None] | None = None,
     requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StepKeywords],
@@ -99,8 +107,10 @@ def prune(
 
     `other_roots` are further roots of the run: what `pick` over all of them would refuse does
     not count. Nothing is removed in them, and each must answer. `on_looked` is told how many
-    steps have been inspected, `on_bytes` how much of one has been read. Each field of the two
-    options objects is a keyword of this function, too.
+    steps have been inspected, `on_bytes` how much of one has been read. Where an exception such
+    as `KeyboardInterrupt` ends the removal, `on_interrupted` is told what was removed until
+    then, and the exception is raised. Each field of the two options objects is a keyword of
+    this function, too.
 
     A step that cannot be removed is reported in its decision, and the others go. Raises
     `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
@@ -123,26 +133,33 @@ def prune(
         protected = _resumed_from(store, listing.steps)
         uploads = abandoned_uploads(store, compiled)
         rules = Rules(keep, requirements, policy, unsealed=unsealed, protected=protected)
-        retained = retain(
+        plan = RetentionPlan(
             tier,
             rules,
             prove=partial(_proven, store, on_bytes) if apply else _will_be_proven,
-            remove=partial(_remove, store, marks_before) if apply else None,
             others=others,
             on_looked=on_looked,
         )
-        if retained.failures and not any(one.removed for one in retained.decisions):
-            raise retained.failures[0]
-        not_aborted = _aborted(store, uploads) if apply else None
-    options = [
-        *(["--unsealed"] if unsealed else []),
-        *(["--level", policy.level.value] if policy.level is not None else []),
-        *(["--require", ",".join(requirements.require)] if requirements.require else []),
-        *(word for url in other_roots for word in ("--other-root", url)),
-        *(["--marks", marks] if marks is not None else []),
-        *(["--pattern", requirements.pattern] if requirements.pattern is not None else []),
-    ]
-    pruned = _pruned(root, keep, retained, options, apply=apply)
+        options = [
+            *(["--unsealed"] if unsealed else []),
+            *(["--level", policy.level.value] if policy.level is not None else []),
+            *(["--require", ",".join(requirements.require)] if requirements.require else []),
+            *(word for url in other_roots for word in ("--other-root", url)),
+            *(["--marks", marks] if marks is not None else []),
+            *(["--pattern", requirements.pattern] if requirements.pattern is not None else []),
+        ]
+        again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+        try:
+            plan.carry_out(partial(_remove, store, marks_before) if apply else None)
+            not_aborted = _aborted(store, uploads) if apply else None
+        except BaseException:
+            if on_interrupted is not None:
+                on_interrupted(_interrupted(root, keep, plan.retained(), again))
+            raise
+    retained = plan.retained()
+    if retained.failures and not any(one.removed for one in retained.decisions):
+        raise retained.failures[0]
+    pruned = _pruned(root, keep, retained, again, apply)
     if not uploads:
         return pruned
     n = len(uploads)
@@ -150,13 +167,24 @@ def prune(
     if not_aborted is not None:
         done = f"not all aborted: {not_aborted.message}"
         pruned = replace(pruned, exit_code=max(pruned.exit_code, not_aborted.exit_code))
-    again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
     return replace(
         pruned,
         n_uploads=n,
         message=f"{pruned.message}; {n} unfinished upload{'' if n == 1 else 's'} of killed saves "
         f"{done}",
         next_command=pruned.next_command if apply else f"{again} --apply",
+    )
+
+
+def _interrupted(root: str, keep: int, retained: Retained, again: str) -> Pruned:
+    """The answer where the removal was interrupted: what is gone, and how to go on."""
+    pruned = _pruned(root, keep, retained, again, apply=True)
+    going = [one for one in pruned.decisions if one.removed]
+    return replace(
+        pruned,
+        message=f"interrupted; removed until then: {_steps(going)}",
+        exit_code=128 + signal.SIGINT,
+        next_command=again,
     )
 
 
@@ -216,7 +244,7 @@ def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
     return dict.fromkeys(found, why)
 
 
-def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, apply: bool) -> Pruned:
+def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -> Pruned:
     decisions = tuple(retained.decisions)
     going = [one for one in decisions if one.removed]
     n_counted = sum(one.counts for one in decisions)
@@ -232,7 +260,6 @@ def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, app
         message = f"removed {_steps(going)}"
     elif going:
         message = f"{_steps(going)} would be removed; nothing was removed yet"
-        again = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
         command = f"{again} --apply"
         if retained.n_to_read:
             message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
@@ -241,7 +268,7 @@ def _pruned(root: str, keep: int, retained: Retained, options: list[str], *, app
     if retained.failures:
         n_failed = len(retained.failures)
         message += f"; {n_failed} step{'' if n_failed == 1 else 's'} could not be removed"
-        command = shlex.join(["ckptctl", "prune", root, "--keep", str(keep), *options])
+        command = again
     return Pruned(
         root=root,
         keep=keep,

@@ -105,46 +105,27 @@ Remove = Callable[[Inspection], bool]
 """Remove a step that is as it was seen; False where it is not. See `removing.remove_step`."""
 
 
-def retain(
-    tier: Tier,
-    rules: Rules,
-    *,
-    prove: Prove,
-    remove: Remove | None,
-    others: Sequence[Tier] = (),
-    memory: dict[str, Inspection] | None = None,
-    on_looked: OnLooked | None = None,
-) -> Retained:
-    """Decide on every step of a root, and with `remove` remove what goes.
+class RetentionPlan:
+    """The decision on every step of a root; `carry_out` removes what goes.
 
     `others` are further roots of the run: what `pick` over all of them would refuse does not
     count, and nothing is removed there. `memory` holds what was seen of whole steps the
     last time, and gets what is seen now: a step whose files are the same is not read again.
-    Where a step that counts has changed since it was inspected, nothing more goes. What
-    cannot be removed is reported, and the others go.
 
-    Raises `StorageError` where the root, or what was moved aside, cannot be listed: nothing
-    has gone then. Cost: a look at level `listing`
-    at each step, several at once; the look of `pick` at those that may count; what `prove`
-    reads; before each removal a listing of each step that counts.
+    Raises `StorageError` where the root, or what was moved aside, cannot be listed. Cost: a
+    look at level `listing` at each step, several at once; the look of `pick` at those that
+    may count; what `prove` reads.
     """
-    decision = _Decision(tier, others, rules, memory, on_looked)
-    decision.count(prove)
-    if len(decision.counted) == rules.keep:
-        decision.remove_older(remove)
-    return decision.retained()
-
-
-class _Decision:
-    """The decision on one root, while it is made."""
 
     def __init__(
         self,
         tier: Tier,
-        others: Sequence[Tier],
         rules: Rules,
-        memory: dict[str, Inspection] | None,
-        on_looked: OnLooked | None,
+        *,
+        prove: Prove,
+        others: Sequence[Tier] = (),
+        memory: dict[str, Inspection] | None = None,
+        on_looked: OnLooked | None = None,
     ) -> None:
         self._store = tier.store
         self._rules = rules
@@ -162,18 +143,48 @@ class _Decision:
             inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
             for named in moved_aside(tier.store)
         ]
-        self._aside: list[PruneDecision] = []
         self._result = Retained()
-        self.counted: list[_Counted] = []
+        self._counted: list[_Counted] = []
+        self._being_removed: str | None = None
+        self._count(prove)
+
+    def carry_out(self, remove: Remove | None) -> None:
+        """Remove what goes, with None only decide on it.
+
+        Where a step that counts has changed since it was inspected, nothing more goes. What
+        cannot be removed is reported, and the others go. Cost: before each removal a listing
+        of each step that counts.
+        """
+        if len(self._counted) == self._rules.keep:
+            self._remove_older(remove)
 
     def retained(self) -> Retained:
-        """The decisions, newest first; what was moved aside comes last."""
-        names = [candidate.named.name for candidate in self._order]
-        decisions = [
-            self._decisions.get(name) or self._decision(name, "not needed") for name in names
+        """The decisions, newest first; what was moved aside comes last.
+
+        Also right where an exception has ended `carry_out`, such as `KeyboardInterrupt`.
+        """
+        old = [looked for looked in self._looks_aside if self._is_older(looked.report.number or 0)]
+        order = [candidate.named for candidate in self._order]
+        self._result.decisions = [
+            *(self._decided(self._looks[named.name], named.number) for named in order),
+            *(self._decided(looked, looked.report.number or 0) for looked in old),
         ]
-        self._result.decisions = [*decisions, *self._aside]
         return self._result
+
+    def _decided(self, looked: Inspection, number: int) -> PruneDecision:
+        name = looked.step.name
+        if name in self._decisions:
+            return self._decisions[name]
+        reason = "not reached" if self._is_older(number) else "not needed"
+        if name == self._being_removed:
+            reason = "its removal was interrupted: it may be whole, unfinished or gone"
+        return _decision(self._store, looked, reason, removed=False)
+
+    def _is_older(self, number: int) -> bool:
+        """Whether a step is older than all that count, where enough do."""
+        if len(self._counted) < self._rules.keep:
+            return False
+        return number < self._counted[-1].candidate.named.number
 
     # Looking
 
@@ -218,11 +229,11 @@ class _Decision:
 
     # Counting
 
-    def count(self, prove: Prove) -> None:
+    def _count(self, prove: Prove) -> None:
         """Find the newest steps that count, as `pick` finds the newest that it takes."""
         choice = Choice()
         for copies, older in by_number(self._compared):
-            if len(self.counted) == self._rules.keep:
+            if len(self._counted) == self._rules.keep:
                 return
             beside = [copy for copy in copies if copy.tier != 0]
             for copy in (copy for copy in copies if copy.tier == 0):
@@ -280,21 +291,20 @@ class _Decision:
         how = "sealed" if has_seal(looked) else "proven"
         self._decisions[name] = replace(self._decision(name, f"kept: whole and {how}"), counts=True)
         self._result.n_to_read += n_to_read
-        self.counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
+        self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
         return None
 
     # Removing
 
-    def remove_older(self, remove: Remove | None) -> None:
+    def _remove_older(self, remove: Remove | None) -> None:
         """Let go of what is older than all that counts, oldest first."""
-        oldest = self.counted[-1].candidate.named.number
         what = "newest good step"
         if self._rules.keep > 1:
             what = f"newest {self._rules.keep} good steps"
         gone: set[str] = set()
         for candidate in reversed(self._order):
             name = candidate.named.name
-            if candidate.named.number >= oldest:
+            if not self._is_older(candidate.named.number):
                 break
             looked = self._looks[name]
             stays = self._removed(looked, remove, partial(self._stays, candidate, gone))
@@ -303,7 +313,7 @@ class _Decision:
             self._decisions[name] = self._decision(
                 name, stays or f"older than the {what}", removed=not stays
             )
-        self._remove_aside(oldest, f"moved aside, and older than the {what}", remove)
+        self._remove_aside(f"moved aside, and older than the {what}", remove)
 
     def _removed(
         self, looked: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
@@ -319,6 +329,7 @@ class _Decision:
             changed = self._changed()
             if changed is not None:
                 return f"step {changed}, which counts, changed meanwhile"
+            self._being_removed = looked.step.name
             return None if remove(looked) else "changed meanwhile"
         except PathNotFound:
             return None  # somebody else has removed it
@@ -331,7 +342,7 @@ class _Decision:
 
         Between the look and the removal lie the reads of a proof and earlier removals.
         """
-        for one in self.counted:
+        for one in self._counted:
             named = one.candidate.named
             try:
                 now = list_step(self._store, named.name)
@@ -367,7 +378,7 @@ class _Decision:
         them, which lacks it too, one further back that holds it would have it refused.
         """
         name = candidate.named.name
-        for one in self.counted:
+        for one in self._counted:
             if not one.is_compared or candidate not in (older := self._older(one, gone)):
                 continue
             older = self._older(one, {*gone, name})
@@ -385,14 +396,13 @@ class _Decision:
         )
         return list(islice(older, MAX_PREDECESSORS))
 
-    def _remove_aside(self, oldest: int, reason: str, remove: Remove | None) -> None:
+    def _remove_aside(self, reason: str, remove: Remove | None) -> None:
         """Let go of what later saves took the place of; nobody but a person looks there."""
         for looked in self._looks_aside:
-            if (looked.report.number or 0) >= oldest:
-                continue
-            stays = self._removed(looked, remove, partial(_stays_aside, looked))
-            decision = _decision(self._store, looked, stays or reason, removed=not stays)
-            self._aside.append(decision)
+            if self._is_older(looked.report.number or 0):
+                stays = self._removed(looked, remove, partial(_stays_aside, looked))
+                decision = _decision(self._store, looked, stays or reason, removed=not stays)
+                self._decisions[looked.step.name] = decision
 
     def _decision(self, name: str, reason: str, *, removed: bool = False) -> PruneDecision:
         return _decision(self._store, self._looks[name], reason, removed=removed)

@@ -318,7 +318,7 @@ class Checkpointer:
         """
         if self._retention is None:
             # Its requests fail soon: what is not removed now goes with the next save.
-            self._retention = Retention(self._job, attempt.token, keep)
+            self._retention = Retention(self._job, attempt, keep)
         protected = {step: "it was saved just now"}
         if attempt.resumed_from is not None:
             protected[attempt.resumed_from] = "this attempt resumed from it"

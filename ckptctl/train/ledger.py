@@ -25,7 +25,7 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.threads import start_daemon
 
-EVENTS = ("started", "resumed", "progress", "saved", "failed", "ended")
+EVENTS = ("started", "resumed", "progress", "saved", "removing", "failed", "ended")
 """The events of a line. Readers of a ledger ignore events that they do not know."""
 
 _FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")

@@ -17,14 +17,16 @@ from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
 from ckptctl.selection.branches import read_resumes
 from ckptctl.selection.choosing import Candidate
-from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.fencing import check_token
 from ckptctl.selection.removing import remove_step
-from ckptctl.selection.retention import Rules, retain
+from ckptctl.selection.retention import RetentionPlan, Rules
 from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import join_url
 from ckptctl.storage.threads import start_daemon
+from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.job import Job
 
 PATIENCE_S = 30.0
@@ -32,17 +34,18 @@ PATIENCE_S = 30.0
 
 
 class Retention:
-    """Keeps the newest `keep` steps of the root that an attempt holds by `token`.
+    """Keeps the newest `keep` steps of the root that `attempt` holds.
 
     Only steps that a resume of the job would take count; they are selected over all its
-    roots, and removed from the first. Inspections are kept: as long as the files of a step do
-    not change, a later save lists them and reads nothing.
+    roots, and removed from the first. The ledger names each step before it goes. Inspections
+    are kept: as long as the files of a step do not change, a later save lists them and reads
+    nothing.
     """
 
-    def __init__(self, job: Job, token: Token, keep: int) -> None:
+    def __init__(self, job: Job, attempt: Attempt, keep: int) -> None:
         self._job = job
         self._store = job.store
-        self._token = token
+        self._attempt = attempt
         self._keep = keep
         self._memory: dict[str, Inspection] = {}
         self._thread: threading.Thread | None = None
@@ -71,14 +74,15 @@ class Retention:
         ]
         try:
             listing, trees = list_all(self._store)
-            failures: Sequence[CkptctlError] = retain(
+            plan = RetentionPlan(
                 Tier(self._store, listing, trees=trees),
                 rules,
                 prove=_not_now,
-                remove=self._remove,
                 others=[tier for other in others for tier in _listed(*other)],
                 memory=self._memory,
-            ).failures
+            )
+            plan.carry_out(self._remove)
+            failures: Sequence[CkptctlError] = plan.retained().failures
         except CkptctlError as error:
             failures = [error]
         if failures:
@@ -86,8 +90,13 @@ class Retention:
             self._job.tell(f"older steps were not removed: {failures[0].message}{more}")
 
     def _remove(self, looked: Inspection) -> bool:
-        check_token(self._store, self._token)
-        return remove_step(self._store, looked.step.name, seen=looked.step.files)
+        check_token(self._store, self._attempt.token)
+        # Before it goes: a signal may end this process at any moment.
+        name = looked.step.name
+        number = looked.report.number
+        self._attempt.record("removing", step=number, path=join_url(self._store.url, name))
+        self._attempt.ledger.drain(RECORD_TIMEOUT_S)
+        return remove_step(self._store, name, seen=looked.step.files)
 
 
 def _listed(store: Store, optional: bool) -> Iterator[Tier]:
