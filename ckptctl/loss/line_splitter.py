@@ -102,6 +102,7 @@ class LineScanner:
         elif prefix and not whole.startswith(b"\n"):
             whole = prefix + whole
         self._whole = whole
+        self._has_bars = _BAR in whole
         self._at = 0
         self._number = number
         self._found: dict[bytes, int] = {}
@@ -115,8 +116,9 @@ class LineScanner:
                 return None
             if start > self._at:
                 begin = whole.rfind(b"\n", self._at, start) + 1 or self._at
-                n_bars = whole.count(_BAR + b"\n", self._at, begin)
-                self._number += whole.count(b"\n", self._at, begin) - n_bars
+                self._number += whole.count(b"\n", self._at, begin)
+                if self._has_bars:
+                    self._number -= whole.count(_BAR + b"\n", self._at, begin)
                 self._at = begin
             end = whole.find(b"\n", self._at)
             end = len(whole) if end < 0 else end

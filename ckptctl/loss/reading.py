@@ -232,7 +232,7 @@ def read_logs(
         reader = LogReader(path, log_format)
         readers.append(reader)
         for item in _read(reader, storage, on_damage):
-            n_losses += isinstance(item, Row) and item.loss is not None
+            n_losses += isinstance(item, Row) and item.has_loss
             yield item
     if not n_losses:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))

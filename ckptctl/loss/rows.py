@@ -5,7 +5,9 @@ The check of a resume uses nothing else of a log.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,16 @@ class Number:
     whole float."""
 
 
+class _Unparsed:
+    """The part of a row that is parsed on first use; most rows of a long log are never used."""
+
+    __slots__ = ("_parse",)
+
+    _parse: Callable[[], Row] | None
+
+
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(_Unparsed):
     """The values that a log has for one training step; None where it has none."""
 
     step: int
@@ -63,6 +73,52 @@ class Row:
     """A digest of the samples that the step consumed."""
     attempt: str | None = None
     """The process that wrote the row."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the row has a loss; does not parse a row that is not parsed yet."""
+        return self._parse is not None or self.loss is not None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            # Called for a slot that `unparsed` left empty.
+            if name == "_parse":
+                return None
+            if name not in _PARSED_LATER or self._parse is None:
+                raise AttributeError(f"a row has no {name}")
+            row = self._parse()
+            for each in _PARSED_LATER:
+                object.__setattr__(self, each, getattr(row, each))
+            object.__setattr__(self, "_parse", None)
+            return getattr(row, name)
+
+
+_PARSED_LATER = frozenset(Row.__dataclass_fields__) - {"step", "position", "at", "interval"}
+_set_step, _set_position, _set_at, _set_interval, _set_parse = (
+    # `object.__setattr__` takes twice as long.
+    vars(of)[name].__set__
+    for of, name in (
+        *((Row, "step"), (Row, "position"), (Row, "at"), (Row, "interval")),
+        (_Unparsed, "_parse"),
+    )
+)
+
+
+def unparsed(step: int, position: LogPosition, at: float | None, parse: Callable[[], Row]) -> Row:
+    """A row with a loss, whose other values `parse` finds when one of them is used."""
+    row = object.__new__(Row)
+    _set_step(row, step)
+    _set_position(row, position)
+    _set_at(row, at)
+    _set_interval(row, None)
+    _set_parse(row, parse)
+    return row
+
+
+def set_interval(row: Row, interval: int) -> None:
+    """Set of how many steps the loss is the mean, before a reader hands the row out."""
+    _set_interval(row, interval)
 
 
 @dataclass(frozen=True, slots=True)

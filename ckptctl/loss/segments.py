@@ -151,7 +151,7 @@ class Splitter:
         if self._open is not None and self._is_copy(item, self._open):
             return
         self._n_rows += 1
-        self._n_losses += item.loss is not None
+        self._n_losses += item.has_loss
         self._files[item.position.file] = None
         boundary = self._boundary(item)
         segment = self._open
@@ -253,7 +253,7 @@ class _OpenSegment:
         Where several ranks write to one log, the first step already occurs several times in
         a row. A later step that occurs twice at another time was trained twice.
         """
-        if row.loss is None or self.last.loss is None:
+        if not (row.has_loss and self.last.has_loss):
             return True
         if row.at is not None and _is_same(self.last, row):
             return True

@@ -7,7 +7,7 @@ that a more specific format can still be found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format
+from ckptctl.loss.formats.line_shapes import LineShapes
 from ckptctl.loss.formats.multi_line import (
     BLOCK_FORMATS,
     BlockReader,
@@ -23,7 +24,7 @@ from ckptctl.loss.formats.multi_line import (
 )
 from ckptctl.loss.formats.records import JsonLinesReader, TableReader
 from ckptctl.loss.line_splitter import LineSplitter, split_prefix
-from ckptctl.loss.rows import LogPosition, Marker, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row, set_interval
 from ckptctl.storage.log_lines import MAX_MATCHED
 
 # Rows of fallback formats that wait for a better format.
@@ -115,37 +116,18 @@ class Averages:
         """Start again: another process begins."""
         self._last, self._n_rows = None, 0
 
-    def with_interval(self, row: Row) -> Row:
-        """The row with the number of steps that its loss is the mean of."""
+    def count(self, row: Row) -> None:
+        """Set the number of steps that the loss of the next row is the mean of."""
         if self._last is not None and row.step <= self._last:
             self.restart()
         self._n_rows += 1
         last, self._last = self._last, row.step
         if last is None:
-            return _with_interval(row, 1) if self._first_alone else row
+            if self._first_alone:
+                set_interval(row, 1)
+            return
         kept = 1 if self._first_alone and self._n_rows == 2 else 0
-        return _with_interval(row, row.step - last + kept)
-
-
-def _with_interval(row: Row, interval: int) -> Row:
-    # dataclasses.replace takes as long as all other work on a line.
-    return Row(
-        step=row.step,
-        position=row.position,
-        loss=row.loss,
-        lr=row.lr,
-        grad_norm=row.grad_norm,
-        tokens=row.tokens,
-        samples=row.samples,
-        throughput=row.throughput,
-        device_throughput=row.device_throughput,
-        step_time_s=row.step_time_s,
-        mfu=row.mfu,
-        at=row.at,
-        interval=interval,
-        samples_digest=row.samples_digest,
-        attempt=row.attempt,
-    )
+        set_interval(row, row.step - last + kept)
 
 
 class TextLog:
@@ -169,6 +151,7 @@ class TextLog:
         self._undecided: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
         self._resumed: int | None = None
         self._hints: tuple[bytes, ...] = ()
+        self._shapes: LineShapes | None = None
         self._incomplete: set[tuple[str, int | None]] = set()
         if len(self._candidates) == 1:
             self._choose(self._candidates[0])
@@ -203,7 +186,7 @@ class TextLog:
     def _whole(self, whole: bytes) -> Iterator[Row | Marker]:
         if not whole:
             return
-        marks = [mark for mark in markers.HINTS if mark in whole]
+        marks = markers.hints_in(whole)
         scanner = self._splitter.lines(whole)
         chosen, hints = self._chosen, self._hints_in(whole)
         while True:
@@ -217,11 +200,25 @@ class TextLog:
             if found is None:
                 return
             number, line = found
+            if self._shapes is not None and not self._incomplete:
+                known = self._shapes.read(line, number)
+                if known is not None:
+                    for taken in self._ranks.row(*known):
+                        yield self._averaged(taken)
+                    continue
             text = line.decode("utf-8", "replace")
             if marks and any(mark in line for mark in marks):
                 yield from self._marker_or_rows(text, number)
             else:
                 yield from self._rows(text, number)
+                if self._shapes is not None and not self._incomplete:
+                    self._learn(line, text)
+
+    def _learn(self, line: bytes, text: str) -> None:
+        rank, rest = split_prefix(text)
+        reader = None if self._chosen is None else self._readers.get((self._chosen.name, rank))
+        if self._shapes is not None and isinstance(reader, LineReader):
+            self._shapes.learn(line, rank, len(text) - len(rest), reader)
 
     def _hints_in(self, whole: bytes) -> list[bytes]:
         return [hint for hint in self._hints if hint in whole]
@@ -325,11 +322,14 @@ class TextLog:
         self._hints = tuple(hint.encode() for hint in form.hints)
         self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
         self._incomplete = {key for key in self._incomplete if key[0] == form.name}
+        self._shapes = LineShapes(self._name)
         if form.averages:
             self._averages = Averages(first_alone=form.first_alone)
 
     def _averaged(self, row: Row) -> Row:
-        return row if self._averages is None else self._averages.with_interval(row)
+        if self._averages is not None:
+            self._averages.count(row)
+        return row
 
 
 def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
@@ -365,23 +365,22 @@ class RankDeduplicator:
         self._marker: Marker | None = None
         self._marked_by: set[int | None] = set()
 
-    def row(self, rank: int | None, row: Row) -> Iterator[Row]:
+    def row(self, rank: int | None, row: Row) -> Sequence[Row]:
         """The rows to keep, now that `rank` has printed this one."""
         if not self._has_rank:
             self._rank, self._has_rank = rank, True
         if rank == self._rank:
-            self._held.clear()
-            yield from self._taken(row)
-            return
+            if self._held:
+                self._held.clear()
+            return (row,) if self._is_new(row) else ()
         held = self._held.setdefault(rank, [])
         if len(held) < _MAX_HELD:
             held.append(row)
         if len({each.step for each in held}) < _SILENT_STEPS:
-            return
+            return ()
         self._held.clear()
         self._rank = rank
-        for each in held:
-            yield from self._taken(each)
+        return [each for each in held if self._is_new(each)]
 
     def marker(self, rank: int | None, marker: Marker) -> Marker | None:
         """The marker; None where another rank already printed the same one."""
@@ -407,15 +406,15 @@ class RankDeduplicator:
                 yield from newer
                 return
 
-    def _taken(self, row: Row) -> Iterator[Row]:
-        if row.step == self._last_step:
+    def _is_new(self, row: Row) -> bool:
+        if row.step != self._last_step:
+            self._n_steps += 1
+        else:
             # Ranks without prefixes repeat the first step already; a later step that occurs
             # twice is a resume.
             if self._n_steps == 1:
                 self._repeats_steps = True
             if self._repeats_steps:
-                return
-        else:
-            self._n_steps += 1
+                return False
         self._last_step = row.step
-        yield row
+        return True

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_logs import VERSION_EVENT, scalar_event, wandb_file, wandb_history
 
+from ckptctl.loss.formats.console import LINE_FORMATS, LineReader
 from ckptctl.loss.formats.fields import Precision, parse_number
+from ckptctl.loss.formats.markers import HINTS, hints_in
 from ckptctl.loss.reading import LogReader
-from ckptctl.loss.rows import Marker, Row
+from ckptctl.loss.rows import LogPosition, Marker, Row
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
 
@@ -192,3 +194,47 @@ def test_memory_does_not_grow_with_the_log(tmp_path):
 def test_a_zero_with_an_exponent_that_no_float_holds_is_a_zero():
     assert parse_number("0e400").value == 0
     assert math.isfinite(parse_number("0e400").quantum)
+
+
+FEW = [0.0, 0.00012, 0.25, 0.5, 9.996, 99.5, 0.1 + 0.2]
+PRINTED_NUMBERS = st.builds(
+    str.format, st.sampled_from(["{:.4f}", "{:.1E}", "{!r}", "{:.1f}%"]), st.sampled_from(FEW)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(losses=st.lists(PRINTED_NUMBERS, min_size=1, max_size=60))
+def test_a_row_parsed_on_first_use_is_the_row_parsed_at_once(losses):
+    lines = [
+        f"[2026-01-02 03:{n:02}:05] [step {n + 10}] loss={loss}, lr=0.0002, step_time=1.25s"
+        for n, loss in enumerate(losses)
+    ]
+    form = next(form for form in LINE_FORMATS if form.name == "kempnerforge")
+    at_once = LineReader(form)
+    expected = [
+        row
+        for n, line in enumerate(lines, 1)
+        for row in at_once.read(line, LogPosition("train.log", n))
+    ]
+    assert read([("\n".join(lines) + "\n").encode()]) == expected
+
+
+def test_rows_of_several_ranks_and_widths_are_read_on_first_use():
+    lines = [
+        f"[rank{rank}]: step: {step}  loss: {9 - step / 300:.4f}  memory: 4.10GiB(4.34%)  "
+        f"tps: {1000 + step % 7:,}  mfu: 31.25%"
+        for step in range(1, 1200)
+        for rank in range(12)
+    ]
+    rows = read([("\n".join(lines) + "\n").encode()])
+    assert [row.step for row in rows] == list(range(1, 1200))
+    assert [row.loss.value for row in rows] == [float(f"{9 - n / 300:.4f}") for n in range(1, 1200)]
+    assert {row.loss.quantum for row in rows} == {1e-4}
+    assert [row.position.line for row in rows] == list(range(1, 1199 * 12, 12))
+    assert not hasattr(rows[-1], "no_such_field")
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_every_literal_of_a_marker_is_found_in_a_block(hint):
+    assert hint in hints_in(b"[rank0]: step 5\n" + hint + b" x\n")
+    assert hints_in(b"step: 5 loss: 2.5\n" * 50) == []

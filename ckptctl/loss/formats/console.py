@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 from ckptctl.errors import UsageError
-from ckptctl.loss.formats.fields import FIELDS, RowMaker, clock_in, parse_step
+from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
 from ckptctl.loss.rows import LogPosition, Number, Row
 
 _MAX_WRAPS = 8
@@ -283,6 +284,7 @@ class LineReader:
         self._drawn: Row | None = None
         self._n_drawn = 0
         self._last_loss: Number | None = None
+        self._snapshot: LineReader | None = None
 
     @property
     def open(self) -> bool:
@@ -320,6 +322,37 @@ class LineReader:
         """Take note that the log announced a resume after `step`."""
         self._rounds.resume(step)
 
+    def spans(self, text: str) -> Mapping[str, tuple[int, int]] | None:
+        """Where `text` has its step and the fields of its row; None unless it is a whole row.
+
+        None as well for formats whose rows depend on the lines before them.
+        """
+        head = self._head.search(text)
+        if head is None or self.format.rounds or self.format.redrawn or self._pairs is None:
+            return None
+        if [*head.groupdict()] != ["step"] or not head["step"].isdigit():
+            return None
+        if self._tail is not None and not self._tail.search(text, head.start()):
+            return None
+        found = self._pairs.finditer(text, head.start())
+        best = self._maker.best((match[1], match.span(2)) for match in found)
+        return {field: span for field, (_, span, _) in best.items()} | {"step": head.span("step")}
+
+    def precision(self, field: str) -> Precision:
+        """The precision of a field so far."""
+        return self._maker.precision[field]
+
+    def snapshot(self) -> LineReader:
+        """A reader whose rows have the precision that is known now."""
+        if self._snapshot is None:
+            self._snapshot = copy(self)
+            self._snapshot._maker = self._maker.snapshot()
+        return self._snapshot
+
+    def whole_row(self, text: str, position: LogPosition) -> Row:
+        """The row of a text that has `spans`."""
+        return next(self._row(text, position))
+
     def _wrapped(self, text: str) -> Iterator[Row]:
         if self._held is None or self._tail is None:
             return
@@ -342,6 +375,7 @@ class LineReader:
         step = self._step(groups)
         if step is None:
             return
+        self._snapshot = None
         pairs = [(name, value) for name, value in groups.items() if value and name in FIELDS]
         if self._pairs is not None:
             pairs += self._pairs.findall(text, head.start())

@@ -13,7 +13,9 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from copy import copy
 from functools import lru_cache
+from typing import TypeVar
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.rows import LogPosition, Number, Row
@@ -92,6 +94,8 @@ _EPOCH_S = 1e8
 _FOLDERS = re.compile(r"^(?:(?:metrics?|data|scalars?|stats|logs?|values?|train(?:ing|er)?)[/.])+")
 _VALUE_OF = re.compile(r"[/.]values?$")
 
+_T = TypeVar("_T")
+
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 
 
@@ -126,7 +130,7 @@ class RowMaker:
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
         self._trimmed = trimmed
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
-        self._precision = {name: Precision() for name in NUMBERS}
+        self.precision = {name: Precision() for name in NUMBERS}
         self._known: dict[str, tuple[str, int] | None] = {}
 
     @property
@@ -159,6 +163,24 @@ class RowMaker:
             self._known[name] = found
         return found
 
+    def best(self, pairs: Iterable[tuple[str, _T]]) -> dict[str, tuple[int, _T, str]]:
+        """The rank, the value and the name that count for each field."""
+        best: dict[str, tuple[int, _T, str]] = {}
+        for name, value in pairs:
+            found = self._field_and_rank(name)
+            if found is None:
+                continue
+            field, rank = found
+            if field not in best or rank < best[field][0]:
+                best[field] = (rank, value, name)
+        return best
+
+    def snapshot(self) -> RowMaker:
+        """A maker that knows the precision of each field as it is now."""
+        made = copy(self)
+        made.precision = {name: copy(column) for name, column in self.precision.items()}
+        return made
+
     def row(
         self,
         pairs: Iterable[tuple[str, str]],
@@ -168,14 +190,7 @@ class RowMaker:
         at: float | None = None,
     ) -> Row | None:
         """The row with the values of a record; None where it has no step."""
-        best: dict[str, tuple[int, str, str]] = {}
-        for name, text in pairs:
-            found = self._field_and_rank(name)
-            if found is None:
-                continue
-            field, rank = found
-            if field not in best or rank < best[field][0]:
-                best[field] = (rank, text, name)
+        best = self.best(pairs)
         if _SUMMARY_FIELD in best and ("loss" not in best or plain_name(best["loss"][2]) != "loss"):
             return None
         if step is None:
@@ -201,7 +216,7 @@ class RowMaker:
 
     def _values(self, texts: Mapping[str, str]) -> dict[str, Number | None]:
         values: dict[str, Number | None] = {}
-        for field, column in self._precision.items():
+        for field, column in self.precision.items():
             number = parse_number(texts[field]) if field in texts else None
             if number is None:
                 continue
@@ -265,6 +280,12 @@ def clock_in(text: str) -> float | None:
     fraction = float(f"0.{match['fraction']}") if match["fraction"] else 0.0
     time = int(match["hour"]) * 3600 + int(match["minute"]) * 60 + int(match["second"])
     return midnight + time + fraction - _offset_s(match["zone"])
+
+
+def clock_span(text: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Where the first date with a time is, and its seconds; None without one."""
+    match = _CLOCK.search(text)
+    return None if match is None else (match.span(), match.span("second"))
 
 
 def parse_clock(text: str) -> float | None:
@@ -370,25 +391,25 @@ class Precision:
     is the precision: `round(x, 4)` fixes the former, `%.4g` the latter.
     """
 
-    __slots__ = ("_decimals", "_digits", "_whole")
+    __slots__ = ("decimals", "digits", "whole")
 
     def __init__(self) -> None:
-        self._decimals = -400
-        self._digits = 0
-        self._whole = False
+        self.decimals = -400
+        self.digits = 0
+        self.whole = False
 
     def refine(self, number: Number) -> Number:
         """The number with the precision of its column; whole floats keep quantum 0."""
-        if self._whole or number.quantum == 0:
-            self._whole = self._whole or math.isfinite(number.value)
+        if self.whole or number.quantum == 0:
+            self.whole = self.whole or math.isfinite(number.value)
             return Number(number.value, 0.0)
         decimals = _decimals_of(number.quantum)
-        self._decimals = max(self._decimals, decimals)
-        power = -self._decimals
+        self.decimals = max(self.decimals, decimals)
+        power = -self.decimals
         if number.value:
             magnitude = math.floor(math.log10(abs(number.value)))
-            self._digits = max(self._digits, magnitude + decimals + 1)
-            power = max(power, magnitude - self._digits + 1)
+            self.digits = max(self.digits, magnitude + decimals + 1)
+            power = max(power, magnitude - self.digits + 1)
         if power >= -decimals:
             return number
         return Number(number.value, power_of_ten(power))

@@ -88,6 +88,31 @@ HINTS: Sequence[bytes] = (
 )
 """Every marker's line contains one of these literals; other lines are not matched."""
 
+# Each literal contains one of these.
+_ROOTS = (
+    *(b"checkpoint", b"raining", b"fresh start", b"from scratch", b"estored all states"),
+    *(b"esumed", b"esuming", b"NEW RUN"),
+)
+# A search for every literal takes longer than all else that is done with a log. With few kinds
+# of characters kept, a log is a fifth as long, and most roots are not in what is left.
+_DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpfmngsdNWR")
+_LITERALS = tuple(
+    (root.translate(None, _DROPPED), root, tuple(hint for hint in HINTS if root in hint))
+    for root in _ROOTS
+)
+
+
+def hints_in(block: bytes) -> list[bytes]:
+    """The literals of `HINTS` that the lines of a block contain."""
+    kept = block.translate(None, _DROPPED)
+    return [
+        hint
+        for kept_of_root, root, hints in _LITERALS
+        if kept_of_root in kept and root in block
+        for hint in hints
+        if hint in block
+    ]
+
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
     """The marker in a line; None where there is none."""
