@@ -144,8 +144,8 @@ def attempt_lines(one: Attempt) -> list[Line]:
     none = "no usable step" if one.inspected else "the storage did not answer which steps exist"
     step = none if one.step is None else f"newest usable step {one.step}"
     newer = " (newer)" if one.progress else ""
-    restarted = one.failure is not None and one.decision is Decision.RESTART
-    cause = f"{one.failure}, " if restarted else ""
+    restarted = one.cause is not None and one.decision is Decision.RESTART
+    cause = f"{one.cause}, " if restarted else ""
     return [
         line(
             f"ckptctl: attempt {one.number} ended with {one.exit_code} after "

@@ -1,8 +1,8 @@
-"""Start one attempt of a job, forward signals, and wait for all its processes.
+"""Start one attempt of a job, forward signals, watch it, and end all its processes.
 
 The command runs in a session of its own. Signals are passed on to the command only, which
-handles its own processes. When it has ended, what is left of its process group is killed: a
-process of the old attempt must not write beside the new one.
+handles its own processes. When it has ended, what is left of the job is killed: a process
+of the old attempt must not write beside the new one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptctl.errors import UsageError
+from ckptctl.supervisor.processes import GRACE_S, MARKER, Job, adopting_orphans, children
+from ckptctl.supervisor.watching import Hang, Running
 
 PASSED_ON = (
     signal.SIGTERM,
@@ -26,7 +28,9 @@ PASSED_ON = (
     signal.SIGUSR2,
 )
 _ENDS_THE_JOB = frozenset(PASSED_ON) - {signal.SIGUSR2}
-_POLL_S = 0.05
+_PAUSE_S = 0.05
+_POLL_S = 1.0
+"""How often the watchers are asked."""
 
 
 class Signals:
@@ -45,7 +49,7 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive signals; the earlier handlers are restored at the end."""
+        """Receive signals and adopt orphans; what was before is restored at the end."""
         before: dict[signal.Signals, Any] = {
             each: signal.signal(each, self._receive)
             for each in PASSED_ON
@@ -53,19 +57,28 @@ class Signals:
             if signal.getsignal(each) is not signal.SIG_IGN
         }
         try:
-            yield
+            with adopting_orphans():
+                yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def run(self, command: Sequence[str], stdout: int | None, variables: Mapping[str, str]) -> int:
+    def run(
+        self,
+        command: Sequence[str],
+        stdout: int | None,
+        variables: Mapping[str, str],
+        poll: Callable[[Running], Hang | None],
+    ) -> tuple[int, Hang | None]:
         """Run the command to its end; its exit code, 128 + N where signal N ended it.
 
-        `variables` are added to its environment. Raises `UsageError` where it cannot be
-        started.
+        `variables` are added to its environment; they hold the job's marker. `poll` is called
+        about once a second; the job is ended where it returns a hang, or raises. Raises
+        `UsageError` where the command cannot be started.
         """
+        bystanders = children()
         try:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 list(command),
                 stdout=stdout,
                 env={**os.environ, **variables},
@@ -73,24 +86,31 @@ class Signals:
             )
         except OSError as error:
             raise UsageError(f"{command[0]}: {error.strerror}; it was not started") from error
+        self._child = child
         if self.asked is not None:
             # It came before the start, when there was no process to pass it on to.
-            self._child.send_signal(self.asked)
+            child.send_signal(self.asked)
+        job = Job(variables[MARKER], child.pid, bystanders)
+        running = Running(job.leader, job.processes)
+        hang = None
         try:
-            code = self._child.wait()
+            while _code_of(child) is None and hang is None:
+                hang = poll(running)
         finally:
-            _kill_session(self._child.pid)
+            job.end(GRACE_S if child.poll() is None else 0.0)
             self._child = None
-        return 128 - code if code < 0 else code
+        code = child.wait()
+        return 128 - code if code < 0 else code, hang
 
     def pause(self, seconds: float) -> None:
         """Wait; a signal that asks the job to end ends the waiting too."""
         until_s = time.monotonic() + seconds
         while self.asked is None and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, _POLL_S))
+            time.sleep(min(left_s, _PAUSE_S))
 
 
-def _kill_session(leader: int) -> None:
-    """Kill what the command left in its process group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+def _code_of(child: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of the command once it has ended within a second, else None."""
+    with suppress(subprocess.TimeoutExpired):
+        return child.wait(_POLL_S)
+    return None

@@ -9,11 +9,13 @@ time, and after a signal that asks it to end. `causes` classifies failures.
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from signal import SIGTERM
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.distributed.launcher import RESTART_COUNT
@@ -33,7 +35,9 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.causes import Logs
 from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.watching import Hang, Running, Watcher
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -241,6 +245,8 @@ class _Supervisor:
         self._attempts: list[Attempt] = []
         self._warnings: list[str] = []
         self._best: int | None = None
+        self._watchers: tuple[Watcher, ...] = ()
+        self._marker = f"{secrets.token_hex(16)}@{roots.url}"
         # `run` can itself run in a job that was restarted.
         count = os.environ.get(RESTART_COUNT, "")
         self._earlier = int(count) if count.isdecimal() else 0
@@ -288,9 +294,16 @@ class _Supervisor:
         started_at = time_now()
         self._logs.begin()
         count = str(self._earlier + len(self._attempts))
-        code = self._signals.run(self._job.command, self._job.stdout, {RESTART_COUNT: count})
-        asked = self._signals.asked is not None
-        may_restart = code != 0 and not asked and code not in self._budget.never
+        variables = {RESTART_COUNT: count, MARKER: self._marker}
+        for watcher in self._watchers:
+            variables |= watcher.prepare(len(self._attempts) + 1)
+        code, hang = self._signals.run(self._job.command, self._job.stdout, variables, self._poll)
+        for watcher in self._watchers:
+            watcher.finish()
+        if hang is not None:
+            self._tell(f"ended the job: {hang.message}")
+        asked = self._signals.asked is not None and hang is None
+        may_restart = bool(hang) or (code != 0 and not asked and code not in self._budget.never)
         # Only a restart needs the answer, so only then is it waited for.
         seen = (
             self._roots.await_answer(self._signals, self._tell)
@@ -302,7 +315,10 @@ class _Supervisor:
             self._roots.use(seen)
             self._budget.refill()
         cause = self._logs.cause(code) if code and self._job.logs else None
-        ended = self._decide(code, seen, cause, asked=asked, progress=progress)
+        # A job that was ended for a hang can end with any code, 0 too.
+        ended = self._decide(
+            128 + SIGTERM if hang else code, seen, cause, asked=asked, progress=progress
+        )
         if ended.decision is Decision.RESTART:
             ended = ended._replace(reason=self._budget.spend())
         if progress:
@@ -319,10 +335,17 @@ class _Supervisor:
                 left=self._budget.left,
                 decision=ended.decision,
                 reason=ended.reason,
-                failure=cause.failure if cause else None,
+                cause="hang" if hang else cause.failure if cause else None,
+                section=hang.section if hang else None,
+                ranks=hang.ranks if hang else (),
+                nodes=hang.nodes if hang else cause.nodes if cause else (),
             )
         )
         return ended
+
+    def _poll(self, running: Running) -> Hang | None:
+        now_s = time.monotonic()
+        return next(filter(None, (each.poll(running, now_s) for each in self._watchers)), None)
 
     def _decide(
         self,
@@ -351,7 +374,7 @@ class _Supervisor:
         if self._budget.left == 0:
             reason = "no restart is left, and no newer step came"
             return _Ended(Decision.GIVEN_UP, reason, _GIVEN_UP)
-        last = None if progress or not self._attempts else self._attempts[-1].failure
+        last = None if progress or not self._attempts else self._attempts[-1].cause
         if cause is not None and _happens_again(cause, last):
             return _Ended(Decision.NEVER, f"{cause.failure}: {cause.message}", code)
         return _Ended(Decision.RESTART, "", code)
@@ -366,7 +389,7 @@ class _Supervisor:
         if ended.decision in (Decision.GIVEN_UP, Decision.NEVER):
             next_command = f"ckptctl scan {self._roots.words}"
             of_storage = (EXIT_NONE_USABLE, *_NOT_INSPECTED)
-            if last.failure is not None and ended.exit_code not in of_storage:
+            if last.cause is not None and ended.exit_code not in of_storage:
                 words = ["ckptctl", "classify", *self._job.logs]
                 next_command = shlex.join([*words, "--exit-code", str(last.exit_code)])
         word = {

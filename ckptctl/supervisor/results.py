@@ -42,8 +42,14 @@ class Attempt:
     """What the supervisor did next."""
     reason: str
     """Why, in one line."""
-    failure: str | None
-    """The class of failure in its logs."""
+    cause: str | None = None
+    """The class of failure in its logs, such as `infra-node`, or `hang`; null where unknown."""
+    section: str | None = None
+    """The section in which it hung: `setup`, `step`, `checkpoint`; null otherwise."""
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault, as far as the evidence decides."""
+    nodes: tuple[str, ...] = ()
+    """The nodes at fault, as far as the evidence decides."""
 
 
 @dataclass(frozen=True, slots=True)

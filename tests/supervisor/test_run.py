@@ -164,16 +164,22 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
     job, source: Path, tmp_path: Path, comes_back: bool
 ):
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
-    # What an attempt leaves in its process group is killed: `setsid` takes it out of there.
-    mount = (
-        "setsid bash -c 'touch detached; sleep 2; mv away ckpt' >/dev/null 2>&1 & "
-        "until [ -e detached ]; do sleep 0.1; done; "
-    )
-    back = mount if comes_back else ""
-    text = f'[ "$n" = 1 ] && exit 0; mv ckpt away; {back}exit 1'
+
+    def mount() -> None:
+        while not (tmp_path / "away").exists():
+            time.sleep(0.01)
+        time.sleep(2)
+        (tmp_path / "away").rename(tmp_path / "ckpt")
+
+    mounting = threading.Thread(target=mount)
+    if comes_back:
+        mounting.start()
+    text = '[ "$n" = 1 ] && exit 0; mv ckpt away; exit 1'
     said: list[str] = []
     wait_s = 600 if comes_back else 0
     found = kept_running(script(tmp_path, text), tmp_path, wait_s=wait_s, tell=said.append)
+    if comes_back:
+        mounting.join()
     assert (found.exit_code, n_attempts(tmp_path)) == ((0, 2) if comes_back else (75, 1))
     assert found.attempts[0].inspected is comes_back
     assert ["existed, and does not exist any more" in line for line in said] == (
@@ -290,7 +296,7 @@ def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
     script = 'cat said-$(ls gone 2>/dev/null | wc -l) >> "train log"; mkdir -p gone; mktemp gone/X'
     command = ["bash", "-c", f"cd {tmp_path} && {{ {script}XXXXXX >/dev/null; exit 1; }}"]
     found = kept_running(command, tmp_path, max_restarts=9, logs=[str(log)])
-    assert [attempt.failure for attempt in found.attempts][-2:] == [failure, failure]
+    assert [attempt.cause for attempt in found.attempts][-2:] == [failure, failure]
     assert (len(found.attempts), found.attempts[-1].decision) == (attempts, Decision.NEVER)
     assert found.exit_code == 1
     assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"
@@ -300,7 +306,7 @@ def test_a_log_that_does_not_say_why_or_is_not_there_decides_nothing(job, tmp_pa
     logs = [str(tmp_path / "quiet.log"), str(tmp_path / "gone.log")]
     Path(logs[0]).write_text("step 1 loss 2.0\n")
     found = kept_running(job(*[":1"] * 9), tmp_path, max_restarts=2, logs=logs)
-    assert ([attempt.failure for attempt in found.attempts], found.exit_code) == ([None] * 3, 93)
+    assert ([attempt.cause for attempt in found.attempts], found.exit_code) == ([None] * 3, 93)
 
 
 def test_what_a_life_leaves_behind_is_gone_before_the_next_begins(tmp_path: Path):

@@ -1,0 +1,230 @@
+"""Find and end the processes of a job, and no other process.
+
+A launcher such as torchrun starts each worker in a session of its own, so the process group
+of the command does not hold them. A process belongs to a job if its environment has the
+job's marker, or if an ancestor of it belongs to the job. Orphans of a job become children of
+its supervisor, which is a subreaper while it runs, so that a process that cleared its
+environment is found, too.
+
+A process is known by its pid and its start time together. It is signalled through a pidfd
+that is opened before both are compared again: a pid that the kernel gave to another process
+meanwhile is not hit.
+
+Source: proc(5), pidfd_send_signal(2) and PR_SET_CHILD_SUBREAPER of prctl(2), Linux 5.3 on.
+Without /proc (macOS) only the process group of the command is ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+MARKER = "CKPTCTL_SUPERVISED"
+"""The variable that marks the processes of a job; its value is `RUN@ROOT`."""
+
+GRACE_S = 15.0
+"""How long a job may take to end after SIGTERM. Source: `workers_stop_timeout` of NVRx."""
+
+_KILLED_S = 60.0
+"""How long processes are waited for after SIGKILL; one that waits in the kernel may stay."""
+_POLL_S = 0.05
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37
+_ENDED = "ZX"
+
+
+class Process(NamedTuple):
+    """A process: `started` is in clock ticks since the machine booted."""
+
+    pid: int
+    started: int
+
+
+class _Entry(NamedTuple):
+    """One process of the process table; see proc(5)."""
+
+    process: Process
+    state: str
+    parent: int
+    session: int
+
+
+def machine() -> str:
+    """The name of this boot of this machine, and of the pid namespace; empty without /proc.
+
+    Two processes with the same value see each other's pids. A host name would not do: a
+    replaced pod has the name of the old one, on another machine.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def own_process() -> Process:
+    """The process that calls; its start time is 0 without /proc."""
+    entry = _entry(os.getpid())
+    return entry.process if entry else Process(os.getpid(), 0)
+
+
+def is_alive(process: Process) -> bool:
+    """Whether the process runs on this machine, and is not another with the same pid."""
+    entry = _entry(process.pid)
+    return entry is not None and entry.process == process and entry.state not in _ENDED
+
+
+def marked(value: str) -> list[Process]:
+    """The living processes of a job on this machine, by the value of its marker."""
+    return [each.process for each in _of_job(_table(), partial(_has_marker, value=value))]
+
+
+class Job:
+    """The processes of one attempt that this process has started.
+
+    `bystanders` are the children that this process had before; they are never signalled.
+    """
+
+    def __init__(self, marker: str, leader: int, bystanders: Collection[int]) -> None:
+        entry = _entry(leader)
+        self.leader = entry.process if entry else Process(leader, 0)
+        self._marker = marker
+        self._bystanders = frozenset(bystanders)
+
+    def processes(self) -> list[Process]:
+        """Every living process of the attempt, by one pass over the process table."""
+        return [each.process for each in _of_job(_table(), self._is_first)]
+
+    def end(self, grace_s: float = 0.0) -> list[Process]:
+        """End every process; those that are still there after a minute, stuck in the kernel.
+
+        With a grace they get SIGTERM first, and have that many seconds to end.
+        """
+        if not machine():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.leader.pid, signal.SIGKILL)
+        left = end_processes(self.processes, grace_s)
+        for entry in filter(self._is_adopted, _table().values()):
+            if entry.state == "Z":  # nobody else collects it
+                with suppress(ChildProcessError):
+                    os.waitpid(entry.process.pid, os.WNOHANG)
+        return left
+
+    def _is_first(self, entry: _Entry) -> bool:
+        own = entry.process == self.leader or _has_marker(entry, self._marker)
+        return own or self._is_adopted(entry)
+
+    def _is_adopted(self, entry: _Entry) -> bool:
+        """Whether it is an orphan of the job: what this process starts is in its own session."""
+        return (
+            entry.parent == os.getpid()
+            and entry.session != os.getsid(0)
+            and entry.process.pid not in self._bystanders
+            and entry.process != self.leader
+        )
+
+
+def children() -> set[int]:
+    """The children of this process."""
+    return {each.process.pid for each in _table().values() if each.parent == os.getpid()}
+
+
+def end_processes(find: Callable[[], Sequence[Process]], grace_s: float) -> list[Process]:
+    """End what `find` finds, with SIGTERM and a grace, then SIGKILL; those that remained.
+
+    `find` is called again until it finds none: a process that is being ended can still
+    start others.
+    """
+    if grace_s > 0:
+        _signal_all(find(), signal.SIGTERM)
+        until_s = time.monotonic() + grace_s
+        while find() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+    until_s = time.monotonic() + _KILLED_S
+    while (left := list(find())) and time.monotonic() < until_s:
+        _signal_all(left, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return left
+
+
+def _signal_all(processes: Sequence[Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(OSError):  # it has ended, or is another user's
+            fd = os.pidfd_open(process.pid)
+            try:
+                if is_alive(process):
+                    signal.pidfd_send_signal(fd, number)
+            finally:
+                os.close(fd)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of all orphans below it, as far as the system can."""
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except (OSError, AttributeError):
+        yield
+        return
+    before = ctypes.c_int(0)
+    prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _of_job(table: Mapping[int, _Entry], is_first: Callable[[_Entry], bool]) -> Iterator[_Entry]:
+    """The living processes that `is_first` holds for, and all below them; never this process."""
+    belongs: dict[int, bool] = {0: False, 1: False, os.getpid(): False}
+
+    def check(pid: int) -> bool:
+        path: list[int] = []
+        while pid not in belongs and pid in table and not is_first(table[pid]):
+            belongs[pid] = False  # also ends a loop, which a changing table can show
+            path.append(pid)
+            pid = table[pid].parent
+        found = belongs.get(pid, pid in table)
+        belongs.update(dict.fromkeys([*path, pid], found))
+        return found
+
+    for pid, entry in table.items():
+        if check(pid) and entry.state not in _ENDED:
+            yield entry
+
+
+def _has_marker(entry: _Entry, value: str) -> bool:
+    try:
+        with open(f"/proc/{entry.process.pid}/environ", "rb") as file:
+            return f"{MARKER}={value}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _table() -> dict[int, _Entry]:
+    """Every process that /proc shows; empty without /proc."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return {}
+    entries = (_entry(int(name)) for name in names if name.isdecimal())
+    return {each.process.pid: each for each in entries if each is not None}
+
+
+def _entry(pid: int) -> _Entry | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in brackets, can hold spaces and brackets.
+            fields = file.read().rpartition(b")")[2].split()
+        return _Entry(
+            Process(pid, int(fields[19])), fields[0].decode("ascii"), int(fields[1]), int(fields[3])
+        )
+    except (OSError, ValueError, IndexError):
+        return None
