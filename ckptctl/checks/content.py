@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.checks.structure import SAYS, readable_ranges
 from ckptctl.findings import Finding, Proven
+from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import Values
 from ckptctl.records.ranges import Ranges

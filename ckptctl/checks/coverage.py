@@ -16,8 +16,8 @@ from itertools import accumulate, chain, pairwise
 from math import prod
 from operator import add
 
-from ckptctl.checks.formatting import at_most_few, counted, inside, verb
 from ckptctl.findings import Finding
+from ckptctl.formatting import at_most_few, counted, inside, verb
 from ckptctl.model import NO_FILE, Chunks, Metadata, TensorEntry
 
 Box = tuple[tuple[int, int], ...]

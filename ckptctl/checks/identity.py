@@ -12,9 +12,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
+from ckptctl.formatting import inside
 from ckptctl.model import Metadata, Part, Step
 
 _NEAR = 1

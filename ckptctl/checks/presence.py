@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.checks.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.model import NO_FILE, BytesEntry, FileInfo, Metadata
 from ckptctl.records.ranges import Ranges
 

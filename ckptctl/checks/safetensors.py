@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.checks.coverage import check_coverage
-from ckptctl.checks.formatting import at_most_few, counted, inside, some_of
 from ckptctl.checks.presence import escape_reason
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
@@ -27,6 +26,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_header,
     parse_index,
 )
+from ckptctl.formatting import at_most_few, counted, inside, some_of
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
 
 _ONE_OF_SEVERAL = re.compile(r"(?P<before>.*model)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ckptctl.checks.formatting import at_most_few
 from ckptctl.findings import Finding
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.own.seals import Seal, SealedFile
+from ckptctl.formatting import at_most_few
 from ckptctl.model import FileInfo
 
 Found = Mapping[str, Sequence[str | None]]

@@ -12,10 +12,10 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import at_most_few, counted, some_of
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, is_authentic
+from ckptctl.formatting import at_most_few, counted, some_of
 from ckptctl.model import FileInfo, Step
 
 PROVES_NOTHING = frozenset(

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import gt, mul
 
-from ckptctl.checks.formatting import at_most_few, counted, inside
 from ckptctl.findings import Finding
+from ckptctl.formatting import at_most_few, counted, inside
 from ckptctl.model import DTYPE_SIZES, NO_FILE, TensorEntry
 from ckptctl.records.ranges import Ranges
 

@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import inside
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.state_keys import (
     Kind,
@@ -24,6 +23,7 @@ from ckptctl.formats.frameworks.state_keys import (
     kind_of_file,
     optimizer_is_hollow,
 )
+from ckptctl.formatting import inside
 from ckptctl.model import STATE_KINDS, FileInfo, Metadata, StatePart, TrainState
 
 _EXAMPLES = 3

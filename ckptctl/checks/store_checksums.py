@@ -12,9 +12,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptctl.checks.formatting import at_most_few, counted, some_of, verb
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.own.seals import SEAL, SealedFile, Stored
+from ckptctl.formatting import at_most_few, counted, some_of, verb
 from ckptctl.model import Checksum, Kept
 
 

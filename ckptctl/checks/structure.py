@@ -11,13 +11,13 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import at_most_few, counted, inside
 from ckptctl.checks.presence import escape_reason
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member
 from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.formatting import at_most_few, counted, inside
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
     MAX_PICKLE_BYTES,

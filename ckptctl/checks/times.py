@@ -11,9 +11,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from ckptctl.checks.formatting import counted, inside, some_of
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import counted, inside, some_of
 from ckptctl.model import Part, Step
 
 QUIET_S = 600.0

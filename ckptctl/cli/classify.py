@@ -10,7 +10,6 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count
 from ckptctl.cli.options import option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line, section
@@ -21,6 +20,7 @@ from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.results import Classification, Suspect
 from ckptctl.failures.stalled_collectives import described, listed
+from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
@@ -165,11 +165,13 @@ def classification_lines(answer: Classification) -> list[Line]:
 
 
 def _read(answer: Classification) -> str:
-    dumps = f" and {count(answer.n_dumps, 'dump')}" if answer.n_dumps else ""
+    dumps = f" and {counted(answer.n_dumps, 'dump')}" if answer.n_dumps else ""
     if not answer.n_files:
         return f"no log was read{f', only {dumps[5:]}' if dumps else ''}"
     end = "; the deadline was reached, and the rest was not read" if answer.deadline_reached else ""
-    return f"read {count(answer.n_lines, 'line')} from {count(answer.n_files, 'log')}{dumps}{end}"
+    return (
+        f"read {counted(answer.n_lines, 'line')} from {counted(answer.n_files, 'log')}{dumps}{end}"
+    )
 
 
 def _stalled(answer: Classification) -> Iterator[Line]:

@@ -8,7 +8,6 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count, exact_size
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -23,6 +22,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.values import only_model, parse_size, seal_key
+from ckptctl.formatting import counted, exact_size
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import Converted
 
@@ -138,7 +138,7 @@ def convert_lines(answer: Converted) -> list[Line]:
         line(Span("converted", "good"), " ", Span(answer.target, "name"), solid=True),
         line(f"  from {answer.source}", solid=True),
         line(f"  {answer.message}", hang=4),
-        line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
+        line(f"  {counted(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
     ]
     return [
         *lines,

@@ -9,13 +9,12 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import size
 from ckptctl.cli.options import PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.values import parse_duration
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration, size
 from ckptctl.goodput.estimating import RecoveryCost
 from ckptctl.options import StorageOptions
 

@@ -8,11 +8,11 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count
 from ckptctl.cli.options import PatternOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line
+from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import Diff, Difference
 
@@ -72,7 +72,7 @@ def diff_lines(answer: Diff) -> list[Line]:
         line("  b: ", Span(answer.b, "name"), solid=True),
     ]
     if answer.n_layouts:
-        lines.append(line(f"  {count(answer.n_layouts, 'tensor')} cut differently", hang=4))
+        lines.append(line(f"  {counted(answer.n_layouts, 'tensor')} cut differently", hang=4))
     if answer.values_compared:
         how = f"{answer.n_by_checksum:,} by checksum, {answer.n_by_bytes:,} by bytes"
         lines.append(line(f"  values of tensors compared: {how}", hang=4))

@@ -12,7 +12,6 @@ import typer
 import ckptctl
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import SEVERITY_STYLES, next_line, section
@@ -20,6 +19,7 @@ from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.values import SEAL_KEY
 from ckptctl.diagnostics.results import Advice, Diagnosis
 from ckptctl.findings import Severity
+from ckptctl.formatting import counted, listed
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
@@ -96,7 +96,7 @@ def _own_variables() -> frozenset[str]:
 def diagnosis_lines(found: Diagnosis) -> list[Line]:
     """How much is wrong, then each thing with what to do, then what was inspected."""
     numbers = [
-        count(number, severity.value)
+        counted(number, severity.value)
         for severity in Severity
         if (number := sum(each.severity is severity for each in found.advice))
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.pictures import Mark
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding
+from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import Curve, Point, curve_of
@@ -127,7 +127,7 @@ def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Itera
     if not rows:
         return
     whose = f"resume {assessment.resume.number}: " if several else ""
-    yield line(f"{whose}{count(len(rows), 'step')} logged twice")
+    yield line(f"{whose}{counted(len(rows), 'step')} logged twice")
     cells: list[tuple[str, ...]] = [_TITLES]
     cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
@@ -142,7 +142,7 @@ def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Itera
     if left_out:
         steps = listed([str(step) for step in left_out[:5]])
         yield line(
-            f"  not compared: {count(len(left_out), 'step')} whose rows are means over different "
+            f"  not compared: {counted(len(left_out), 'step')} whose rows are means over different "
             f"numbers of steps ({steps})",
             hang=4,
         )

@@ -15,10 +15,9 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ckptctl.cli.formatting import in_shell
 from ckptctl.cli.progress import Progress
 from ckptctl.cli.rendering import error_lines
-from ckptctl.cli.text import Line, Style, line, made_safe, wrapped
+from ckptctl.cli.text import Line, Style, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
 
 if TYPE_CHECKING:

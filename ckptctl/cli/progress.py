@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckptctl.cli.formatting import size
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration, size
 
 _BAR_AFTER_S = 1.0
 _BAR_EVERY_S = 0.1

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import size
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.options import LevelOpt, RootArg, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line, padded
 from ckptctl.cli.values import level_of
+from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.pruning import Pruned
 

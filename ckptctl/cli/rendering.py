@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptctl.cli.formatting import count, listed
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding, Report, Severity
+from ckptctl.formatting import counted, listed
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 
 SEVERITY_STYLES: dict[Severity, Style] = {
@@ -68,7 +68,7 @@ def _state_facts(state: TrainState) -> Iterator[str]:
         if part.value is not None:
             facts.append(f"{part.value:,}")
         if part.n_ranks is not None:
-            facts.append(f"for {count(part.n_ranks, 'rank')}")
+            facts.append(f"for {counted(part.n_ranks, 'rank')}")
         yield f"{kind} ({' '.join(facts)})" if facts else kind
 
 
@@ -78,7 +78,7 @@ def ranks_in_words(world_size: WorldSize | None) -> str:
         return "written by an unknown number of ranks"
     least = "at least " if world_size.at_least else ""
     source = _SOURCES.get(world_size.source, world_size.source)
-    return f"written by {least}{count(world_size.size, 'rank')} ({source})"
+    return f"written by {least}{counted(world_size.size, 'rank')} ({source})"
 
 
 _SOURCES = {

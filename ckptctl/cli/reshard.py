@@ -13,7 +13,6 @@ import typer
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count, exact_size, size
 from ckptctl.cli.options import (
     AcceptAsItIsOpt,
     GraceOpt,
@@ -29,6 +28,7 @@ from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.values import only_model, parse_size, seal_key
+from ckptctl.formatting import counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard
 
@@ -186,7 +186,7 @@ def reshard_lines(answer: Reshard) -> list[Line]:
         head,
         line(f"  {_ranks(answer)}", hang=4),
         line(f"  {_contents(answer)}", hang=4),
-        line(f"  {count(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
+        line(f"  {counted(answer.n_files, 'file')}, {exact_size(answer.n_bytes)}", hang=4),
         *_state(answer),
         EMPTY,
         *section(_shares(answer)),
@@ -197,16 +197,16 @@ def reshard_lines(answer: Reshard) -> list[Line]:
 
 def _ranks(answer: Reshard) -> str:
     saved = answer.saved_world_size
-    before = "an unknown number of ranks" if saved is None else count(saved, "rank")
-    after = count(answer.world_size, "rank")
+    before = "an unknown number of ranks" if saved is None else counted(saved, "rank")
+    after = counted(answer.world_size, "rank")
     arranged = "" if answer.mesh == f"dp={answer.world_size}" else f" ({answer.mesh})"
     return f"from {answer.source}, saved by {before}, for {after}{arranged}"
 
 
 def _contents(answer: Reshard) -> str:
-    others = count(answer.n_bytes_entries, "other entry").replace("entrys", "entries")
+    others = counted(answer.n_bytes_entries, "other entry", "other entries")
     return (
-        f"{count(answer.n_tensors, 'tensor')}: {answer.n_cut:,} cut, {answer.n_whole:,} whole; "
+        f"{counted(answer.n_tensors, 'tensor')}: {answer.n_cut:,} cut, {answer.n_whole:,} whole; "
         f"{others}"
     )
 
@@ -215,7 +215,7 @@ def _state(answer: Reshard) -> Iterator[Line]:
     if not answer.written:
         yield line("  nothing is written yet", hang=4)
         return
-    continued = count(answer.continued, "file")
+    continued = counted(answer.continued, "file")
     more = f"; {continued} were there from an earlier call" if answer.continued else ""
     yield line(f"  proven at level content, sealed, published{more}", hang=4)
 
@@ -229,7 +229,7 @@ def _shares(answer: Reshard) -> Iterator[Line]:
     yield line(f"  {'shard file':<{width}}  {'size':>9}  {'entries':>7}  {'reads':>7}", solid=True)
     for number, share in enumerate(shown):
         if number == _SHOWN - 2 and len(shares) > _SHOWN:
-            yield line(f"  … {count(len(shares) - _SHOWN + 1, 'file')} more", solid=True)
+            yield line(f"  … {counted(len(shares) - _SHOWN + 1, 'file')} more", solid=True)
         yield _share(share, width)
     yield line(f"  largest {size(answer.largest)}, smallest {size(answer.smallest)}", hang=4)
 

@@ -14,7 +14,7 @@ from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.values import parse_duration
 from ckptctl.errors import UsageError
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from ckptctl.cli.documents import Document, ShownRunbook, document
-from ckptctl.cli.formatting import count
 from ckptctl.cli.options import OptionalRootOpt, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.prompts import TerminalPrompts
 from ckptctl.cli.rendering import next_line, page_lines
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.errors import UsageError
+from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.document import Runbook
@@ -240,9 +240,9 @@ def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
 def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
     """Whether a runbook is sound, and what is not."""
     if not problems:
-        yield line(Span("sound", "good"), f": {book.name}, {count(len(book.states), 'state')}")
+        yield line(Span("sound", "good"), f": {book.name}, {counted(len(book.states), 'state')}")
         return
-    yield line(Span(f"not sound: {count(len(problems), 'problem')}", "bad"))
+    yield line(Span(f"not sound: {counted(len(problems), 'problem')}", "bad"))
     yield from (line(f"  {problem}", hang=4) for problem in problems)
 
 

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import age, count, size, utc
 from ckptctl.cli.options import OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import (
@@ -27,6 +26,7 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import finding_lines, next_line, said_of, step_name
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
+from ckptctl.formatting import age, counted, size, utc
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Scan
@@ -93,7 +93,7 @@ class _Shown:
         elif self._table is not None:
             self._out.lines(self._table.row(report, reason))
         else:
-            self._out.progress(f"{count(len(self._waiting), 'step')} inspected")
+            self._out.progress(f"{counted(len(self._waiting), 'step')} inspected")
 
     def finish(self, scan: Scan) -> None:
         """All steps were inspected."""
@@ -235,13 +235,13 @@ def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
     if strip:
         lines += [EMPTY, *strip]
     if scan.n_older:
-        more = f"{count(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
+        more = f"{counted(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
         lines.append(
             line(f"  {more} (--before {scan.more_before} goes on, --last 0 shows all)", hang=2)
         )
     n_read = sum(report.bytes_read for report in scan.reports)
     if scan.reports:
-        lines.append(line(f"  {size(n_read)} read of {count(len(scan.reports), 'step')}", hang=2))
+        lines.append(line(f"  {size(n_read)} read of {counted(len(scan.reports), 'step')}", hang=2))
     if scan.findings:
         lines += [EMPTY, *finding_lines(scan.findings)]
     if scan.next_command:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import count, exact_size
 from ckptctl.cli.options import JobsOpt, StepArg, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.formatting import counted, exact_size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import Sealed
 
@@ -78,10 +78,10 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
         head = line(Span(sealed.message, "bad"), hang=2)
         url = line("  ", Span(sealed.url, "name"), solid=True)
         return [head, url, EMPTY, *findings, *next_line(sealed.next_command)]
-    digested = f"{count(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
+    digested = f"{counted(sealed.n_files, 'file')}, {exact_size(sealed.n_bytes)}"
     digested += f", digests by {sealed.kind}"
     if sealed.n_stored:
-        digested += f", the store's own checksums of {count(sealed.n_stored, 'file')}"
+        digested += f", the store's own checksums of {counted(sealed.n_stored, 'file')}"
     return [
         line(Span("sealed", "good"), " ", Span(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),

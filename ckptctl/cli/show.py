@@ -11,7 +11,6 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.formatting import cell_width, count, exact_size, safe, size
 from ckptctl.cli.options import PatternOpt, StepArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import (
@@ -21,7 +20,8 @@ from ckptctl.cli.rendering import (
     section,
     state_lines,
 )
-from ckptctl.cli.text import Line, Span, line, padded
+from ckptctl.cli.text import Line, Span, cell_width, line, padded, safe
+from ckptctl.formatting import counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Contents, TensorRow
 
@@ -150,7 +150,7 @@ def _of_the_model(rows: Sequence[TensorRow]) -> Sequence[TensorRow]:
 
 
 def _unlisted(n_tensors: int) -> list[Line]:
-    return [line(f"  and {count(n_tensors, 'tensor')} more (--tensors)")] if n_tensors else []
+    return [line(f"  and {counted(n_tensors, 'tensor')} more (--tensors)")] if n_tensors else []
 
 
 def _shards(contents: Contents) -> Iterator[Line]:
@@ -161,7 +161,7 @@ def _shards(contents: Contents) -> Iterator[Line]:
     n_records = sum(shard.n_records for shard in contents.shards)
     n_pickled = len(contents.bytes_entries)
     yield line(
-        f"  {count(len(sizes), 'shard file')} of {spread}, {count(n_records, 'record')}, "
+        f"  {counted(len(sizes), 'shard file')} of {spread}, {counted(n_records, 'record')}, "
         f"{n_pickled:,} entries pickled",
         hang=4,
     )

@@ -8,10 +8,9 @@ decided where it is printed (`output`).
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
-
-from ckptctl.cli.formatting import cell_width, safe
 
 Style = Literal["", "good", "warn", "bad", "strong", "name", "command"]
 
@@ -116,3 +115,45 @@ def _words(spans: Iterable[Span]) -> Iterator[tuple[tuple[Span, ...], tuple[Span
                 word.append(Span(piece, style))
     if word:
         yield tuple(space), tuple(word)
+
+
+def safe(text: str) -> str:
+    r"""The text with everything that a terminal would obey spelled out.
+
+    Control characters, ANSI sequences, line breaks, bidirectional overrides and
+    undecodable bytes become `\x1b`, `\n`, `\u202e`; all else stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_shell(command: str) -> str:
+    r"""The command with each word that a terminal cannot show written as bash and zsh read it.
+
+    A name that is not UTF-8, or has a line break in it: `$'step_1\xff'`.
+    """
+    if command.isprintable():
+        return command
+    import os
+    import shlex
+
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else _in_bytes(os.fsencode(word))
+        for word in shlex.split(command)
+    )
+
+
+def _in_bytes(word: bytes) -> str:
+    shown = (chr(b) if 32 <= b < 127 and b not in b"'\\\\" else f"\\x{b:02x}" for b in word)
+    return f"$'{''.join(shown)}'"
+
+
+def cell_width(text: str) -> int:
+    """How many terminal cells the text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )

@@ -13,7 +13,6 @@ from typing import Any
 
 import ckptctl
 from ckptctl.cli.documents import Document, document
-from ckptctl.cli.formatting import age, count, exact_size, size, utc
 from ckptctl.cli.options import LevelOpt, StepArg
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.pictures import LACKING, STEP_MARKS, map_of_ranks, step_mark, step_state
@@ -27,6 +26,7 @@ from ckptctl.cli.rendering import (
 from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.values import LevelChoice, level_of
 from ckptctl.findings import ByStore, Report, Severity, Verdict
+from ckptctl.formatting import age, counted, exact_size, size, utc
 from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
@@ -151,7 +151,7 @@ def _repeats(command: str, report: Report) -> bool:
 
 
 def _by_store(found: ByStore) -> str:
-    same = f"{found.n_same:,} of {count(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
+    same = f"{found.n_same:,} of {counted(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
     told = (
         f"; {found.n_reported:,} of them sealed with the store's checksum alone"
         if found.n_reported
@@ -162,24 +162,24 @@ def _by_store(found: ByStore) -> str:
 
 def _facts(report: Report, now_s: float) -> list[str]:
     number = "" if report.number is None else f"step {report.number}, "
-    held = f"{count(report.n_tensors, 'tensor')} in {count(report.n_records, 'record')}"
+    held = f"{counted(report.n_tensors, 'tensor')} in {counted(report.n_records, 'record')}"
     read = f"{report.level.value} ({size(report.bytes_read)} read)"
     seen = f"checked: {read}; {_NOT_SEEN[report.level]}"
     if report.verdict is Verdict.UNKNOWN:
         seen = "could not be inspected; nothing below is checked"
     facts = [
         f"{number}layout {report.layout}, {ranks_in_words(report.world_size)}",
-        f"{exact_size(report.n_bytes)} in {count(report.n_files, 'file')}, {held}",
+        f"{exact_size(report.n_bytes)} in {counted(report.n_files, 'file')}, {held}",
         seen,
     ]
     if report.bytes_in_records:
         proven = f"{exact_size(report.bytes_proven)} of {exact_size(report.bytes_in_records)}"
-        records = count(report.records_proven, "record")
+        records = counted(report.records_proven, "record")
         facts[-1] = f"checked: {read}; {proven} in records, {records}, match their checksums"
     if report.values_scanned:
         bad = sum(finding.code == "values.not-finite" for finding in report.findings)
         says = "see below" if bad else "all of them finite"
-        facts.append(f"{count(report.values_scanned, 'floating-point value')} scanned: {says}")
+        facts.append(f"{counted(report.values_scanned, 'floating-point value')} scanned: {says}")
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")

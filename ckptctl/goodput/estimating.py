@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration
 from ckptctl.goodput.measuring import Measured, measured
 from ckptctl.goodput.model import (
     DAY_S,

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
-from ckptctl.checks.formatting import counted, inside
 from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
+from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.subsets import share
 from ckptctl.model import FileInfo, Part, PartFormat

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import inside
 from ckptctl.checks.identity import own_number
 from ckptctl.checks.shape import sidecars_of
 from ckptctl.errors import PathNotFound
@@ -22,6 +21,7 @@ from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formatting import inside
 from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, read_metadata
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.inspection.structure import (

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import inside
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
@@ -27,6 +26,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.state_keys import Kind, kind_of_file
 from ckptctl.formats.pickles.values import TensorStub, decode_value
+from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, Step
 from ckptctl.storage.contract import Span, Store
 

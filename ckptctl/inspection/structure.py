@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.formatting import inside
 from ckptctl.checks.sizes import holds_safetensors
 from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
+from ckptctl.formatting import inside
 from ckptctl.inspection.sidecars import scalar
 from ckptctl.model import FileInfo, Metadata
 from ckptctl.records.ranges import Ranges

@@ -13,12 +13,12 @@ from dataclasses import replace
 from ckptctl.checks.world_size import check_world_size
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.findings import Report
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration, size
 from ckptctl.goodput.measuring import Measured
 from ckptctl.goodput.model import Cadence, cadence_of, daly_interval
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
-from ckptctl.resharding.advising import Advice, advice_for, as_size
+from ckptctl.resharding.advising import Advice, advice_for
 from ckptctl.resharding.sources import Source
 
 
@@ -60,21 +60,21 @@ def sized(
     `source` is the step as `advice_for` takes it, None where what is read is not counted.
     """
     saved = chosen.world_size
-    for size in sizes:
-        found = list(check_world_size(parts, chosen.state, saved, size, chosen.url))
+    for n_ranks in sizes:
+        found = list(check_world_size(parts, chosen.state, saved, n_ranks, chosen.url))
         fixed = next((one for one in found if one.code == "world-size.fixed"), None)
         lost = tuple(
             kind for one in found if one.code == "state.lost" for kind in one.where.split(", ")
         )
-        share = size / saved.size if saved else None
+        share = n_ranks / saved.size if saved else None
         step_s = seen.step_s / share if seen.step_s and share else None
         counted = fixed is None and share is not None and share != 1
         made = Sized(
-            world_size=size,
+            world_size=n_ranks,
             loads=fixed is None,
             lost=lost,
-            resharding=advice_for(source, size) if source and counted else None,
-            rank_bytes=chosen.n_bytes // size,
+            resharding=advice_for(source, n_ranks) if source and counted else None,
+            rank_bytes=chosen.n_bytes // n_ranks,
             share=share,
             step_s=step_s,
             message=fixed.message if fixed else "",
@@ -86,11 +86,11 @@ def _means(made: Sized, seen: Measured) -> str:
     loads = "reshards on load" if made.share else ("the number of ranks that saved it is unknown")
     words = [
         "as saved" if made.share == 1 else loads,
-        f"{as_size(made.rank_bytes)} of the step per rank if cut evenly",
+        f"{size(made.rank_bytes)} of the step per rank if cut evenly",
     ]
     if made.resharding is not None:
         read, needed = made.resharding.stock_bytes, made.resharding.needed_bytes
-        words.append(f"stock dcp.load reads {as_size(read)} for {as_size(needed)} needed")
+        words.append(f"stock dcp.load reads {size(read)} for {size(needed)} needed")
     words.append(f"loses {', '.join(made.lost)}" if made.lost else "loses nothing")
     if made.step_s is not None and seen.step_s is not None and made.share != 1:
         words.append(

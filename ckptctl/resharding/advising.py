@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import size
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import Level, Positive
@@ -50,7 +51,7 @@ class Advice:
     @property
     def message(self) -> str:
         """The advice in one line."""
-        read = f"would read {as_size(self.stock_bytes)} for {as_size(self.needed_bytes)} needed"
+        read = f"would read {size(self.stock_bytes)} for {size(self.needed_bytes)} needed"
         if self.pays_from is None:
             return f"loading as it is will do: stock dcp.load {read}"
         ours = "Reader and Checkpointer read only these"
@@ -111,11 +112,12 @@ def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
     alone = one_writer(source)
     for part in source.parts:
         for tensor in part.tensors:
-            size = tensor.item_bytes
+            item_bytes = tensor.item_bytes
             for one in slices_for(part, tensor, wanted, alone):
                 for overlap in tensor.overlaps(one.elements):
                     whole = tensor.chunks[overlap.number].elements.n_elements
-                    yield overlap.elements.n_elements * size, whole * size, len(one.ranks)
+                    n_taken = overlap.elements.n_elements * item_bytes
+                    yield n_taken, whole * item_bytes, len(one.ranks)
 
 
 def command(root: str, name: str, world_size: int, endpoint_url: str | None = None) -> str:
@@ -124,11 +126,3 @@ def command(root: str, name: str, world_size: int, endpoint_url: str | None = No
     words = ["ckptctl", "reshard", join_url(root, name), target, "--world-size", str(world_size)]
     endpoint = [] if endpoint_url is None else ["--endpoint-url", endpoint_url]
     return shlex.join([*words, *endpoint, "--apply"])
-
-
-def as_size(n_bytes: int) -> str:
-    """Bytes with a readable unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:,.2f} {unit}"
-    return f"{n_bytes} bytes"

@@ -16,11 +16,11 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import counted
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, METADATA, shard_rank, step_name
+from ckptctl.formatting import counted
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import SHARDED, Level, PartFormat

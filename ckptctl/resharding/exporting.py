@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckptctl.checks.formatting import counted, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.formatting import counted, some_of
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.executing import Place

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckptctl.checks.formatting import counted, some_of
 from ckptctl.checks.state import NO_STATE
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formatting import counted, some_of
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import FileInfo, Level, Part, PartFormat

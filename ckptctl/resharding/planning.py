@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ckptctl.checks.formatting import counted, inside, some_of
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_WORLD_SIZE, Finding
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.dcp.writing import SavedBytes, SavedChunk, SavedTensor, metadata_bytes
 from ckptctl.formats.frameworks.layouts import METADATA
+from ckptctl.formatting import counted, inside, some_of
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.mesh import (
     Mesh,

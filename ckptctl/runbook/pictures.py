@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration
 
 Document = Mapping[str, object]
 

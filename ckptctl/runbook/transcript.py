@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.goodput.durations import duration
+from ckptctl.formatting import duration
 from ckptctl.runbook.document import Value, shown
 from ckptctl.runbook.pictures import (
     bars_of_time,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.formatting import inside
 from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formatting import inside
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import DTYPE_SIZES, Level, Metadata, TensorEntry

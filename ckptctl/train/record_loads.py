@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckptctl.checks.formatting import inside
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import Member, View
 from ckptctl.formats.pickles.values import TensorStub
+from ckptctl.formatting import inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs

@@ -2,16 +2,8 @@
 
 import pytest
 
-from ckptctl.cli.formatting import (
-    age,
-    cell_width,
-    count,
-    exact_size,
-    listed,
-    safe,
-    size,
-    utc,
-)
+from ckptctl.cli.text import cell_width, safe
+from ckptctl.formatting import age, counted, duration, exact_size, listed, size, utc
 
 
 @pytest.mark.parametrize(
@@ -45,8 +37,8 @@ def test_times_are_in_utc():
 
 
 def test_one_thing_is_not_several():
-    assert count(1, "step") == "1 step"
-    assert count(1200, "step") == "1,200 steps"
+    assert counted(1, "step") == "1 step"
+    assert counted(1200, "step") == "1,200 steps"
 
 
 def test_words_are_listed_as_one_says_them():
@@ -77,3 +69,22 @@ def test_names_in_any_script_stay_as_they_are():
 def test_wide_letters_take_two_cells_and_accents_none():
     assert cell_width("層.0") == 4
     assert cell_width("e\u0301") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole", "exact"),
+    [
+        (-5, "0 s", "0 s"),
+        (0.5, "0 s", "0.5 s"),
+        (119, "119 s", "119 s"),
+        (120, "2 min", "2 min"),
+        (1905, "32 min", "31.8 min"),
+        (7200, "2 h", "2 h"),
+        (9000, "2 h", "2.5 h"),
+        (300_000, "3 days", "3.47 days"),
+        (1e9, "11,574 days", "11,574 days"),
+    ],
+)
+def test_a_duration_is_in_one_unit_whole_or_with_the_digits_asked_for(seconds, whole, exact):
+    assert duration(seconds) == whole
+    assert duration(seconds, digits=3) == exact

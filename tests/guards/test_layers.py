@@ -18,6 +18,7 @@ LAYERS = {
     "model": 0,
     "options": 0,
     "findings": 0,
+    "formatting": 0,
     "storage": 1,
     "distributed": 1,
     "formats": 2,

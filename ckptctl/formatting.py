@@ -1,0 +1,108 @@
+"""Format counts, sizes, times and lists of names for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptctl.findings import CODES, Finding
+
+_MAX_ALIKE = 20
+"""So many findings of one code are listed one by one."""
+
+_EXAMPLES = 3
+_SIZES = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_TIMES = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 chunk`, `12,000 chunks`, `2 entries`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def verb(number: int, one: str, many: str) -> str:
+    """The form of a verb that goes with a number of things."""
+    return one if number == 1 else many
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(names[:_EXAMPLES])
+    more = len(names) - _EXAMPLES
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def inside(part_path: str, name: str) -> str:
+    """`name` of a part, relative to the step."""
+    return f"{part_path}/{name}" if part_path else name
+
+
+def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings, but of each code only the first few and one for all others together."""
+    others: dict[str, list[str]] = {}
+    n_seen: dict[str, int] = {}
+    for finding in findings:
+        n_seen[finding.code] = n_seen.get(finding.code, 0) + 1
+        if n_seen[finding.code] <= _MAX_ALIKE:
+            yield finding
+        else:
+            others.setdefault(finding.code, []).append(finding.where)
+    for code, places in others.items():
+        yield Finding(
+            code,
+            some_of(places),
+            f"{CODES[code].title}: the same in {len(places):,} more places",
+        )
+
+
+def size(n_bytes: int) -> str:
+    """Bytes in three digits and a unit: `980 B`, `1.2 GiB`."""
+    if n_bytes < 1024:
+        return f"{n_bytes} B"
+    value = float(n_bytes)
+    for unit in _SIZES:
+        value /= 1024
+        if value < 999.5 or unit == _SIZES[-1]:
+            break
+    return f"{value:.{1 if value < 99.95 else 0}f} {unit}"
+
+
+def exact_size(n_bytes: int) -> str:
+    """Bytes readable and exact: `1.2 GiB (1,288,490,188 bytes)`."""
+    if n_bytes < 1024:
+        return counted(n_bytes, "byte")
+    return f"{size(n_bytes)} ({n_bytes:,} bytes)"
+
+
+def duration(seconds: float, *, digits: int | None = None) -> str:
+    """Seconds in one unit: `40 s`, `12 min`, `3 h`, `5 days`; a negative duration is `0 s`.
+
+    As a whole number, or with so many significant `digits`: `31.8 min` for 3.
+    """
+    seconds = max(0.0, seconds)
+    name, unit = next((each for each in _TIMES if seconds >= 2 * each[1]), _TIMES[-1])
+    value = seconds / unit
+    whole = digits is None or value >= 10**digits
+    return f"{round(value):,} {name}" if whole else f"{value:.{digits}g} {name}"
+
+
+def age(written_s: float | None, now_s: float) -> str:
+    """How long ago something was written: `12 min`; `-` where the storage keeps no times.
+
+    A clock of the storage that runs ahead of ours gives `0 s`.
+    """
+    return "-" if written_s is None else duration(now_s - written_s)
+
+
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as `2026-11-20 03:12:44 UTC`."""
+    import datetime
+
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+    return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
