@@ -1,1 +1,1 @@
-"""Where the bytes are: one contract, and the stores that keep it."""
+"""Storage: one contract, and the stores that implement it."""

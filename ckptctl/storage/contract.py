@@ -1,21 +1,20 @@
-"""The contract of a storage.
+"""The contract of a store.
 
-Few verbs, all of them bounded: list one level, list a tree, read byte ranges, ask
-for the checksums that the storage keeps, put one object. A store is opened on a
-root; every path is relative to it, with `/`, never empty parts, never `..`.
+A store has few operations, each bounded: list one level, list a tree, read byte ranges, get
+the checksums that the storage keeps, write one object. It is opened on a root; every path
+is relative to the root, with `/`, without empty parts and without `..`.
 
-What every store promises, and `tests/storage` proves for each:
+Every store guarantees the following; `tests/storage` checks each:
 
-- A listing is one consistent answer or an error, never a part of one; it is
-  never served from a cache. It costs one request per 1,000 names on an object
-  store and one `scandir` per folder on a file system.
-- `StorageUnavailable` after bounded retries, `AccessDenied`, `PathNotFound` are
-  told apart, and nothing else is raised for what a storage does. Only a storage
-  that answered "there is no such thing" gives `PathNotFound`.
-- A read returns exactly the bytes that were asked for, or raises; a range that
-  goes over the end of the file raises `ShortRead`.
-- Links are shown, not followed. Directory markers and `.nfs*` files are not shown.
-- `put` publishes whole or not at all.
+- A listing is complete and consistent, or an error. It is never cached. It costs one
+  request per 1,000 names on an object store, one `scandir` per folder on a file system.
+- Storage failures raise `StorageUnavailable` (after bounded retries), `AccessDenied` or
+  `PathNotFound`, and nothing else. `PathNotFound` is raised only if the storage answered
+  that the path does not exist.
+- A read returns exactly the requested bytes or raises; a range beyond the end of the file
+  raises `ShortRead`.
+- Links are listed, not followed. Directory markers and `.nfs*` files are not listed.
+- `put` publishes a whole file or nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ckptctl.model import FileInfo, Kept
 
 
 class ShortRead(StorageError):
-    """The file ends before the range that was asked for; `size` is its size now, if known."""
+    """The file ends before the requested range; `size` is its current size, if known."""
 
     exit_code = 26
     code = "step.changed"
@@ -43,24 +42,24 @@ class ShortRead(StorageError):
 
 
 class Replaced(ShortRead):
-    """The file was replaced by another while its pieces were read."""
+    """The file was replaced by another one while parts of it were read."""
 
 
 class TooLarge(StorageError):
-    """More than ckptctl takes in: a file over the limit, folders nested without end."""
+    """A limit of ckptctl is exceeded: the size of a file or the depth of nested folders."""
 
     code = "storage.too-large"
 
 
 class NotSupported(StorageError):
-    """The storage, or the client that talks to it, has no such operation."""
+    """The storage or its client does not support the operation."""
 
     exit_code = 2
     code = "storage.not-supported"
 
 
 class Kind(str, Enum):
-    """What a read costs: nearly nothing, a round trip, or a request."""
+    """How much a read costs: almost nothing, a round trip, or a request."""
 
     LOCAL = "local"
     NETWORK = "network"
@@ -78,9 +77,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload of the object at `path` that was begun and not ended.
+    """A multipart upload to `path` that was neither completed nor aborted.
 
-    It is in no listing, and its parts are billed until it is completed or aborted.
+    Listings do not show it, and its parts are billed until it is completed or aborted.
     `begun_s` is Unix time by the storage's clock, if known.
     """
 
@@ -90,17 +89,17 @@ class Upload:
 
 
 class OpenFile(Protocol):
-    """One file that is read in pieces, by one thread."""
+    """One open file that one thread reads in pieces."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on; raises `ShortRead` where they end before.
+        """Fill `buffer` with the bytes from `offset` on; raise `ShortRead` if the file ends before.
 
-        After an error nobody knows what is in the buffer.
+        After an error, the content of the buffer is undefined.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it. An open file is also a context manager."""
+        """Close the file. An open file is also a context manager."""
         ...
 
     def __enter__(self) -> OpenFile: ...
@@ -109,46 +108,45 @@ class OpenFile(Protocol):
 
 
 class Folders(Protocol):
-    """What a file system can do and an object store cannot; see `Store.folders`.
+    """Operations of a file system that an object store does not have; see `Store.folders`.
 
-    What is written is durable when a method returns, but for `make_folder`: the caller
-    flushes the folder above it with `sync_folder`, once everything is in place.
+    Writes are durable when a method returns, except for `make_folder`: the caller calls
+    `sync_folder` on the parent once everything is in place.
     """
 
     def path_of(self, path: str) -> str:
-        """The absolute path by which this machine opens a file or a folder of the root."""
+        """The absolute local path of a file or folder of the root."""
         ...
 
     def make_folder(self, path: str) -> None:
-        """Create a folder in one that exists; raises `AlreadyExists`."""
+        """Create a folder in an existing one; raises `AlreadyExists`."""
         ...
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
+        """Make the entries of a folder durable."""
         ...
 
     def move(self, path: str, target: str) -> None:
-        """Rename a file or a folder; missing folders are made. Raises `AlreadyExists`."""
+        """Rename a file or folder, creating missing parents. Raises `AlreadyExists`."""
         ...
 
     def append_line(self, path: str, line: bytes) -> None:
-        """Add `line`, which ends in a line end, to a file that several processes write.
+        """Append `line`, which must end with a line end, to a file that several processes write.
 
-        The line is added whole or not at all. The file and its folders are created where
-        they are missing.
+        The line is written whole or not at all. Creates the file and missing folders.
         """
         ...
 
     def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
-        """Remove a folder and all that is in it; links are removed and never followed.
+        """Remove a folder and its content; links are removed, never followed.
 
-        `first` are groups of files by their paths below the folder: each group is gone,
-        durably, before anything of the next group or of the rest.
+        `first` holds groups of files, as paths below the folder: each group is removed
+        durably before anything of the next group or of the rest.
         """
         ...
 
     def free_bytes(self) -> int:
-        """How many bytes can still be written."""
+        """The number of bytes that can still be written."""
         ...
 
 
@@ -157,12 +155,12 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The root as the user wrote it, without a trailing `/`."""
+        """The root as the user typed it, without a trailing `/`."""
         ...
 
     @property
     def kind(self) -> Kind:
-        """What a read costs here."""
+        """How much a read costs on this store."""
         ...
 
     @property
@@ -172,15 +170,14 @@ class Store(Protocol):
 
     @property
     def upload_checksum(self) -> str | None:
-        """The checksum that is sent with a file and kept by the storage, if there is one."""
+        """The checksum algorithm of uploads that the storage keeps, if any."""
         ...
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
-        """The names directly below `path`, sorted by path; paths relative to the root.
+        """The entries directly below `path`, sorted by path; paths are relative to the root.
 
-        Folders are there with kind `dir`. Raises `PathNotFound` where `path` is
-        not a folder; an object store has no empty folders, so there the list is
-        empty instead, if the bucket exists.
+        Folders have kind `dir`. Raises `PathNotFound` if `path` is not a folder. An object
+        store has no empty folders: there the list is empty instead, if the bucket exists.
         """
         ...
 
@@ -189,77 +186,78 @@ class Store(Protocol):
         ...
 
     def read(self, path: str, *, limit: int) -> bytes:
-        """The whole file; raises `TooLarge` when it is larger than `limit` bytes.
+        """The content of a file; raises `TooLarge` if it exceeds `limit` bytes.
 
-        Never blocks on what is not a regular file.
+        Never blocks on anything but a regular file.
         """
         ...
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        """Each span with its bytes, in the order asked for.
+        """Each span with its bytes, in the requested order.
 
-        Several are in flight at once where that is faster; at most 64 MiB wait
-        to be taken. On an object store all spans of one path are of one object:
-        where it is replaced meanwhile, `Replaced` is raised. Adjacent spans are not
-        merged here: the caller knows better.
+        Several reads are in flight at once where that is faster; at most 64 MiB of results
+        are buffered. On an object store, all spans of one path are read from one object: if
+        it is replaced in between, `Replaced` is raised. Adjacent spans are not merged; the
+        caller does that.
         """
         ...
 
     def open_file(self, path: str) -> OpenFile:
-        """A file to read many pieces of, into a buffer of the caller's; closed by the caller.
+        """Open a file to read many pieces into buffers of the caller, who closes it.
 
-        What was opened is what is read to the end; an object store raises `Replaced`
-        where it is another now.
+        All pieces come from the same file; an object store raises `Replaced` if the object
+        was replaced.
         """
         ...
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
-        """What the storage keeps of each file, in the order asked for; no byte is read.
+        """The checksums that the storage keeps of each file, in the requested order; reads no data.
 
-        One HEAD request each on an object store, several in flight; none where it is known
-        that there are no checksums. Raises `PathNotFound` at a file that is not there, if
-        the storage was asked.
+        Costs one HEAD request per file on an object store, several in flight, and none if
+        the storage is known to keep no checksums. Raises `PathNotFound` for a missing file,
+        if a request was made.
         """
         ...
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """Create the file whole and durable, or leave things as they were.
+        """Create the file whole and durable, or change nothing.
 
-        Raises `AlreadyExists` when it is there and `replace` is not set.
+        Raises `AlreadyExists` if it exists and `replace` is not set.
         """
         ...
 
     def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
-        """As `put`, for `size` bytes that are too many to be held at once; replaces.
+        """Like `put`, for `size` bytes that do not fit in memory at once; replaces the file.
 
-        `pieces` is called again where a storage has to be asked again. A piece may be
-        overwritten once the next one is asked for. What `pieces` raises passes through,
-        and nothing is written then. At most 64 MiB wait to be written.
+        `pieces` is called again when the write is retried. A piece may be overwritten once
+        the next one is requested. What `pieces` raises is passed on, and nothing is
+        written. At most 64 MiB are buffered.
         """
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file; nothing where it is not there."""
+        """Remove a file; a missing file is no error."""
         ...
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
-        """The multipart uploads of objects below `path` that nobody ended, sorted by path.
+        """The unfinished multipart uploads of objects below `path`, sorted by path.
 
-        A killed save leaves them. Uploads that are running are among them: who aborts one
-        must know that its writer is gone. Empty for a storage that has no such thing.
-        Raises `NotSupported` where the client cannot list them. One request per 1,000.
+        Interrupted saves leave them behind. Running uploads are included: before aborting
+        one, make sure that its writer has ended. Empty for a storage without multipart
+        uploads. Raises `NotSupported` if the client cannot list them. Costs one request per
+        1,000.
         """
         ...
 
     def abort_upload(self, upload: Upload) -> None:
-        """Remove the parts of an upload; nothing where it has ended meanwhile.
+        """Remove the parts of an upload; an upload that has ended is no error.
 
-        A writer that is still alive fails at its next part, and begins a new upload.
+        If its writer is still running, its next part fails and it starts a new upload.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections and threads. A store is also a context manager."""
+        """Close connections and end threads. A store is also a context manager."""
         ...
 
     def __enter__(self) -> Store: ...

@@ -1,9 +1,8 @@
-"""A client over any other fsspec implementation.
+"""A client for all other fsspec implementations.
 
-`gs://`, `az://`, `memory://`, `https://` and whatever else is registered with
-fsspec, through the verbs that all of them have. A folder costs a request here:
-`find` hides errors in some implementations, `ls` does not. S3 has clients of
-its own.
+Supports `gs://`, `az://`, `memory://`, `https://` and every other registered scheme,
+through the methods that all implementations share. Listing costs one request per folder:
+`find` hides errors in some implementations, `ls` does not. S3 has its own clients.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ckptctl.storage.s3 import hex_of
 
 T = TypeVar("T")
 
-# Stores of whole objects. On anything else a put could be seen half-written.
+# These stores publish whole objects. On others, readers could see a partial write.
 _OF_OBJECTS = frozenset(
     {"memory", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "cos", "obs", "tos"}
 )
@@ -39,19 +38,21 @@ _OF_OBJECTS = frozenset(
 
 _GOOGLE = frozenset({"gs", "gcs"})
 
-# Source: Cloud Storage, resumable uploads, and Azure, Put Block: both discard what was not
-# completed within a week, and bill nothing for it.
+# Source: Cloud Storage, resumable uploads; Azure, Put Block: both discard uncompleted
+# uploads after a week and do not bill them.
 _EXPIRE = _GOOGLE | {"memory", "az", "abfs", "abfss"}
 
 
 class FsspecClient:
-    """See `objects.Client`; a key is the path as the implementation writes it."""
+    """See `objects.Client`; a key is the path in the implementation's own form."""
 
     def __init__(self, protocol: str, url: str, options: Mapping[str, object]) -> None:
         import fsspec
 
         if protocol in _OF_OBJECTS - {"memory"} and url.startswith(f"{protocol}:///"):
-            raise UsageError(f"{url}: no name of a bucket; {protocol}://BUCKET/PREFIX is expected")
+            raise UsageError(
+                f"{url}: the bucket name is missing; {protocol}://BUCKET/PREFIX is expected"
+            )
         fs_class = fsspec.get_filesystem_class(protocol)
         self._fs = fs_class(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
         self._protocol = protocol
@@ -64,7 +65,7 @@ class FsspecClient:
         deep: bool,
         token: str | None,  # noqa: ARG002 - there is one page
     ) -> tuple[list[FileInfo], str | None]:
-        """See `Client.list_page`; one page, and `deep` one request for each folder."""
+        """See `Client.list_page`; always one page, and with `deep` one request per folder."""
         found: list[FileInfo] = []
         folders = [prefix]
         while folders:
@@ -76,14 +77,14 @@ class FsspecClient:
         return found, None
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
-        """See `Client.get`; no ETag."""
+        """See `Client.get`; returns no ETag."""
         data = bytes(self._ask(lambda: self._fs.cat_file(key, start=start, end=end), key))
         if not data:
-            raise ShortRead(f"{key} ends before the bytes that were asked for")
+            raise ShortRead(f"{key} ends before the requested bytes")
         return data, ""
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
-        """See `Client.put`; for stores of whole objects only."""
+        """See `Client.put`; supported only for stores that publish whole objects."""
         self._check_writes()
         if not create:
             self._ask(lambda: self._fs.pipe_file(key, data), key)
@@ -101,9 +102,9 @@ class FsspecClient:
         retries: Retries,  # noqa: ARG002 - the implementations repeat parts, or cannot
         what: str,  # noqa: ARG002
     ) -> None:
-        """See `Client.put_parts`; for stores of whole objects only."""
+        """See `Client.put_parts`; supported only for stores that publish whole objects."""
         self._check_writes()
-        if self._protocol == "memory":  # shows a file as soon as it is opened
+        if self._protocol == "memory":  # publishes a file as soon as it is opened
             self.put(key, b"".join(parts), create=False)
             return
         file = self._ask(lambda: self._fs.open(key, "wb", autocommit=False), key)
@@ -120,11 +121,11 @@ class FsspecClient:
     def _check_writes(self) -> None:
         if self._protocol not in _OF_OBJECTS:
             raise UsageError(
-                f"{self._protocol}:// is read only here: its writes are not whole or nothing"
+                f"{self._protocol}:// is read-only here, because its writes are not atomic"
             )
 
     def delete(self, key: str) -> None:
-        """See `Client.delete`; for stores of whole objects only."""
+        """See `Client.delete`; supported only for stores that publish whole objects."""
         self._check_writes()
         with suppress(PathNotFound):
             self._ask(lambda: self._fs.rm_file(key), key)
@@ -138,10 +139,10 @@ class FsspecClient:
         return True
 
     def kept(self, key: str) -> Kept:
-        """See `Client.kept`; of these storages Google's alone says what it keeps."""
+        """See `Client.kept`; of these storages only Google's reports a checksum."""
         if self._protocol not in _GOOGLE:
             return Kept(key, why_none=f"{self._protocol}:// is not known to keep any")
-        # Source: Cloud Storage JSON API, object resource: CRC-32C of the whole, in any case.
+        # Source: Cloud Storage JSON API, object resource: always a CRC-32C of the whole object.
         item = self._ask(lambda: self._fs.info(key), key)
         value = hex_of(str(item.get("crc32c", "")))
         return Kept(
@@ -149,7 +150,7 @@ class FsspecClient:
             (Checksum("crc32c", value, whole=True),) if value else (),
             str(item.get("etag", "")),
             str(item.get("generation", "")),
-            "" if value else "the store keeps none",
+            "" if value else "the store keeps no checksums",
         )
 
     def list_uploads(
@@ -170,7 +171,7 @@ class FsspecClient:
         """See `Client.abort_upload`."""
 
     def close(self) -> None:
-        """The implementations let go by themselves."""
+        """Does nothing: fsspec implementations close their own connections."""
 
     def _level(self, prefix: str) -> list[FileInfo]:
         self._fs.invalidate_cache()
@@ -182,7 +183,7 @@ class FsspecClient:
 
     def _infos(self, prefix: str) -> list[FileInfo]:
         items = self._fs.ls(prefix.rstrip("/"), detail=True)
-        # Asked for a file, some implementations list that file.
+        # For a file, some implementations list the file itself.
         return [self._info(item) for item in items if item["name"].rstrip("/").startswith(prefix)]
 
     def _check_container(self, prefix: str) -> None:
@@ -194,7 +195,9 @@ class FsspecClient:
         try:
             self._ask(lambda: self._fs.info(container), container)
         except PathNotFound:
-            raise PathNotFound(f"{self._protocol}://{container}: there is no such bucket") from None
+            raise PathNotFound(
+                f"{self._protocol}://{container}: the bucket does not exist"
+            ) from None
 
     def _info(self, item: Mapping[str, Any]) -> FileInfo:
         path = item["name"]
@@ -204,7 +207,7 @@ class FsspecClient:
         if size is None:
             size = self._fs.info(path)["size"]
         if size is None:
-            raise StorageUnavailable(f"{path}: the storage does not say how large it is")
+            raise StorageUnavailable(f"{path}: the storage does not report its size")
         return FileInfo(path, size, _seconds(item), _identity(item))
 
     def _ask(self, request: Callable[[], T], key: str) -> T:
@@ -216,7 +219,7 @@ class FsspecClient:
             raise self._error(exc, key) from exc
 
     def _address(self, key: str) -> str:
-        # Of some storages (http) the keys are addresses themselves.
+        # On some storages (http) the keys are complete URLs.
         return key if "://" in key else f"{self._protocol}://{key.lstrip('/')}"
 
     def _error(self, exc: Exception, key: str) -> StorageError:
@@ -231,7 +234,7 @@ class FsspecClient:
         if isinstance(exc, PermissionError) or status in (401, 403):
             return AccessDenied(f"{where}: access denied ({_described(exc)})")
         if isinstance(exc, FileExistsError) or status == 412:
-            return AlreadyExists(f"{where} is there already; it was kept")
+            return AlreadyExists(f"{where} already exists; it was not changed")
         if isinstance(exc, (NotImplementedError, TypeError)):
             return _Unsupported(f"{where}: {_described(exc)}")
         if status == 429:
@@ -242,11 +245,11 @@ class FsspecClient:
 
 
 class _Unsupported(StorageUnavailable):
-    """The implementation does not know this verb, or not with these arguments."""
+    """The implementation does not support this method, or not with these arguments."""
 
 
 def _described(exc: Exception) -> str:
-    # A query string may carry a signature that opens the object to anybody.
+    # A query string may contain a signature that gives access to the object.
     text = re.sub(r"\?\S+", "?...", str(exc)).strip()
     return f"{type(exc).__name__}: {text.splitlines()[0]}" if text else type(exc).__name__
 

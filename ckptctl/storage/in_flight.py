@@ -1,7 +1,7 @@
-"""Keep several requests in flight, and return the answers in order.
+"""Keep several requests in flight, and return the results in order.
 
-For storages where a read is mostly waiting. All waiting is done in daemon threads:
-Ctrl-C must not wait for a server that does not answer.
+For storages where a read mostly waits. All waiting happens in daemon threads, so that
+Ctrl-C does not wait for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def read_in_flight(
     width: int = WIDTH,
     max_bytes: int = MAX_BYTES,
 ) -> Iterator[tuple[Span, bytes]]:
-    """Each span with what `read` returns for it, in the order asked for.
+    """Each span with the result of `read`, in the requested order.
 
-    At most `width` reads run or wait to be taken, and no more than `max_bytes`
-    bytes unless one span alone is larger. What `read` raises is raised at that
-    span's turn; later reads are dropped then.
+    At most `width` reads run or are buffered, and at most `max_bytes` bytes unless a single
+    span is larger. An exception of `read` is raised when its span is due; later reads are
+    dropped then.
     """
     return in_flight(read, spans, width=width, max_bytes=max_bytes, n_bytes=attrgetter("length"))
 
@@ -69,7 +69,7 @@ def in_flight(
     max_bytes: int = MAX_BYTES,
     n_bytes: Callable[[Item], int] = lambda _: 0,
 ) -> Iterator[tuple[Item, T]]:
-    """Each item with the answer to it; see `read_in_flight`. `n_bytes` is how long that is."""
+    """Each item with its result; see `read_in_flight`. `n_bytes` returns the size of a result."""
     waiting: deque[_Request[Item, T]] = deque()
     work: SimpleQueue[_Request[Item, T] | None] = SimpleQueue()
     n_threads = n_waiting = 0
@@ -86,7 +86,7 @@ def in_flight(
                 except OutOfMemory:
                     if n_threads == 0:
                         raise
-                    width = n_threads  # fewer do, only later
+                    width = n_threads  # fewer threads suffice, more slowly
             waiting.append(new)
             n_waiting += new.n_bytes
             work.put(new)
@@ -99,9 +99,9 @@ def in_flight(
 
 
 def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `act` with each name, several at once; what one raises is raised, and ends it.
+    """Call `act` with each name, several at once; the first exception is raised and ends it.
 
-    Those that are in flight then may still come to their end.
+    Calls that are in flight at that moment may still complete.
     """
 
     def once(span: Span) -> bytes:
@@ -113,10 +113,10 @@ def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
 
 
 def run_aside(request: Callable[[], T]) -> T:
-    """What `request` returns or raises, run in a daemon thread if this is the main one.
+    """The result of `request`, run in a daemon thread if this is the main thread.
 
-    The main thread sees Ctrl-C while it waits for a thread, and not while it waits
-    within a library that is not Python.
+    The main thread handles Ctrl-C while it waits for a thread, but not while it waits
+    inside a native library.
     """
     if threading.current_thread() is not threading.main_thread():
         return request()
@@ -139,7 +139,7 @@ def _answer(request: _Request[Item, T]) -> tuple[Item, T]:
     request.done.wait()
     if request.error is not None:
         raise request.error
-    # The thread that asked may hold on to its task for a while: not to the bytes.
+    # The requesting thread may keep its task for a while; this releases the bytes.
     return request.item, request.answers.pop()
 
 

@@ -1,8 +1,8 @@
-"""Read a log by lines from any storage, compressed or not.
+"""Read the lines of a log from any storage, compressed or not.
 
-Nothing is held but the line itself: logs are larger than memory. What a line
-means is the readers' question. A log may also come from a pipe, which a store
-would refuse: `-` is standard input, and `<(dmesg)` of a shell is a path.
+Only one block of lines is held at a time: logs are larger than memory. A log may also come
+from a pipe, which stores refuse: `-` is standard input, and `<(dmesg)` of a shell is a
+path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMOTE_PIECE = 8 << 20
 MAX_LINE = 1 << 20
 """Bytes of a line that are kept; the rest of a longer one is skipped."""
 MAX_MATCHED = 4000
-"""Characters of a line that patterns are matched against: the time that the slowest pattern takes
+"""Characters of a line that patterns are matched against; this bounds the time of the slowest
 on a line is bounded by this."""
 _MAX_FILES = 10_000
 _HEAD = 1 << 16
@@ -57,11 +57,11 @@ Line = tuple[int, str]
 
 
 def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterator[Sequence[Line]]:
-    r"""The lines of a log in order, some thousands at once, without their ends and colours.
+    r"""The lines of a log in order, some thousands at once, without line ends and colours.
 
-    What a progress bar wrote over (`\r`) comes as texts of the same number. gzip, bzip2,
-    xz and zstd are recognised by their first bytes, whatever the name. A packed log that
-    was cut short gives what is there of it.
+    Texts that a progress bar overwrote (`\r`) share one line number. gzip, bzip2, xz and
+    zstd are recognized by their first bytes, whatever the name. A truncated compressed log
+    is read as far as it goes.
 
     Raises `UsageError` for binary data and for damaged compressed data, `PathNotFound`,
     `AccessDenied`, `StorageUnavailable`, and `MissingExtra` for zstd without its package.
@@ -70,14 +70,14 @@ def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterato
 
 
 def read_text(url: str, *, limit: int) -> str:
-    """A small text of this machine whole, line ends and all; raises as `read_bytes` does."""
+    """The content of a small local text file, line ends included; raises as `read_bytes` does."""
     return read_bytes(url, limit=limit).decode("utf-8", "backslashreplace")
 
 
 def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions()) -> bytes:
-    """A small file whole; raises as `read_blocks` does.
+    """The content of a small file; raises as `read_blocks` does.
 
-    Also `UsageError` where it is larger than `limit` bytes.
+    Also raises `UsageError` if it is larger than `limit` bytes.
     """
     data = bytearray()
     for piece in _pieces(url, storage):
@@ -88,7 +88,7 @@ def read_bytes(url: str, *, limit: int, storage: StorageOptions = StorageOptions
 
 
 def read_head(path: str) -> bytes:
-    """The first bytes of a file of this machine; raises as `read_blocks` does."""
+    """The first bytes of a local file; raises as `read_blocks` does."""
     return next(_from_path(path), b"")[:_HEAD]
 
 
@@ -103,16 +103,16 @@ def _pieces(url: str, storage: StorageOptions) -> Iterator[bytes]:
 def logs_below(url: str, storage: StorageOptions = StorageOptions()) -> tuple[str, ...]:
     """The log itself, or every file of a folder (torchrun's `--log-dir`), sorted by name.
 
-    A folder of an object store is named with a `/` at its end.
+    A folder on an object store is named with a trailing `/`.
     """
     if url == "-" or not (url.endswith("/") or (is_local(url) and os.path.isdir(_path(url)))):
         return (url,)
     with open_store(url, storage) as store:
         files = [info for info in store.list_tree() if info.kind == "file" and info.size]
     if not files:
-        raise PathNotFound(f"{url}: there is no log in this folder")
+        raise PathNotFound(f"{url}: this folder contains no log")
     if len(files) > _MAX_FILES:
-        raise UsageError(f"{url} holds {len(files):,} files; at most {_MAX_FILES:,} are read")
+        raise UsageError(f"{url} holds {len(files):,} files; the limit is {_MAX_FILES:,}")
     return tuple(join_url(url.rstrip("/"), info.path) for info in files)
 
 
@@ -129,7 +129,7 @@ def _from_path(url: str) -> Iterator[bytes]:
     except OSError as error:
         raise _in_words(url, error) from error
     try:
-        # Nobody knows how long the writer of a pipe takes: only files are watched.
+        # The writer of a pipe may pause for any time; only files are watched.
         yield from _from_descriptor(fd, url, watched=regular)
     finally:
         os.close(fd)
@@ -166,7 +166,7 @@ def _from_store(url: str, storage: StorageOptions) -> Iterator[bytes]:
     with open_store(parent_url(url), storage) as store:
         size = next((i.size for i in store.list_dir() if i.path == name and i.kind == "file"), None)
         if size is None:
-            raise PathNotFound(f"{url}: there is no such object")
+            raise PathNotFound(f"{url}: the object does not exist")
         spans = (
             Span(name, start, min(_REMOTE_PIECE, size - start))
             for start in range(0, size, _REMOTE_PIECE)
@@ -180,7 +180,7 @@ def _zstd() -> _Unpacker:
         import zstandard
     except ImportError as error:
         raise MissingExtra(
-            "the log is packed with zstd, which needs a package; install ckptctl[zstd]",
+            "reading a log compressed with zstd needs the extra ckptctl[zstd]",
             next_command="pip install 'ckptctl[zstd]'",
         ) from error
     unpacker: _Unpacker = zstandard.ZstdDecompressor().decompressobj()
@@ -210,19 +210,19 @@ def _unpacked(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
     try:
         yield from _members(unpacker, make, head, pieces)
     except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
-        raise UsageError(f"{name}: a packed log that does not unpack ({error})") from error
+        raise UsageError(f"{name}: the compressed log is damaged ({error})") from error
 
 
 def _members(
     unpacker: _Unpacker, make: Callable[[], _Unpacker], head: bytes, pieces: Iterator[bytes]
 ) -> Iterator[bytes]:
-    """What one or more packed streams behind one another hold (rotated logs are joined so)."""
+    """The content of one or more concatenated compressed streams (rotated logs are joined so)."""
     data = head
     while True:
         while data:
             if unpacker.eof:
                 unpacker = make()
-            # Small bites: a megabyte of packed zeros is a gigabyte.
+            # Small pieces: a megabyte of compressed zeros unpacks to a gigabyte.
             bite, data = data[:_BITE], data[_BITE:]
             yield unpacker.decompress(bite)
             if unpacker.eof:
@@ -237,7 +237,7 @@ _BITE = 4096
 
 
 def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Larger pieces: a pipe gives 64 KiB at once, unpacking as little as one byte."""
+    """The pieces joined to larger ones: pipes and decompressors yield few bytes at a time."""
     held: list[bytes] = []
     n_bytes = 0
     for piece in pieces:
@@ -257,13 +257,13 @@ def _text_only(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
         yield piece
 
 
-# Zero bytes alone are no sign: a log that was rotated while it was written begins with them.
+# Zero bytes alone prove nothing: a log that was rotated while written begins with them.
 _CONTROL = bytes(code for code in range(32) if code not in b"\0\a\b\t\n\v\f\r\x1b")
 _SAFETENSORS = re.compile(rb"[^\0]{1,5}\0{3,7}\{")
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of no text: a hundredth is control codes."""
+    """Whether the first bytes of a file are binary: more than 1 % are control codes."""
     head = head[:_HEAD]
     n_control = len(head) - len(head.translate(None, _CONTROL))
     return n_control * 100 > len(head) or _SAFETENSORS.match(head) is not None
@@ -274,7 +274,7 @@ def _blocks(pieces: Iterator[bytes]) -> Iterator[Sequence[Line]]:
     for piece in pieces:
         whole, end, begun = piece.rpartition(b"\n")
         if not end:
-            # Beyond the limit nothing is kept, so that a file without line ends stays small.
+            # Nothing is kept beyond the limit: a file without line ends must not fill memory.
             rest = (rest + piece[:MAX_LINE])[:MAX_LINE]
             continue
         first, end, more = whole.partition(b"\n")

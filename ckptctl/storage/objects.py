@@ -1,8 +1,7 @@
 """The store of an object storage: keys as folders and files.
 
-Paths, pages, markers, retries and whole writes are the same for every object
-store, so they are here, over a `Client` that makes one request at a time. How a
-request is made and what its answer means is the client's question.
+Paths, pages, markers, retries and whole writes are the same for every object store and are
+implemented here. A `Client` makes single requests and maps errors.
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ _MAX_PARTS = 9_000
 
 
 class CannotCreate(StorageUnavailable):
-    """The storage has no write that fails where the key is there already."""
+    """The storage does not support a write that fails if the key exists."""
 
 
 class Client(Protocol):
-    """One request a call, tried once; raises `Transient` for what may heal.
+    """One request per call, without retries; raises `Transient` for failures that may pass.
 
-    Keys are complete: what is below the bucket, or whatever else the client
-    says that its `prefix` is part of.
+    Keys are complete, not relative to `prefix`.
     """
 
     @property
@@ -59,69 +57,69 @@ class Client(Protocol):
     ) -> tuple[list[FileInfo], str | None]:
         """Keys that start with `prefix`, and the token of the next page.
 
-        Paths are complete keys. Not `deep`: keys with a `/` behind the prefix are
-        shown as one entry of kind `dir`, up to and without that `/`.
+        Paths are complete keys. Unless `deep`, keys with a `/` after the prefix are grouped
+        into one entry of kind `dir`, named up to that `/`.
         """
         ...
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
-        """Bytes `start` to `end`, fewer where the object ends before; `ShortRead` at `start`.
+        """Bytes `start` to `end` and the ETag of the object (empty if the storage has none).
 
-        And the ETag of the object that they are of, empty where the storage has none.
+        Returns fewer bytes if the object ends before `end`; raises `ShortRead` if it ends
+        before `start`.
         """
         ...
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
-        """Write the object; `create` raises `AlreadyExists` or `CannotCreate`."""
+        """Write the object; with `create`, raises `AlreadyExists` or `CannotCreate`."""
         ...
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
-        """Write the object from parts of at least 5 MiB, but for the last; whole or not at all.
+        """Write the object from parts of at least 5 MiB, except for the last; whole or not at all.
 
-        The one verb that repeats its requests: a part that failed is sent again, by itself, as
-        far as `retries` allows. `Transient` means that only the whole object can be sent again.
+        The one method that retries: a failed part is sent again by itself, within
+        `retries`. `Transient` means that the whole object must be sent again.
         """
         ...
 
     def list_uploads(self, prefix: str, *, token: object) -> tuple[Sequence[Upload], object]:
         """A page of the multipart uploads of keys that start with `prefix`, and the next token.
 
-        Paths are complete keys; the token of the first page and of none is None.
+        Paths are complete keys; the token is None for the first page and after the last.
         """
         ...
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Remove the parts of an upload; nothing where there is none."""
+        """Remove the parts of an upload; a missing upload is no error."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; nothing where there is none."""
+        """Remove the object; a missing object is no error."""
         ...
 
     def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
+        """Whether the object exists."""
         ...
 
     def kept(self, key: str) -> Kept:
-        """What the storage keeps of the object; no request where that is known to be nothing."""
+        """The checksums that the storage keeps of the object; no request if it keeps none."""
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         ...
 
 
 class ObjectStore:
     """A prefix of an object store, through a client.
 
-    A prefix is no folder: one that holds no key lists as empty, and only a bucket
-    that does not exist raises `PathNotFound`. Keys with empty names between
-    slashes are listed and read as they are.
+    A prefix is no folder: one without keys lists as empty, and only a missing bucket raises
+    `PathNotFound`. Keys with empty names between slashes are listed and read unchanged.
     """
 
     kind = Kind.OBJECT
     folders = None
-    upload_checksum = "crc32"  # what botocore sends
+    upload_checksum = "crc32"  # the checksum that botocore sends
 
     def __init__(self, client: Client, *, url: str, retries: Retries) -> None:
         self.url = url
@@ -144,7 +142,7 @@ class ObjectStore:
         except ShortRead:
             return b""  # a range of an empty object cannot be satisfied
         if len(data) > limit:
-            raise TooLarge(f"{self._named(path)} is larger than {limit:,} bytes; it was not read")
+            raise TooLarge(f"{self._named(path)} is larger than {limit:,} bytes and was not read")
         return data
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
@@ -163,8 +161,8 @@ class ObjectStore:
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See `Store.put`; an object store writes an object whole or not at all.
 
-        Two writers of the same bytes in the same instant both succeed, because an
-        answer may be lost: what must be exclusive bears its writer's name.
+        Two concurrent writers of the same bytes both succeed, because an answer may be
+        lost: a name that must be exclusive contains the name of its writer.
         """
         key = self._key(path)
         if replace:
@@ -172,7 +170,7 @@ class ObjectStore:
             return
         # Some stores take a conditional write and ignore the condition.
         if self._tried(path, lambda: self._client.exists(key)):
-            raise AlreadyExists(f"{self._named(path)} is there already; it was kept")
+            raise AlreadyExists(f"{self._named(path)} already exists; it was not changed")
         self._tried(path, lambda: self._create(key, data))
 
     def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
@@ -194,7 +192,7 @@ class ObjectStore:
         self._tried(path, once)
 
     def remove(self, path: str) -> None:
-        """See `Store.remove`; a bucket that keeps versions keeps this one, too."""
+        """See `Store.remove`; a bucket with versioning keeps the removed version."""
         key = self._key(path)
         self._tried(path, lambda: self._client.delete(key))
 
@@ -239,7 +237,9 @@ class ObjectStore:
             if following is None:
                 break
             if following == token:
-                raise StorageUnavailable(f"{self._named(path)}: the listing never ends")
+                raise StorageUnavailable(
+                    f"{self._named(path)}: the listing repeats a page and does not end"
+                )
             token = following
         return sorted(
             (_relative(info, self._n_root) for info in found if not _is_marker(info, prefix)),
@@ -257,18 +257,16 @@ class ObjectStore:
         return lambda: self._client.list_uploads(prefix, token=token)
 
     def _span(self, span: Span, etags: dict[str, str]) -> bytes:
-        """The bytes of a span; `etags` holds those of the objects that were read before."""
+        """The bytes of a span; `etags` maps paths to the ETags of earlier reads."""
         if span.length == 0:
             return b""
         key, end = self._key(span.path), span.offset + span.length
-        wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were asked for"
+        wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were requested"
         if span.offset < 0 or span.length < 0:
-            raise ShortRead(f"{wanted}; there is no such range")
+            raise ShortRead(f"{wanted}; the range is invalid")
         data, etag = self._tried(span.path, lambda: self._client.get(key, span.offset, end))
         if etags.setdefault(span.path, etag) != etag:
-            raise Replaced(
-                f"{self._named(span.path)} was replaced by another object while it was read"
-            )
+            raise Replaced(f"{self._named(span.path)} was replaced while it was read")
         if len(data) < span.length:
             size = span.offset + len(data)
             raise ShortRead(f"{wanted}, it ends at {size:,}", size=size)
@@ -284,18 +282,18 @@ class ObjectStore:
         try:
             self._client.put(key, data, create=True)
         except AlreadyExists:
-            # A try before this one may have arrived though its answer did not; the
-            # HTTP client, too, sends again on a connection that was closed.
+            # An earlier request may have succeeded although its answer was lost; the
+            # HTTP client also repeats a request when a connection was closed.
             if self._holds(key, data):
                 return
             if not self._client.exists(key):
-                raise Transient("it is said to be there already, and is not") from None
+                raise Transient("the storage reports that it exists, but it does not") from None
             raise
         except CannotCreate:
             self._client.put(key, data, create=False)
             if not self._holds(key, data):
                 raise AlreadyExists(
-                    f"{self._client.prefix}: another writer wrote {key} in the same instant"
+                    f"{self._client.prefix}: another process wrote {key} at the same time"
                 ) from None
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -308,7 +306,7 @@ class ObjectStore:
 
     @property
     def _n_root(self) -> int:
-        """How many characters of a key are the root's."""
+        """The length of the root's part of a key, in characters."""
         return len(self._client.prefix) + 1 if self._client.prefix else 0
 
     def _prefix(self, path: str) -> str:
@@ -340,7 +338,7 @@ class _OpenObject:
         buffer[:] = self._get(Span(self._path, offset, len(buffer)))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: the store owns the connections."""
 
     def __enter__(self) -> _OpenObject:
         return self
@@ -365,7 +363,7 @@ def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:
 
 
 def _is_marker(info: FileInfo, prefix: str) -> bool:
-    # Consoles make an empty object `step_5/` to show a folder.
+    # Web consoles create an empty object `step_5/` to display a folder.
     return info.path in (prefix, prefix[:-1]) or (info.path.endswith("/") and info.size == 0)
 
 

@@ -1,9 +1,9 @@
 """A client over obstore.
 
-obstore is a client in Rust: it starts in a few milliseconds, lists several times
-as fast as s3fs, and moves no package of a training environment. It reads the
-`AWS_…` environment, web identity and instance metadata, but neither profiles nor
-fsspec's configuration. `docs/decisions/object-store-client.md` has the comparison.
+obstore is written in Rust: it starts in a few milliseconds, lists several times as fast as
+s3fs, and has no dependencies that conflict with a training environment. It reads the
+`AWS_…` environment, web identity and instance metadata, but neither profiles nor fsspec's
+configuration. `docs/decisions/object-store-client.md` compares the clients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What s3fs calls it, and what obstore does: one command line serves both.
+# The names of s3fs and of obstore, so that one command line works with both.
 _NAMES = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -52,37 +52,37 @@ _NAMES = {
     "anon": "skip_signature",
 }
 _NO_CREDENTIALS = (
-    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or take "
+    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use "
     "--storage-option client=s3fs for a profile, or anon=true for a public bucket"
 )
 
-# obstore would end a read after 30 s in all, however well it comes along.
+# obstore's default ends a read after 30 s in all, even if data is arriving.
 _NO_TOTAL = "1000d"
 _NO_TIME = timedelta(days=1000)
 _NO_COUNT = 1_000_000
 
 _STATUS = re.compile(r"status code: (\d{3})")
-# Of an answer, or of one key in the answer to a deletion of many, which obstore sends for one.
+# Of an answer, or of one key in a bulk deletion, which obstore uses for single keys.
 _CODE = re.compile(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)$", re.MULTILINE)
 _REDIRECT = "inner: BareRedirect"
-"""A 301 of S3 has no `Location`; obstore hands on nothing else of it."""
+"""A 301 of S3 has no `Location` header; obstore reports nothing else about it."""
 _KIND = re.compile(r"\bkind: (\w+)")
 
 
 PAGE_KEYS = 1000
-"""Keys that a page of a listing holds at most; a shorter listing had no second page."""
+"""The most keys on one page of a listing; a shorter listing had no second page."""
 
 _LAST = "\U0010ffff"
 
 
 class ObstoreClient:
-    """See `objects.Client`; `options` have s3fs's names, or those of obstore's `S3Config`.
+    """See `objects.Client`; `options` use the names of s3fs or of obstore's `S3Config`.
 
-    Keys with empty names between slashes are an error to obstore, and a listing
-    that meets one fails. A folder marker comes without its slash; it is told from
-    an empty file by the keys below it, so that the marker of an empty folder
-    within the listed one shows as an empty file. A listing of a page and more costs one
-    request more, because obstore takes a page that lost the token of the next for the last.
+    obstore rejects keys with empty names between slashes, and a listing that contains one
+    fails. It reports a folder marker without its slash: the marker is recognized by the
+    keys below it, so the marker of an empty folder is listed as an empty file. A listing of
+    more than a page costs one extra request, because obstore takes a page that lost its
+    continuation token for the last.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class ObstoreClient:
         deep: bool,
         token: str | None,  # noqa: ARG002 - there is one page
     ) -> tuple[list[FileInfo], str | None]:
-        """See `Client.list_page`; all pages at once, so the token is never used."""
+        """See `Client.list_page`; returns all pages at once and never uses the token."""
         with needs_no_key():
             found = self._ask(lambda: self._tree(prefix) if deep else self._level(prefix), prefix)
             if len(found) >= PAGE_KEYS:
                 self._check_end(prefix, found)
         if not found and self.exists(f".ckptctl-{os.urandom(8).hex()}"):
-            # obstore takes any page for a listing, be it a login page in HTML.
-            raise StorageUnavailable(f"s3://{self._bucket}: what answers there is no S3 server")
+            # obstore accepts any document as a listing, even a login page in HTML.
+            raise StorageUnavailable(f"s3://{self._bucket}: the server is not an S3 server")
         return found, None
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
@@ -153,9 +153,9 @@ class ObstoreClient:
             )
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
-        """See `Client.put_parts`; obstore repeats parts by itself, as far as `retries` allows.
+        """See `Client.put_parts`; obstore itself retries parts, within `retries`.
 
-        Parts that arrive changed it does not send again: then the whole object is.
+        It does not resend parts that arrive corrupted; then the whole object is sent again.
         """
         import obstore
 
@@ -165,7 +165,7 @@ class ObstoreClient:
         failed: list[BaseException] = []
 
         def told() -> Iterator[bytes]:
-            # obstore would make an error of its own of what is raised in here.
+            # obstore would wrap an exception that is raised here.
             try:
                 yield from parts
             except BaseException as error:
@@ -201,15 +201,15 @@ class ObstoreClient:
         *,
         token: object,  # noqa: ARG002 - see `Client`
     ) -> tuple[Sequence[Upload], object]:
-        """See `Client.list_uploads`; obstore has no such request."""
+        """See `Client.list_uploads`; obstore does not support it."""
         raise NotSupported(
-            f"s3://{self._bucket}/{prefix}: obstore cannot list unfinished uploads; "
-            "--storage-option client=s3fs can, and a lifecycle rule of the bucket "
+            f"s3://{self._bucket}/{prefix}: obstore cannot list unfinished uploads, but "
+            "--storage-option client=s3fs can; a lifecycle rule of the bucket "
             "(AbortIncompleteMultipartUpload) removes them"
         )
 
     def abort_upload(self, key: str, upload_id: str) -> None:  # noqa: ARG002 - see `Client`
-        """See `Client.abort_upload`; obstore has no such request."""
+        """See `Client.abort_upload`; obstore does not support it."""
         raise NotSupported(f"s3://{self._bucket}/{key}: obstore cannot abort an upload by its id")
 
     def delete(self, key: str) -> None:
@@ -230,7 +230,7 @@ class ObstoreClient:
         return True
 
     def kept(self, key: str) -> Kept:
-        """See `Client.kept`; one HEAD. obstore hands on the ETag and the version, no checksum."""
+        """See `Client.kept`; one HEAD. obstore reports ETag and version, but no checksum."""
         import obstore
 
         found = self._ask(lambda: obstore.head(self._store, key), key)
@@ -238,14 +238,14 @@ class ObstoreClient:
             key,
             etag=(found["e_tag"] or "").strip('"'),
             version=found["version"] or "",
-            why_none="obstore hands none on; --storage-option client=s3fs does",
+            why_none="obstore reports none; --storage-option client=s3fs does",
         )
 
     def close(self) -> None:
-        """Connections go with the object."""
+        """Does nothing: connections close with the object."""
 
     def _check_end(self, prefix: str, found: list[FileInfo]) -> None:
-        """Raise where keys follow the last one: obstore ends at a page that lost its token."""
+        """Raise if keys follow the last one: obstore stops at a page that lost its token."""
         import obstore
 
         last = max(f"{info.path}/{_LAST}" if info.kind == "dir" else info.path for info in found)
@@ -282,7 +282,7 @@ class ObstoreClient:
         except (exceptions.BaseError, OSError, ValueError) as exc:
             raise self._error(exc, key) from exc
         except BaseException as exc:
-            if type(exc).__name__ != "PanicException":  # pyo3's, which has no importable name
+            if type(exc).__name__ != "PanicException":  # pyo3's exception has no importable name
                 raise
             raise StorageUnavailable(
                 f"s3://{self._bucket}/{key}: obstore failed on this request or on its settings "
@@ -292,7 +292,7 @@ class ObstoreClient:
     def _error(self, exc: Exception, key: str) -> StorageError:
         first, text = _first_line(exc), str(exc)
         where = f"s3://{self._bucket}/{key}"
-        # Asking a cloud for credentials may fail too; the URL tells which it was.
+        # The request for credentials may have failed instead; the URL shows which one it was.
         if "Error performing" in first and self._bucket not in first:
             return AccessDenied(f"{where}: {_NO_CREDENTIALS}")
         found, named = _STATUS.search(text), _CODE.search(text)
@@ -301,16 +301,16 @@ class ObstoreClient:
         if status or code in MEANINGS:
             return error_of(status, code, bucket=self._bucket, key=key, text=text)
         if isinstance(exc, FileExistsError):
-            return AlreadyExists(f"{where} is there already; it was kept")
+            return AlreadyExists(f"{where} already exists; it was not changed")
         if isinstance(exc, FileNotFoundError):
-            return PathNotFound(f"{where}: there is no such object")
+            return PathNotFound(f"{where}: the object does not exist")
         kind = _KIND.search(text)
         what = first.rpartition(" - ")[2]
         return Transient(f"{what} ({kind[1]})" if kind else what)
 
 
 def _retry_config(retries: Retries) -> RetryConfig:
-    """The same bounds in obstore's words: it stops at whichever comes first."""
+    """The same limits for obstore, which stops at the first one reached."""
     return {
         "max_retries": _NO_COUNT if retries.for_s else retries.count,
         "retry_timeout": timedelta(seconds=retries.for_s) if retries.for_s else _NO_TIME,

@@ -1,8 +1,7 @@
-"""Open the store of a path or a URL; join and check addresses.
+"""Open the store of a path or URL; join and check addresses.
 
-Addresses are text from end to end: `pathlib` would take a URL's slashes apart.
-Nothing is asked of a storage here; a root that is not there shows at the first
-listing.
+Addresses stay text: `pathlib` would collapse the slashes of a URL. Opening makes no
+request; a missing root is found by the first listing.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _FIRST_PRINTABLE = 0x20
 def open_store(
     url: str, storage: StorageOptions = StorageOptions(), **keywords: Unpack[StorageKeywords]
 ) -> Store:
-    """The store for a checkpoint root: a path, `file://…`, `s3://…`, or any URL fsspec opens.
+    """The store for a checkpoint root: a path, `file://…`, `s3://…`, or any URL that fsspec opens.
 
-    `retry_for_s` is `SAVE_RETRY_S` for the store of a save, 0 where somebody waits for an
-    answer; the storage option of that name changes the first of the two. A mounted file
-    system has its own bounds, and `Watchdog`.
+    `retry_for_s` is `SAVE_RETRY_S` for the store of a save, and 0 for interactive commands;
+    the storage option of the same name changes the former. A mounted file system has its
+    own limits, and `Watchdog`.
 
-    Raises `UsageError` for an address that no store can have, and
-    `MissingExtra` where the package for it is not installed.
+    Raises `UsageError` for an invalid address, and `MissingExtra` if the package for it is
+    not installed.
     """
     check_address(url)
     storage = options_from(keywords, storage)
@@ -71,21 +70,21 @@ def _opened(url: str, storage: StorageOptions) -> Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStores(StorageOptions):
-    """Storage options under which `open_store` opens each address once, until `close`.
+    """Storage options under which each address is opened once, until `close`.
 
-    For a caller that uses several functions on the same roots: a resume chooses, proves,
-    loads and checks again. Closing a store that was lent leaves it open.
+    For a caller that uses several functions on the same roots: a resume chooses, inspects,
+    loads and checks again. Closing a lent store leaves it open.
     """
 
     stores: dict[str, Store] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, storage: StorageOptions) -> SharedStores:
-        """Shared stores under the same options; none is open yet."""
+        """Shared stores with the same options; none is open yet."""
         return cls(**{each.name: getattr(storage, each.name) for each in fields(StorageOptions)})
 
     def lend(self, url: str) -> Store:
-        """The store of an address, opened when it is asked for first."""
+        """The store of an address, opened on first use."""
         key = _without_slash(url)
         if key not in self.stores:
             self.stores[key] = _opened(url, self)
@@ -98,7 +97,7 @@ class SharedStores(StorageOptions):
 
 
 class _Lent:
-    """A store that somebody else closes."""
+    """A store that is closed by its owner."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -122,26 +121,31 @@ def _seconds(given: object) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise UsageError(f"the storage option retry_for_s is {given!r}; it is a number of seconds")
+        raise UsageError(
+            f"the storage option retry_for_s is {given!r}; a number of seconds is expected"
+        )
     return seconds
 
 
 def check_address(url: str) -> None:
-    """Raise `UsageError` for an address that storages or their clients read in different ways.
+    """Raise `UsageError` for an address that storages or clients interpret differently.
 
-    An address that is read as another, empty place is a fresh run over a whole one: the
-    clients of object stores drop, keep or refuse an empty name between slashes, which is
-    what an unset variable leaves (`s3://bucket/$PREFIX/run`).
+    If an address is taken for another, empty place, a job starts fresh although a
+    checkpoint exists. Clients of object stores drop, keep or reject an empty name between
+    slashes, which an unset variable leaves (`s3://bucket/$PREFIX/run`).
     """
     if not url or "\0" in url:
-        raise UsageError("the checkpoint root is empty, or has a NUL in it")
+        raise UsageError("the checkpoint root is empty or contains a NUL")
     if url.rstrip("\r\n") != url or (url.strip() != url and not is_local(url.strip())):
         raise UsageError(
-            f"{url!r} begins or ends with white space; a file with Windows line ends, or a "
-            "quoted variable, leaves it there"
+            f"{url!r} begins or ends with white space, often from a file with Windows line ends "
+            "or a quoted variable"
         )
     if "::" in url and "://" in url:
-        raise UsageError(f"{url}: chained URLs are not opened; a cache could answer for a storage")
+        raise UsageError(
+            f"{url}: chained URLs are not supported, because a cache could answer "
+            "instead of the storage"
+        )
     if slip := _ONE_SLASH.match(url):
         raise UsageError(
             f"{url}: {slip[1]}:// is expected, with two slashes; a folder of that name is ./{url}"
@@ -151,13 +155,13 @@ def check_address(url: str) -> None:
         _check_names(url, url[len(start) :])
     elif start and not path.startswith("/"):
         raise UsageError(
-            f"{url}: a file:// address is file:///FOLDER, without a host; "
-            f"a folder of this machine needs no file:// at all"
+            f"{url}: a file:// address is file:///FOLDER, without a host; a local folder needs no "
+            "file://"
         )
     elif start and _ESCAPE.search(path):
         raise UsageError(
-            f"{url}: %XX in a file:// address is an escape to some programs and a name to "
-            "others; give the folder as a plain path"
+            f"{url}: programs disagree whether %XX in a file:// address is an escape; use a plain "
+            "path"
         )
 
 
@@ -167,27 +171,27 @@ def _check_names(url: str, path: str) -> None:
         raise UsageError(f"{url} names no bucket and no host")
     if "" in names:
         raise UsageError(
-            f"{url} has an empty name between two slashes, as a variable that is not set leaves "
-            "it; what clients read there differs"
+            f"{url} has an empty name between two slashes, often from an unset variable; clients "
+            "interpret it differently"
         )
     if "." in names or ".." in names:
-        raise UsageError(f"{url}: . and .. mean nothing on this storage; give the whole address")
+        raise UsageError(f"{url}: . and .. have no meaning on this storage; use the full address")
     if any(ord(char) < _FIRST_PRINTABLE or char == "\x7f" for char in path):
-        raise UsageError(f"{url!r} has a control character in it")
+        raise UsageError(f"{url!r} contains a control character")
     try:
         path.encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise UsageError(f"{url!r} is not UTF-8, as addresses of this storage are") from exc
+        raise UsageError(f"{url!r} is not UTF-8, which addresses of this storage must be") from exc
 
 
 def is_local(url: str) -> bool:
-    """Whether `url` names a folder of this machine: a plain path, or `file://…`."""
+    """Whether `url` is a local folder: a plain path or `file://…`."""
     scheme = _SCHEME.match(url)
     return scheme is None or scheme[1].lower() == "file"
 
 
 def absolute_url(url: str) -> str:
-    """The same address for whoever reads it in another folder; `file://` is left out."""
+    """The address for use from another working folder; `file://` is removed."""
     if not is_local(url):
         return url
     start, path = _split(url)
@@ -199,15 +203,15 @@ def join_url(base: str, name: str) -> str:
     if not name:
         return base
     if base == "." and name[0] not in "-~" and not {"@", ":"} & {*name}:
-        return name  # as a person writes it; one that could be read otherwise keeps its dot
+        return name  # as typed by hand; a path that could be misread keeps its dot
     return f"{base}{name}" if base.endswith("/") else f"{base}/{name}"
 
 
 def parent_url(url: str) -> str:
-    """The address of the folder that holds `url`; a root of a storage is its own parent.
+    """The address of the parent of `url`; the root of a storage is its own parent.
 
-    Raises `UsageError` where `check_address` does: without its last name such an address may
-    be a sound one, of another place.
+    Raises `UsageError` like `check_address`: without its last name, an invalid address may
+    become a valid one of another place.
     """
     check_address(url)
     start, path = _split(url)
@@ -224,8 +228,8 @@ def base_name(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str]:
-    # A local path has no start; for the rest it is `scheme://`, and the first name
-    # behind it (bucket, host) belongs to the storage.
+    # A local path has no scheme; in other addresses, `scheme://` and the first name
+    # after it (bucket, host) belong to the storage.
     scheme = _SCHEME.match(url)
     start = scheme[0] if scheme else ""
     path = url[len(start) :]

@@ -1,7 +1,7 @@
 """Choose the client for a URL.
 
-Decided by the URL's scheme, by what is installed and by the option `client`.
-What the clients can and how they differ is said in each.
+The scheme of the URL, the installed packages and the option `client` decide. The docstring
+of each client states its limits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _S3_CLIENTS = {"s3fs": "s3", "obstore": "obstore"}
 def open_remote(
     url: str, options: Mapping[str, object], *, timeout_s: float, retries: Retries
 ) -> Store:
-    """The store for a URL that is not a folder of this machine.
+    """The store for a URL that is not a local folder.
 
-    The option `client` chooses between s3fs and obstore; without it s3fs is
-    taken where it is installed, because the two find credentials in different
-    places, and installing a package must not change which are used.
+    The option `client` chooses between s3fs and obstore. Without it, s3fs is used if
+    installed: the two find credentials in different places, and installing a package must
+    not change which credentials are used.
 
     Raises `MissingExtra` and `UsageError`, see `open_store`.
     """
@@ -48,18 +48,18 @@ def _s3_client(
 ) -> Client:
     bucket, _, prefix = path.partition("/")
     if not _BUCKET.fullmatch(bucket):
-        if "@" in bucket:  # it may hold a secret
+        if "@" in bucket:  # it may contain a secret
             raise UsageError(
-                "an s3:// address holds no credentials; set AWS_ACCESS_KEY_ID and "
+                "credentials in an s3:// address are not supported; set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY"
             )
         raise UsageError(
-            f"{url}: {bucket!r} is no name of a bucket; s3://BUCKET/PREFIX is expected"
+            f"{url}: {bucket!r} is not a valid bucket name; s3://BUCKET/PREFIX is expected"
         )
     if chosen is None:
         chosen = next((name for name in _S3_CLIENTS if find_spec(name)), "s3fs")
     if chosen not in _S3_CLIENTS:
-        raise UsageError(f"client={chosen} is none of {', '.join(_S3_CLIENTS)}")
+        raise UsageError(f"client={chosen} is not one of {', '.join(_S3_CLIENTS)}")
     if find_spec(str(chosen)) is None:
         raise MissingExtra(
             f"{url}: opening s3:// needs the package {chosen}, which is an extra",

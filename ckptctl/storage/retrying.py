@@ -1,8 +1,8 @@
-"""Repeat requests that failed in a way that may pass.
+"""Retry requests after failures that may pass.
 
-The one place that retries: clients are set to a single try, so that bounds do
-not multiply. A client reports a failure that may pass as `Transient`, and a
-request that the storage turned away because of its rate as `Throttled`.
+Only this module retries: clients make a single attempt, so that limits do not multiply.
+Clients report a failure that may pass as `Transient`, and a request that was rejected
+because of its rate as `Throttled`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
 THROTTLED = 4
-"""Pauses after a throttled request are so many times as long: the rate itself is the fault."""
+"""How many times longer the pauses are after a throttled request."""
 
 SAVE_RETRY_S = 120.0
-"""How long the requests of a save are repeated. Object stores restart gateways, move
-partitions and throttle for a minute or so; a run that ends there loses more than that."""
+"""How long the requests of a save are retried. Object stores restart gateways, move
+partitions and throttle for about a minute; a run that ends then loses more than that."""
 
 
 class Transient(StorageUnavailable):
-    """A try that failed in a way that another may not; the message names the failure only."""
+    """A request failed in a way that a retry may not; the message names only the failure."""
 
 
 class Throttled(Transient):
@@ -38,21 +38,21 @@ class Throttled(Transient):
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """A failed request is repeated `count` times, and then until `for_s` seconds have passed."""
+    """A failed request is retried `count` times, and then until `for_s` seconds have passed."""
 
     count: int = 4
     for_s: float = 0.0
 
 
 def retried(once: Callable[[], T], *, what: str, retries: Retries) -> T:
-    """What `once` returns, called again after each `Transient` as far as `retries` allows.
+    """The result of `once`, which is called again after each `Transient` within `retries`.
 
-    Pauses double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, `THROTTLED` times as long
-    after a `Throttled`, each shortened by up to half at random: ranks that were turned
-    away together must not come back together.
+    Pauses double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, `THROTTLED` times as long after
+    a `Throttled`. Each is shortened by a random share of up to a half, so that ranks that
+    were throttled together do not retry together.
 
-    Raises `StorageUnavailable` when the last try failed too, with the number of tries
-    and the seconds that they took.
+    Raises `StorageUnavailable` with the number of attempts and the elapsed seconds when the
+    last attempt failed.
     """
     began = time.monotonic()
     n_tries = 0

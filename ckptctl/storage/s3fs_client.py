@@ -1,9 +1,8 @@
 """A client over s3fs.
 
-s3fs finds credentials, region, endpoint and options as its users know it; the
-requests go through its client one at a time and uncached: no listing cache, no
-retries of its own, no HEAD before a read. What an error answer means is
-`s3_answers`' question.
+s3fs resolves credentials, region, endpoint and options as usual. Requests go through its
+client one at a time: no listing cache, no retries by s3fs, no HEAD before a read.
+`s3_answers` maps errors.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class S3fsClient:
         try:
             self._fs = s3fs.S3FileSystem(**{**options, **ours})
         except (KeyError, TypeError, ValueError) as exc:
-            raise UsageError(f"s3://{bucket}: s3fs does not take these options: {exc}") from exc
-        # Its own loop over tries: one try, then the error.
+            raise UsageError(f"s3://{bucket}: s3fs does not accept these options: {exc}") from exc
+        # Limit s3fs's own retry loop to one attempt.
         self._fs.retries = 1
 
     def list_page(
@@ -71,7 +70,7 @@ class S3fsClient:
         try:
             return _page(answer)
         except KeyError as exc:
-            raise Transient(f"the answer is no listing, it has no {exc}") from exc
+            raise Transient(f"the answer is not a listing: {exc} is missing") from exc
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, str]:
         """See `Client.get`."""
@@ -104,7 +103,7 @@ class S3fsClient:
                 done.append(retried(once, what=f"{what}, part {number}", retries=retries))
             retried(complete, what=what, retries=retries)
         except BaseException:
-            # The parts of an upload that is not completed are kept, and billed.
+            # The parts of an upload that is not completed are kept and billed.
             with suppress(StorageError, UsageError):
                 self.abort_upload(key, upload)
             raise
@@ -125,7 +124,9 @@ class S3fsClient:
         names = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         following = {name: answer[next_name] for name, next_name in names.items()}
         if following == markers:
-            raise StorageUnavailable(f"s3://{self._bucket}/{prefix}: the listing never ends")
+            raise StorageUnavailable(
+                f"s3://{self._bucket}/{prefix}: the listing repeats a page and does not end"
+            )
         return found, following
 
     def abort_upload(self, key: str, upload_id: str) -> None:
@@ -134,13 +135,13 @@ class S3fsClient:
             self._ask(self._call("abort_multipart_upload", Key=key, UploadId=upload_id), key)
 
     def _begin_parts(self, key: str) -> tuple[str, dict[str, str]]:
-        """The id of a new upload, and what each part of it must say."""
+        """The id of a new upload, and the arguments that each of its parts needs."""
         summed, whole = self._ask(self._checksums_sent(), key)
         try:
             begun = self._ask(
                 self._call("create_multipart_upload", Key=key, **summed, **whole), key
             )
-        except CannotCreate:  # a server that knows no such checksum, and says so
+        except CannotCreate:  # the server reports that it does not support this checksum
             summed = {}
             begun = self._ask(self._call("create_multipart_upload", Key=key), key)
         return begun["UploadId"], summed
@@ -168,7 +169,7 @@ class S3fsClient:
             checksums,
             answer.get("ETag", "").strip('"'),
             answer.get("VersionId", ""),
-            "" if checksums else "the store keeps none",
+            "" if checksums else "the store keeps no checksums",
         )
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class S3fsClient:
             raise Transient(f"{len(data):,} of {answer['ContentLength']:,} bytes arrived")
         said = _RANGE.match(answer.get("ContentRange") or "")
         if said is None and start > 0:
-            raise Transient("the answer does not say which bytes it holds")
+            raise Transient("the answer does not state its byte range")
         if said and (int(said[1]), int(said[2])) != (start, start + len(data) - 1):
             raise Transient(f"{len(data):,} bytes arrived as {said[0]}")
         return data, answer.get("ETag", "")
@@ -202,9 +203,9 @@ class S3fsClient:
         return answer
 
     async def _checksums_sent(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What to ask for so that the store keeps the CRC-32 of an object in parts as a whole.
+        """The arguments with which the store keeps one CRC-32 of a whole multipart object.
 
-        Nothing where botocore does not know it, or its settings say to send no checksums.
+        Empty if botocore does not support it, or if its settings disable checksums.
         """
         client = await self._fs.set_session()
         operation = client.meta.service_model.operation_model("CreateMultipartUpload")
@@ -218,7 +219,7 @@ class S3fsClient:
         client = await self._fs.set_session()
         members = client.meta.service_model.operation_model("PutObject").input_shape.members
         if create and "IfNoneMatch" not in members:
-            raise CannotCreate("this botocore knows no conditional writes")
+            raise CannotCreate("this botocore does not support conditional writes")
         await self._call("put_object", Key=key, Body=data, **condition)
 
     def _ask(self, request: Coroutine[Any, Any, T], key: str) -> T:
@@ -239,7 +240,7 @@ class S3fsClient:
             aiohttp.ClientError,
             asyncio.TimeoutError,
             OSError,
-            RuntimeError,  # of the signing in C that botocore may use
+            RuntimeError,  # from the C signing library that botocore may use
             TypeError,
             ValueError,
         ) as exc:
@@ -248,7 +249,7 @@ class S3fsClient:
     def _error(self, exc: Exception, key: str) -> StorageError | UsageError:
         from botocore import exceptions as boto
 
-        # s3fs turns answers into errors of Python's own, with the answer as cause.
+        # s3fs translates errors into built-in exceptions, with the original as cause.
         answer = getattr(exc if hasattr(exc, "response") else exc.__cause__, "response", None)
         if isinstance(answer, dict):
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -256,7 +257,7 @@ class S3fsClient:
             headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
             return error_of(
                 status,
-                "" if code == str(status) else code,  # a HEAD has no body, and no code
+                "" if code == str(status) else code,  # a HEAD has no body and no code
                 bucket=self._bucket,
                 key=key,
                 text="{Message} <Region>{Region}</Region> {Endpoint}".format_map(
@@ -269,9 +270,9 @@ class S3fsClient:
             return AccessDenied(f"{where}: {NO_CREDENTIALS}")
         if isinstance(exc, _credential_errors()):
             return AccessDenied(f"{where}: {exc}")
-        # Options go to botocore's session and client unseen, and only now.
+        # Options reach botocore's session and client unchecked, and only here.
         if isinstance(exc, (*_configuration_errors(), TypeError, ValueError)):
-            return UsageError(f"{where}: s3fs does not take these options: {exc}")
+            return UsageError(f"{where}: s3fs does not accept these options: {exc}")
         return Transient(type(exc).__name__)
 
 
@@ -284,7 +285,7 @@ def _page(answer: Mapping[str, Any]) -> tuple[list[FileInfo], str | None]:
         FileInfo(item["Prefix"].removesuffix("/"), 0, kind="dir")
         for item in answer.get("CommonPrefixes", ())
     ]
-    # Every listing says whether it goes on; a page in HTML does not.
+    # Every listing states whether it is truncated; an HTML page does not.
     return found, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
 
@@ -302,7 +303,7 @@ def _credential_errors() -> tuple[type[Exception], ...]:
 
 
 def _configuration_errors() -> tuple[type[Exception], ...]:
-    """What no repeating heals: a setting of the options, the environment or `~/.aws`."""
+    """Errors that no retry resolves: an invalid option, variable or setting in `~/.aws`."""
     from botocore import exceptions as boto
 
     return (
@@ -320,7 +321,7 @@ def _configuration_errors() -> tuple[type[Exception], ...]:
 
 
 def _config(options: Mapping[str, object], timeout_s: float) -> dict[str, object]:
-    """Botocore's settings: ours, then what fsspec's configuration has, then the caller's."""
+    """Botocore's settings: ours, then fsspec's configuration, then the caller's."""
     from fsspec.config import conf
 
     config: dict[str, object] = {

@@ -1,13 +1,13 @@
 """A watchdog for storage operations that hang in the kernel.
 
-A read from a mount whose server is gone can hang in the kernel, where no
-timeout and no exception reaches it. Stores name what they are doing with
-`busy`; while a `Watchdog` is open, its thread ends the process with exit code
-75 once one of these operations has made no progress for the bound.
+A read from a mount whose server is gone can hang in the kernel, where no timeout and no
+exception ends it. Stores announce each operation with `busy`. While a `Watchdog` is open,
+its thread ends the process with exit code 75 once an operation has made no progress for the
+limit.
 
-A thread that sleeps uninterruptibly in the kernel is freed by the kernel alone,
-and the process is gone only then; waits on NFS, FUSE and Lustre servers are
-killable. Retries and timeouts of requests are the stores' own.
+A thread in uninterruptible sleep keeps the process alive until the kernel releases it;
+waits on NFS, FUSE and Lustre servers are killable. Retries and timeouts of requests are
+part of the stores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRINTING_S = 5.0
 
 
 class Operation:
-    """One wait for the storage, in one thread."""
+    """One wait for the storage in one thread."""
 
     __slots__ = ("n_beats", "what")
 
@@ -56,14 +56,14 @@ _UNWATCHED = _Unwatched("")
 def busy(what: str) -> Operation:
     """A context manager around one wait for the storage; `what` begins the error message.
 
-    Costs next to nothing while no watchdog is open. Time between operations (a
-    pause before the next try) is not counted. They do not nest.
+    Costs almost nothing while no watchdog is open. Time between operations (a pause before
+    a retry) is not counted. Operations do not nest.
     """
     return Operation(what) if _open else _UNWATCHED
 
 
 def beat() -> None:
-    """Say that the operation of this thread came a bit further, if there is one."""
+    """Record progress of this thread's operation, if any."""
     if operation := _in_flight.get(threading.get_ident()):
         operation.n_beats += 1
 
@@ -71,10 +71,9 @@ def beat() -> None:
 class Watchdog:
     """Ends the process when an operation makes no progress for `bound_s` seconds.
 
-    `on_stall` gets the error to print; when it has returned, or has not within a
-    few seconds, the process ends with `os._exit`, without finalizers: nothing
-    may wait for the thread that is stuck. Operations that began before the
-    watchdog was opened are not watched.
+    `on_stall` gets the error to print. When it returns, or after a few seconds, the process
+    ends with `os._exit`, without finalizers, because they could wait for the stuck thread.
+    Operations that started before the watchdog was opened are not watched.
     """
 
     def __init__(self, bound_s: float, on_stall: Callable[[StorageUnavailable], None]) -> None:
@@ -92,7 +91,7 @@ class Watchdog:
         self._closed.set()
 
     def _watch(self) -> None:
-        # Quiet time is counted in wake-ups of this thread and not by a clock:
+        # Quiet time is counted in wake-ups of this thread, not by a clock:
         # a process that was stopped, or a machine that slept, is not a stall.
         wake_ups = 8
         seen: dict[int, tuple[Operation, int, int]] = {}
@@ -108,11 +107,11 @@ class Watchdog:
 
     def _end(self, operation: Operation) -> None:
         error = StorageUnavailable(
-            f"{operation.what}: no progress for {self._bound_s:g} s; the storage hangs, "
-            "and nothing is known about what it holds"
+            f"{operation.what}: no progress for {self._bound_s:g} s; the storage hangs, and the "
+            "state of the checkpoint is unknown"
         )
         try:
-            # In a thread of its own: printing into a full pipe must not keep us.
+            # In a separate thread, because printing to a full pipe may block.
             printing = threading.Thread(target=self._on_stall, args=(error,), daemon=True)
             printing.start()
             printing.join(_PRINTING_S)

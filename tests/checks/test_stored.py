@@ -47,7 +47,10 @@ def test_another_checksum_of_the_whole_is_another_file():
 
 @pytest.mark.parametrize(
     ("etag", "version", "why_none"),
-    [("other", "v1", "the store keeps none"), ("tag", "v2", "the store keeps none")],
+    [
+        ("other", "v1", "the store keeps no checksums"),
+        ("tag", "v2", "the store keeps no checksums"),
+    ],
 )
 def test_a_file_that_was_written_again_is_told_where_no_checksum_decides(etag, version, why_none):
     _, (finding,) = compared(SEALED, Kept("a", (), etag, version, why_none))
@@ -63,10 +66,14 @@ OF_PARTS = Checksum("crc32", "b1fc4bbc", whole=False)
     [
         (
             SEALED,
-            Kept("a", (), "tag", "v1", "the store keeps none"),
+            Kept("a", (), "tag", "v1", "the store keeps no checksums"),
             "none; their ETags are unchanged",
         ),
-        (SEALED, Kept("a", (), "", "", "the store keeps none"), "the store keeps none"),
+        (
+            SEALED,
+            Kept("a", (), "", "", "the store keeps no checksums"),
+            "the store keeps no checksums",
+        ),
         (SEALED, Kept("a", (OF_PARTS,), "tag"), "the store has only checksums of its parts"),
         (SEALED, Kept("a", (Checksum("sha1", "00", whole=True),)), "and the store keeps sha1"),
         (None, Kept("a", (CRC,), "tag"), "the seal has no checksum of the store's"),
@@ -81,7 +88,7 @@ def test_what_cannot_be_compared_is_told_and_why(was, now, says):
 
 def test_files_with_one_reason_are_one_finding_and_a_thousand_replaced_ones_a_few():
     files = [SealedFile(f"{n:04}", 1, None, Digests("cd" * 16), SEALED) for n in range(1000)]
-    none = {file.path: Kept(file.path, why_none="the store keeps none") for file in files}
+    none = {file.path: Kept(file.path, why_none="the store keeps no checksums") for file in files}
     _, findings = check_stored(files, none, URL)
     assert [finding.code for finding in findings] == ["store.unverifiable"]
     other = (Checksum("crc32", "00c0ffee", whole=True),)

@@ -117,10 +117,10 @@ PLACES = [
     ("verify gone", 2, "ckptctl scan .", "gone does not exist"),
     ("diff run@10 gone@10", 2, "ckptctl scan .", "gone does not exist"),
     # Nothing is mounted there.
-    ("scan gone/deep", 75, "findmnt --real", "is its file system mounted?"),
-    ("prune gone/deep --keep 1", 75, "findmnt --real", "is its file system mounted?"),
-    ("cost gone/deep --interval 1h", 75, "findmnt --real", "is its file system mounted?"),
-    ("verify gone/deep@10", 75, "findmnt --real", "is its file system mounted?"),
+    ("scan gone/deep", 75, "findmnt --real", "check that its file system is mounted"),
+    ("prune gone/deep --keep 1", 75, "findmnt --real", "check that its file system is mounted"),
+    ("cost gone/deep --interval 1h", 75, "findmnt --real", "check that its file system is mounted"),
+    ("verify gone/deep@10", 75, "findmnt --real", "check that its file system is mounted"),
     ("scan nowhere", 75, "findmnt --real", "nowhere is a link to gone, which does not exist"),
     # A folder above, a step, a file, where a root is wanted.
     ("scan .", 2, "ckptctl scan run", "holds no steps itself, but run in it does"),

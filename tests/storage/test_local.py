@@ -156,7 +156,9 @@ def test_a_missing_root_below_a_folder_that_is_there_is_not_found(tmp_path: Path
 def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tmp_path: Path):
     store = LocalStore(str(tmp_path / "mnt/run"))
     for use in (store.list_dir, store.list_tree, lambda: store.put("a", b"")):
-        with pytest.raises(StorageUnavailable, match="is its file system mounted") as caught:
+        with pytest.raises(
+            StorageUnavailable, match="check that its file system is mounted"
+        ) as caught:
             use()
         assert str(tmp_path / "mnt") in caught.value.message
         assert caught.value.next_command
@@ -166,7 +168,7 @@ def test_a_missing_root_below_a_missing_folder_is_a_storage_that_is_not_there(tm
 def test_a_root_that_is_a_dangling_link_is_judged_by_where_it_points(tmp_path: Path):
     (tmp_path / "unmounted").symlink_to("mnt/run")
     (tmp_path / "empty").symlink_to("run")
-    with pytest.raises(StorageUnavailable, match="is its file system mounted"):
+    with pytest.raises(StorageUnavailable, match="check that its file system is mounted"):
         LocalStore(str(tmp_path / "unmounted")).list_dir()
     store = LocalStore(str(tmp_path / "empty"))
     with pytest.raises(PathNotFound):

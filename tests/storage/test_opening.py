@@ -194,7 +194,7 @@ def test_a_chained_url_is_refused_because_a_cache_could_answer():
 
 
 def test_a_client_that_does_not_exist_is_a_usage_error():
-    with pytest.raises(UsageError, match="client=boto3 is none of s3fs, obstore"):
+    with pytest.raises(UsageError, match="client=boto3 is not one of s3fs, obstore"):
         open_store("s3://bucket/run", storage_options={"client": "boto3"})
 
 

@@ -434,7 +434,7 @@ def test_a_bucket_that_does_not_exist_is_not_found_and_says_so(s3_moto: S3Server
             lambda: store.list_tree("step_1"),
             lambda: store.read("a", limit=1),
         ):
-            with pytest.raises(PathNotFound, match=r"no-such-bucket: there is no such bucket$"):
+            with pytest.raises(PathNotFound, match=r"no-such-bucket: the bucket does not exist$"):
                 use()
 
 

@@ -99,7 +99,7 @@ PERMANENT: dict[str, tuple[Answer, type[StorageError], int, str, str]] = {
         "timedatectl status",
     ),
     "suspended": (Answer(403, "UserSuspended"), AccessDenied, 77, "suspended", ""),
-    "quota": (Answer(403, "QuotaExceeded"), StorageUnavailable, 75, "quota is used up", "aws s3"),
+    "quota": (Answer(403, "QuotaExceeded"), StorageUnavailable, 75, "quota is exceeded", "aws s3"),
     "full": (Answer(507, "XMinioStorageFull"), StorageUnavailable, 75, "storage is full", "aws s3"),
     "refused": (
         Answer(400, "InvalidRequest"),
