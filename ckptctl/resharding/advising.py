@@ -1,12 +1,12 @@
-"""Estimate whether resharding a step pays off before it is loaded on another world size.
+"""Estimate whether resharding a step is worthwhile before loading it on another world size.
 
-Everything is counted from the metadata: the bytes that the ranks need, and the bytes
-that stock `dcp.load` reads to get them, which is every record whole, once for each rank
-that needs a part of it. `Reader`, and with it `Checkpointer`, read only what is needed.
-Ranks are assumed to be sharded as FSDP2 shards.
+Everything is computed from the metadata: the bytes that the ranks need, and the bytes that
+stock `dcp.load` reads for them, which is every record whole, once for each rank that needs
+a part of it. `Reader`, and with it `Checkpointer`, reads only what is needed. Ranks are
+assumed to be sharded as FSDP2 shards.
 
-Resharding reads the step once and writes it once: it pays from the load at which stock
-loads have read as much too much. Load time is proportional to bytes (docs/performance.md).
+Resharding reads the step once and writes it once; it pays off once the excess reads of
+stock loads exceed that. Load time is proportional to bytes (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 
 MAX_METADATA_BYTES = 8 << 20
-"""A step with more metadata, some 60,000 chunks, gets no advice: counting takes seconds."""
+"""A step with more metadata, some 60,000 chunks, gets no advice: counting would take seconds."""
 
 MIN_GAIN_BYTES = 1 << 30
-"""Saving fewer bytes, about a second of fast storage, is not worth a command."""
+"""Smaller savings, about a second of fast storage, are not worth a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,25 @@ class Advice:
     """What a load on `world_size` ranks reads, in bytes of tensors over all ranks."""
 
     world_size: Positive
-    """Ranks that load, sharded as FSDP2 does."""
+    """Ranks that load, sharded as by FSDP2."""
     needed_bytes: int
     """Bytes of tensors that they need, over all ranks."""
     stock_bytes: int
     """Bytes that stock `dcp.load` reads for that: whole records."""
     pays_from: Positive | None
-    """The number of the load from which resharding first is cheaper; null where it never is."""
+    """The number of loads from which resharding first is cheaper; null if it never is."""
 
     @property
     def message(self) -> str:
         """The advice in one line."""
         read = f"would read {size(self.stock_bytes)} for {size(self.needed_bytes)} needed"
         if self.pays_from is None:
-            return f"loading as it is will do: stock dcp.load {read}"
+            return f"no need to reshard first: stock dcp.load {read}"
         ours = "Reader and Checkpointer read only these"
         if self.pays_from == 1:
             return f"resharding first pays with stock dcp.load, which {read}; {ours}"
         return (
-            f"loading as it is will do: stock dcp.load {read}, and resharding first would pay "
+            f"no need to reshard first: stock dcp.load {read}, and resharding first would pay "
             f"from load {self.pays_from:,} on; {ours}"
         )
 
@@ -68,19 +68,19 @@ class Advice:
 
 
 def advise(store: Store, name: str, world_size: int) -> Advice | None:
-    """The advice for the step `name` of a root that is whole; None as for `countable`.
+    """The advice for the intact step `name` of a root; None as for `countable`.
 
-    Cost: that of `countable`, and some 10 µs for each chunk.
+    Cost: that of `countable`, and some 10 µs per chunk.
     """
     source = countable(store, name)
     return None if source is None else advice_for(source, world_size)
 
 
 def countable(store: Store, name: str) -> Source | None:
-    """The step as `advice_for` takes it.
+    """The step in the form that `advice_for` takes.
 
-    None where it is no sharded DCP, has more metadata than is counted, or the storage fails:
-    nothing depends on it. Cost: one listing and the metadata.
+    None if it is not sharded DCP, has too much metadata, or the storage fails: nothing
+    depends on the advice. Cost: one listing and the metadata.
     """
     try:
         files = list_step(store, name)
@@ -94,7 +94,7 @@ def countable(store: Store, name: str) -> Source | None:
 
 
 def advice_for(source: Source, world_size: int) -> Advice:
-    """The advice for a step that was inspected. Pure."""
+    """The advice for an inspected step. Pure."""
     wanted = Wanted(Mesh((("dp", world_size),)))
     total = needed = stock = 0
     for n_taken, n_record, n_ranks in _reads(source, wanted):

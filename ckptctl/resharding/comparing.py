@@ -1,8 +1,8 @@
 """Compare two steps: entries, shapes, dtypes, and optionally values.
 
-Entries, shapes and dtypes come from the metadata. Values are compared by the checksums
-of records that hold the same slices, and by their bytes where the slices differ. Only
-sharded DCP is compared; whether either step is complete is for `verify` to say.
+Entries, shapes and dtypes come from the metadata. Values are compared by the checksums of
+records that hold the same slices, and by their bytes if the slices differ. Only sharded DCP
+is compared; `verify` checks whether a step is complete.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _Compared:
         return None
 
     def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
-        """How two entries that are no tensors differ; None if they are equal."""
+        """How two non-tensor entries differ; None if they are equal."""
         described = [
             _members(files[name], entry)
             for files, entry in ((self.a.files, left), (self.b.files, right))

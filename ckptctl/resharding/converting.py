@@ -1,13 +1,13 @@
 """Choose the direction of a conversion from what SRC is and how DST's name ends.
 
-- A step of sharded DCP becomes one file of `torch.save` if DST ends as such files do
-  (`.pt`, `.pth`, `.bin`, `.ckpt`), one safetensors file if it ends in `.safetensors`,
-  and otherwise a folder of safetensors.
-- A file of `torch.save`, a safetensors file, an index of such files, or a folder that
-  holds them and no DCP, becomes a step of sharded DCP called DST.
+- A step of sharded DCP becomes one `torch.save` file if DST ends in `.pt`, `.pth`, `.bin`
+  or `.ckpt`, one safetensors file if it ends in `.safetensors`, and otherwise a folder of
+  safetensors.
+- A `torch.save` file, a safetensors file, an index of such files, or a folder that holds
+  them and no DCP, becomes a step of sharded DCP called DST.
 
-One of the two is always a step of DCP. Anything else the names could mean is refused
-with the command that expresses it. `importing` and `exporting` do the work.
+One of the two is always a step of DCP. Ambiguous names are refused with the command that
+states the intent. `importing` and `exporting` do the work.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def convert(
     """
     storage = options_from(keywords, storage)
     if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
+        raise UsageError(f"--world-size is {world_size}; at least 1 is required")
     asked = _Asked(
         source,
         target,
@@ -122,7 +122,7 @@ def convert(
     if parse_target(target).name is None:
         path = join_url(parse_target(target).root, "step_1200")
         raise UsageError(
-            f"{target}: what is written is named by its path, as {path}",
+            f"{target}: give the target as a path, such as {path}",
             instead_of=target,
             instead=path,
         )
@@ -195,8 +195,8 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
     _check_makes_step(asked, "one of safetensors" if is_safetensors else "one of torch.save")
     if asked.under and not is_safetensors:
         raise UsageError(
-            f"--under {asked.under}: {asked.source} is a file of torch.save, whose own keys say "
-            "what lies below which",
+            f"--under {asked.under}: {asked.source} is a torch.save file, whose keys already "
+            "define the nesting",
             without=("--under",),
         )
     with target_place(asked.target, storage) as place:
@@ -209,8 +209,8 @@ def _names_no_file(asked: _Asked, looked: Inspection) -> UsageError:
     held = [file.path for file in looked.step.files if file.path.endswith(FLAT_SUFFIXES)]
     files = counted(len(held), "file")
     return UsageError(
-        f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a step; "
-        "name it",
+        f"{asked.source} holds {files} of torch.save: one that has the whole state becomes a "
+        "step; give its path",
         instead_of=asked.source,
         instead=join_url(asked.source.rstrip("/"), held[0]),
     )
@@ -244,7 +244,8 @@ def _check_makes_step(asked: _Asked, what: str) -> None:
     if asked.is_file:
         step = asked.target[: -len(_ending(asked.name))]
         raise UsageError(
-            f"{subject}: {asked.name} is no name for one; make the step first, and {asked.name} "
+            f"{subject}: {asked.name} is not a name for one; create the step first, then "
+            f"{asked.name} "
             "of that",
             instead_of=asked.target,
             instead=step,
@@ -312,7 +313,7 @@ def _check_makes_files(asked: _Asked) -> None:
         )
     if asked.under:
         raise UsageError(
-            f"{subject}, whose own keys say what lies below which: --under is for safetensors that "
+            f"{subject}, whose keys already define the nesting: --under is for safetensors that "
             "become a step",
             without=("--under",),
         )

@@ -23,7 +23,7 @@ from ckptctl.resharding.sources import SourceBytes, SourceTensor
 class FileCopy:
     """Produces one shard file; `pieces` may be taken again from the beginning.
 
-    `proof` are the runs of source elements that were copied as they lie.
+    `proof` holds the runs of source elements that were copied unchanged.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FileCopy:
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
 
-        Raises `Damage` where the source is not what was saved.
+        Raises `Damage` if the source does not match what was saved.
         """
         self.proof.clear()
         block = memoryview(bytearray(self.buffers.block))
@@ -56,7 +56,7 @@ class FileCopy:
     def _as_it_is(
         self, entry: SourceBytes, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
-        """A record that is no tensor: copied whole, and verified on the way."""
+        """A non-tensor record: copied whole, and verified on the way."""
         record = entry.record
         passing = None
         tail = b""
@@ -124,7 +124,7 @@ class FileCopy:
             if sum(run.length for run in runs) < n_bytes:
                 yield block_of(data)
                 continue
-            # The checksums that verify the source serve the new record as well.
+            # The checksums that verify the source are also those of the new record.
             crc = 0
             for run in runs:
                 crc = crc32_combine(crc, run.crc, run.length)

@@ -40,7 +40,7 @@ from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
 
 _SPARE_BYTES = 16 << 20
-"""What seals, notes and folders take besides."""
+"""Additional space for seals, notes and folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ def write(
 ) -> Written | Report:
     """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
-    `files` are the records of each part, if they are not in shard files. Every
-    process of the group calls this, and rank 0 publishes; the others get the result of a
-    step that is not published yet. Raises `Damage` if the source is not what was saved,
-    `UsageError` if something is at the place already, `StorageError`.
+    `files` are the records of each part, if they are not in shard files. Every process of
+    the group calls this, and rank 0 publishes; the others get the result of a step that is
+    not published yet. Raises `Damage` if the source does not match what was saved,
+    `UsageError` if the target exists, `StorageError`.
     """
     group = options.group
     on_progress = group.watch(options.on_progress)
@@ -160,18 +160,18 @@ class _Work:
         self._folder = f"{aside}/{place.name}" if place.is_moved else place.name
 
     def check_place(self) -> None:
-        """Raise if something is at the place already, or there is too little space."""
+        """Raise if the target exists, or if there is too little space."""
         there = self._there(self.place.name)
         if self.place.is_moved:
             if there is not None:
-                raise self._taken("it exists already")
+                raise self._taken("it already exists")
             self._check_space()
             return
         expected = {file.path for file in self.plan.shards}
         expected |= {one.file.path for one in self.plan.files}
         strange = [path for path in there or () if path not in expected and not is_own(path)]
         if strange:
-            raise self._taken(f"{strange[0]} exists already")
+            raise self._taken(f"{strange[0]} already exists")
 
     def _there(self, name: str) -> dict[str, int] | None:
         """The files of a step by path, with their sizes; None if there is no such step."""
@@ -182,7 +182,7 @@ class _Work:
 
     def _taken(self, why: str) -> UsageError:
         return UsageError(
-            f"{self.place.url}: {why}; a new step replaces nothing",
+            f"{self.place.url}: {why}; reshard does not replace anything",
             next_command=f"ckptctl verify {shlex.quote(self.place.url)}",
         )
 
@@ -245,7 +245,7 @@ class _Work:
                 raise
 
     def _forget(self, part: PartPlan) -> None:
-        """Remove the journal of a part: its files were made of damaged bytes."""
+        """Remove the journal of a part whose files were made of damaged bytes."""
         for file in part.files:
             path = entry_path(self.identity, self.place.name, file.path)
             self.place.store.put(path, b"", replace=True)
@@ -255,8 +255,8 @@ class _Work:
             pieces = self._noted(file)
             if pieces is None:
                 raise StorageUnavailable(
-                    f"{self.place.url}: what was noted of {file.path} is gone; somebody else "
-                    "writes there, or the machines do not see the same storage"
+                    f"{self.place.url}: the journal of {file.path} has disappeared; another "
+                    "process writes there, or the machines do not see the same storage"
                 )
             yield from pieces
 
@@ -324,7 +324,7 @@ class _Work:
                 store.put(f"{name}/{path}", data)
             return
         store.folders.move(self._folder, name)
-        # What is left of the work folder does no harm, so errors are ignored.
+        # Leftovers of the work folder are harmless, so errors are ignored.
         with suppress(StorageError):
             for file in self.plan.shards:
                 store.remove(entry_path(self.identity, name, file.path))

@@ -1,9 +1,9 @@
 """Plan the files of another format that a step becomes, and list what is left out.
 
-A step becomes safetensors, in files of bounded size with an index, or one file of
-`torch.save` with the nested state that was saved. `whole_files` streams the tensors;
-this module produces the bytes around them. Safetensors carry no checksums, and have no
-place for entries that are no tensors.
+A step becomes safetensors, in files of bounded size with an index, or one `torch.save` file
+with the nested state that was saved. `whole_files` streams the tensors; this module
+produces the bytes around them. Safetensors have no checksums and cannot hold non-tensor
+entries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptctl.resharding.writing import Budget
 from ckptctl.selection.verifying import OpenTarget
 
 FILE_BYTES = 5_000_000_000
-"""How large a file of safetensors may get, unless the caller says otherwise."""
+"""The default limit on the size of a safetensors file."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -72,17 +72,18 @@ def source_files(source: Source, found: OpenTarget) -> dict[str, SourceFiles]:
 def to_safetensors(
     source: Source, *, only_model: bool, strip: str, file_bytes: int | None, alone: bool
 ) -> Export:
-    """A step as safetensors: one file, which is the target itself if it is `alone`.
+    """A step as safetensors: one file, which is the target itself if `alone`.
 
-    Raises `UsageError` for a dtype that the format lacks, and where two names are one.
+    Raises `UsageError` for a dtype that the format lacks, and if two tensors get the same
+    name.
     """
     tensors = _tensors(source, only_model=only_model, strip=strip)
     for name, one in tensors.items():
         if one.tensor.entry.dtype not in NAMES:
             dtype = one.tensor.entry.dtype
             raise UsageError(
-                f"{name} is of dtype {dtype}, which safetensors lack; a file of torch.save, whose "
-                "name ends in .pt, can hold it",
+                f"{name} is of dtype {dtype}, which safetensors do not support; a torch.save file "
+                "(a target that ends in .pt) does",
                 next_command="ckptctl convert --help",
             )
     limit = None if alone else (file_bytes or FILE_BYTES)
@@ -105,15 +106,15 @@ def to_safetensors(
     findings = [*_files_left_out(source)]
     if others:
         named = counted(len(others), "entry", "entries")
-        findings.insert(0, _left_out("", f"{named} that safetensors have no place for", others))
+        findings.insert(0, _left_out("", f"{named} that safetensors cannot hold", others))
     return Export(tuple(files), beside, 0, len(others), tuple(findings))
 
 
 def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) -> Export:
-    """A step as one file of `torch.save`: the nested state, with all values that are plain.
+    """A step as one `torch.save` file: the nested state, with all plain values.
 
-    Raises `UsageError` where key paths contradict each other, `Damage`. Cost: one read
-    for each entry that is no tensor.
+    Raises `UsageError` if key paths contradict each other, and `Damage`. Cost: one read per
+    non-tensor entry.
     """
     tensors = _tensors(source, only_model=only_model, strip="")
     leaves: list[Leaf] = []
@@ -219,7 +220,7 @@ def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, Whole
             name = tensor.entry.fqn.removeprefix(strip)
             if not name or name in tensors:
                 raise UsageError(
-                    f"two tensors would be called {name!r}, or one nothing at all",
+                    f"two tensors would get the name {name!r}, or one an empty name",
                     without=("--strip",) if strip else (),
                 )
             tensors[name] = WholeTensor(name, part, tensor)
@@ -233,19 +234,19 @@ def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, Whole
 
 def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> _SafetensorsFile:
     name = f"model-{number:05}-of-{total:05}{SUFFIX}" if total > 1 else f"model{SUFFIX}"
-    # The format wants larger elements first, so that all are aligned.
+    # The format requires larger elements first, for alignment.
     in_order = sorted(group, key=lambda t: (-DTYPE_SIZES[t.tensor.entry.dtype], t.name))
     entries = [(t.name, t.tensor.entry.dtype, t.tensor.entry.shape, t.n_bytes) for t in in_order]
     return _SafetensorsFile(name, tuple(in_order), header_bytes(entries))
 
 
 def _others(part: SourcePart, only_model: bool) -> Iterator[SourceBytes]:
-    """The selected entries that are no tensors."""
+    """The selected non-tensor entries."""
     return (e for e in part.bytes_entries if not only_model or e.kind == "model")
 
 
 def _files_left_out(source: Source) -> Iterator[Finding]:
-    """The findings for sidecars, which the other formats have no place for."""
+    """Findings for sidecars, which the other formats cannot hold."""
     held = [one.file.path for one in source.files if one.kind is not None]
     if held:
         yield _left_out("", f"{counted(len(held), 'file')} of train state beside the shards", held)

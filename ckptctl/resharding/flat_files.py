@@ -1,8 +1,8 @@
-"""Read a file of `torch.save` as the source of a step.
+"""Read a `torch.save` file as the source of a step.
 
-Its pickle is decoded without running it: tensors become entries whose elements lie in
-the file, plain values become records of their own, and anything else is refused by its
-key. Tensors may share a storage; each is an entry, and the storage is verified once.
+Its pickle is decoded without running it: tensors become entries whose elements lie in the
+file, plain values become records of their own, and everything else is refused by its key.
+Tensors may share a storage; each is an entry, and the storage is verified once.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class FlatFile:
 
 
 def read_flat(store: Store, file: FileInfo, url: str, *, only_model: bool = False) -> FlatFile:
-    """Read all but the elements of a file of `torch.save`.
+    """Read everything but the elements of a `torch.save` file.
 
-    With `only_model` nothing is asked of what else is in it. Raises `Damage` for one
-    that is not what was saved, `UsageError` for one that holds what a step cannot.
-    Cost: three small reads, and two for each storage.
+    With `only_model`, everything else in it is ignored. Raises `Damage` if the content does
+    not match what was saved, `UsageError` if it holds anything that a step cannot. Cost:
+    three small reads, and two per storage.
     """
     whole = ByteRange(file.path, 0, file.size)
     files = _FlatFiles(store, file.path, url)
@@ -106,8 +106,8 @@ def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
     path, length = whole.file, whole.length
     if _bytes(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
         raise UsageError(
-            f"{store.url}/{path} is of the format before torch 1.6, which has no checksums; "
-            "torch.load and torch.save make one of today's"
+            f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
+            "torch.load and torch.save rewrite it"
         )
     directory, _ = read_directory(lambda n: _bytes(store, path, length - n, n), length)
     wanted: list[tuple[int, int]] = []
@@ -244,21 +244,24 @@ def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Membe
     """The member that holds all elements of a tensor."""
     n_elements = prod(stub.shape)
     if stub.dtype not in WRITABLE:
-        raise NotPlain(f"{fqn} is of dtype {stub.dtype}, which cannot be carried over")
+        raise NotPlain(f"{fqn} is of dtype {stub.dtype}, which is not supported")
     member = members.get(_STORAGES + stub.storage_key)
     n_bytes = stub.n_elements_in_storage * DTYPE_SIZES[stub.dtype]
     if member is None or member.size != n_bytes:
-        found = "is not there" if member is None else f"has {member.size:,} bytes"
+        found = "does not exist" if member is None else f"has {member.size:,} bytes"
         raise NotPlain(f"the storage of {fqn}, of {n_bytes:,} bytes, {found}")
     last = stub.storage_offset + sum(
         (size - 1) * stride for size, stride in zip(stub.shape, stub.strides, strict=True)
     )
     if n_elements and last >= stub.n_elements_in_storage:
-        raise NotPlain(f"{fqn} ends behind its storage of {stub.n_elements_in_storage:,} elements")
+        raise NotPlain(
+            f"{fqn} extends past the end of its storage of {stub.n_elements_in_storage:,} elements"
+        )
     repeats = any(n > 1 and s == 0 for n, s in zip(stub.shape, stub.strides, strict=True))
     if n_elements and (repeats or n_elements > stub.n_elements_in_storage):
         raise NotPlain(
-            f"{fqn} is expanded: fewer elements are stored than its shape has; save a copy"
+            f"{fqn} is an expanded view: its storage holds fewer elements than its shape; save a "
+            "copy"
         )
     return member
 

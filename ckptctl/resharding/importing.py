@@ -1,7 +1,7 @@
-"""Make a step of sharded DCP from a file of `torch.save` or a model in safetensors.
+"""Make a step of sharded DCP from a `torch.save` file or a safetensors model.
 
-The step is planned, written, verified, sealed and published as a reshard is.
-`flat_files` and `safetensors_files` read the files; nothing in them runs.
+The step is planned, written, verified, sealed and published like a reshard. `flat_files`
+and `safetensors_files` read the files without running code from them.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class OneFile:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """The step to make: its place, for how many ranks, of what, and how it is written.
+    """The step to create: its place, the number of ranks, its content, and how to write it.
 
-    `anyway` is the same command with `--accept-unverifiable`, for a refusal to name.
+    `anyway` is the same command with `--accept-unverifiable`, for use in refusals.
     """
 
     place: Place
@@ -65,7 +65,7 @@ class Into:
 
 @contextmanager
 def one_file(source: str, storage: StorageOptions) -> Iterator[OneFile | None]:
-    """The file at an address; None if there is none, or it is a folder."""
+    """The file at an address; None if there is none or it is a folder."""
     name = base_name(source)
     if not name or source.endswith("/"):
         yield None
@@ -159,7 +159,7 @@ def _import(
     if not any(part.entries for part in planned.parts):
         asked = "no model" if into.only_model else "no entries"
         raise UsageError(
-            f"{source.url} holds {asked}: there is nothing to make a step of",
+            f"{source.url} holds {asked}, so a step cannot be made",
             without=("--only",) if into.only_model else (),
         )
     name = source.file.path if isinstance(source, OneFile) else source.name
@@ -252,9 +252,7 @@ def _answer(
         what += f" and {counted(n_others, 'value')}"
     taken = "verified at level content, sealed"
     if before.verdict is Verdict.UNVERIFIABLE:
-        taken = (
-            "taken as they are, without verification; from now on the new step's seal verifies them"
-        )
+        taken = "used without verification; the seal of the new step verifies them from now on"
     return Converted(
         source=source.url,
         target=into.place.url,

@@ -82,7 +82,7 @@ def parse_mesh(text: str) -> Mesh:
     for word in text.split(","):
         match = _DIMENSION.fullmatch(word.strip())
         if match is None or not int(match["size"]):
-            raise _no_mesh(text, f"{word!r} is no dimension")
+            raise _no_mesh(text, f"{word!r} is not a dimension")
         if match["name"] not in (*SHARDING, *BY_RULE, *REPLICATING):
             known = ", ".join((*SHARDING, *BY_RULE, *REPLICATING))
             raise _no_mesh(text, f"{match['name']!r} is none of {known}")

@@ -40,7 +40,7 @@ from ckptctl.resharding.sources import (
 )
 
 TINY_BYTES = 1024
-"""A tensor of one chunk and up to this many bytes stays whole: every rank reads it anyway."""
+"""A tensor of one chunk and up to this many bytes stays whole, because every rank reads it."""
 
 
 class PerRank(str, Enum):
@@ -207,7 +207,7 @@ def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
                 f"{source.url}: {counts}, and cannot be resharded for {n_ranks}",
                 next_command="ckptctl explain state.lost",
             )
-        action = "left out" if wanted.per_rank is PerRank.DROP else "carried as it is"
+        action = "left out" if wanted.per_rank is PerRank.DROP else "copied unchanged"
         yield Finding(
             "state.lost",
             kind,

@@ -1,9 +1,9 @@
 """Verify each source record with the checksums of the runs that were copied from it.
 
 The runs of a record, combined in order, must have the checksum that was saved with it.
-Records of which parts were gathered from between others are read whole instead, once.
-The runs of each written file are noted in a journal: a later call with the same plan
-continues from there, another plan has another work folder. Nothing else reads these files.
+Records whose parts were not copied in runs are read whole instead, once. The runs of each
+written file are recorded in a journal: a later call with the same plan continues from
+there, and another plan uses another work folder. Nothing else reads these files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def prove(
     *,
     only: Iterable[str] | None = None,
 ) -> int:
-    """Verify the records of a part's tensors; returns how many bytes were read for it.
+    """Verify the records of a part's tensors; returns how many bytes this read.
 
     `pieces` are those of all target files; `only` are the FQNs that were copied. Raises
-    `Damage`. Records without a checksum are skipped; the caller has decided that before.
+    `Damage`. Records without a checksum are skipped; the caller has allowed that.
     """
     files.check_unchanged()
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
@@ -108,7 +108,7 @@ def note(
 
 
 def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
-    """The runs that went into a written file; None if it is not recorded."""
+    """The runs in a written file; None if it is not recorded."""
     try:
         document = read_json(store, entry_path(identity, name, path), max_bytes=MAX_BYTES)
         if not isinstance(document, dict):

@@ -1,9 +1,9 @@
 """Open the source's records, and read slices of their tensors.
 
-A record is opened once. Row-major records are read by ranges; transposed and
-compressed ones are held in memory while they are read. The value of an entry that is no
-tensor is read whole, and its pickle is decoded without running it: numbers, strings,
-bytes, dtypes and containers of them can be written again.
+A record is opened once. Row-major records are read by ranges; transposed and compressed
+ones are held in memory while they are read. A non-tensor entry is read whole, and its
+pickle is decoded without running it: numbers, strings, bytes, dtypes and containers of them
+can be written again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_VALUE_BYTES = 64 << 20
 
 
 class Damage(Exception):
-    """The source is not what was saved; `finding` names the place and the difference."""
+    """The source does not match what was saved; `finding` names the place and the difference."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -54,9 +54,9 @@ class Damage(Exception):
 class Opened(NamedTuple):
     """A tensor's record: its elements begin at `start` of the file and take `n_bytes`.
 
-    `crc` is their checksum, None if they have none. `first` is the
-    byte of the first element, `strides` are in bytes; `held` are the elements of a
-    record that cannot be read by ranges.
+    `crc` is their checksum, None if they have none. `first` is the byte of the first
+    element, `strides` are in bytes; `held` are the elements of a record that cannot be read
+    by ranges.
     """
 
     start: int
@@ -69,7 +69,7 @@ class Opened(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a record that were copied as they lie, and their CRC-32.
+    """Bytes of a record that were copied unchanged, and their CRC-32.
 
     `start` is where the record begins in its file, `at` and `length` are bytes of its
     elements.

@@ -58,9 +58,9 @@ class Reshard:
     n_bytes: int
     """Bytes of the new step, without metadata and seal."""
     shares: tuple[RankShare, ...]
-    """What each shard file holds, by part and rank."""
+    """The content of each shard file, by part and rank."""
     findings: tuple[Finding, ...]
-    """Remarks on what is copied and what is not."""
+    """Notes on what is copied and what is not."""
     report: Report
     """The report of the source."""
     continued: int
@@ -143,13 +143,13 @@ class Converted:
     n_tensors: int
     """Tensors that were written."""
     n_left_out: int
-    """Entries for which the format has no place."""
+    """Entries that the format cannot hold."""
     n_files: int
     """Files that were written, without index and seal."""
     n_bytes: int
     """Bytes of those files."""
     findings: tuple[Finding, ...]
-    """Remarks on what is not converted."""
+    """Notes on what is not converted."""
     report: Report
     """The report of the source; null where it is not a step."""
     message: str

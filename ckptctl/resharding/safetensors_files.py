@@ -76,8 +76,8 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
         return None
     if len(indexes) > 1:
         raise UsageError(
-            f"{url} holds {len(indexes)} indexes, {' and '.join(sorted(indexes)[:2])}: each is a "
-            "model of its own; name the one that is meant instead of the folder"
+            f"{url} holds {len(indexes)} indexes, {' and '.join(sorted(indexes)[:2])}: each "
+            "describes a separate model; give the path of one of them instead of the folder"
         )
     path = f"{folder}/{indexes[0]}" if folder else indexes[0]
     return frozenset(parse_index(store.read(path, limit=MAX_HEADER)).values())
@@ -114,9 +114,9 @@ class _Files(SourceFiles):
                     Finding(
                         "step.changed",
                         where,
-                        f"{where} is not the file that it was when the copy began",
-                        expected=f"{file.size:,} bytes, as they were",
-                        found="no file" if now is None else f"{now.size:,} bytes, written again",
+                        f"{where} changed after the copy began",
+                        expected=f"{file.size:,} bytes, unchanged",
+                        found="no file" if now is None else f"{now.size:,} bytes, rewritten",
                         next_command="ckptctl explain step.changed",
                     )
                 )
@@ -137,7 +137,7 @@ def _part(
         first = held[0][0]
         dtype = _DTYPES.get(first.dtype)
         if dtype is None:
-            raise UsageError(f"{name} is of dtype {first.dtype}, of which torch has no tensors")
+            raise UsageError(f"{name} is of dtype {first.dtype}, which torch does not support")
         ends = [map(sum, zip(box.offsets, box.shape, strict=True)) for box, _ in held]
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
@@ -165,6 +165,6 @@ def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, .
     Raises `RecordUnreadable` for an index that is damaged.
     """
     if index.size > MAX_HEADER:
-        raise RecordUnreadable(f"{url} takes {index.size:,} bytes, which is no index")
+        raise RecordUnreadable(f"{url} takes {index.size:,} bytes, which is too large for an index")
     named = {*parse_index(store.read(index.path, limit=MAX_HEADER)).values()}
     return tuple(file for file in store.list_dir() if file.path in named or file.path == index.path)

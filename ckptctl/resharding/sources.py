@@ -172,7 +172,7 @@ def check_format(looked: Inspection) -> None:
         if PartFormat.SAFETENSORS in formats:
             words = ["ckptctl", "convert", url, f"{url}-dcp", "--accept-unverifiable"]
         raise UsageError(
-            f"{url} holds {formats[0].value}, and no sharded DCP", next_command=shlex.join(words)
+            f"{url} holds {formats[0].value}, not sharded DCP", next_command=shlex.join(words)
         )
 
 
@@ -234,7 +234,7 @@ def _tensor(entries: Sequence[TensorEntry], kind: str, rank: str | None) -> Sour
             sizes, record = chunks.sizes_of(number), chunks.byte_range_of(number)
             if record is None or (0 in sizes and not is_empty):
                 continue
-            # Ranks that saved metadata of their own each list what is replicated.
+            # Ranks that saved their own metadata each list the replicated entries.
             offsets = chunks.offsets_of(number)
             held.setdefault(offsets, SourceChunk(TensorSlice(offsets, sizes), record))
     in_order = sorted(held.values(), key=lambda chunk: chunk.elements.offsets)
@@ -253,6 +253,8 @@ def _files(looked: Inspection) -> Iterator[RankFile]:
         if folder in dcp and (ours or shard_rank(name) is not None or name.endswith(".distcp")):
             continue
         if file.kind != "file":
-            raise UsageError(f"{step.url}: {file.path} is a link or no regular file; not followed")
+            raise UsageError(
+                f"{step.url}: {file.path} is a link or not a regular file, and is not copied"
+            )
         kind = kind_of_file(step.layout, file.path)
         yield RankFile(file, kind.names[0] if kind else None, kind.rank if kind else None)

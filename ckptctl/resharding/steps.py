@@ -1,7 +1,7 @@
 """Reshard a step for another world size: `plan_reshard` and `reshard`.
 
-Finds and inspects the step, plans the new one, and writes it if asked to; each of
-these is a module of its own.
+Finds and inspects the step, plans the new one, and writes it if requested; other modules do
+each of these.
 """
 
 from __future__ import annotations
@@ -150,27 +150,28 @@ def _asked(
     named = [name for name, value in given.items() if value is not None]
     if like is not None and (len(named) > 1 or shard):
         raise UsageError(
-            "--like takes the whole layout of a step; give it alone",
+            "--like defines the whole layout; do not combine it with other layout options",
             without=("--world-size", "--mesh", "--shard"),
         )
     if not named:
         raise UsageError(
-            "for how many ranks? give --world-size N, --mesh dp=4,tp=2 or --like STEP",
+            "the layout of the new step is missing; give --world-size N, --mesh dp=4,tp=2 or "
+            "--like STEP",
             instead="--world-size 8",
         )
     try:
         action = PerRank(per_rank)
     except ValueError:
         words = ", ".join(one.value for one in PerRank)
-        raise UsageError(f"--per-rank {per_rank!r} is none of {words}") from None
+        raise UsageError(f"--per-rank {per_rank!r} is not one of {words}") from None
     if like is not None:
         return _Asked(None, like, action, only_model)
     if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size is {world_size}; a job has at least 1 rank")
+        raise UsageError(f"--world-size is {world_size}; at least 1 is required")
     arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
     if world_size is not None and arranged.world_size != world_size:
         raise UsageError(
-            f"--mesh {mesh} has {arranged.world_size} ranks, --world-size says {world_size}",
+            f"--mesh {mesh} has {arranged.world_size} ranks, but --world-size is {world_size}",
             without=("--world-size",),
         )
     wanted = Wanted(arranged, parse_rules(shard), None, action, only_model)
@@ -240,8 +241,8 @@ def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | Non
     number = found.named.number
     better = join_url(parent_url(place.url), base_name(found.url))
     raise UsageError(
-        f"{place.url} is a name for step {named.number}, and {found.url} is step {number}: under "
-        f"that name pick would take it for step {named.number}; name it {better}",
+        f"{place.url} is a name for step {named.number}, and {found.url} is step {number}: pick "
+        f"would treat it as step {named.number}; name it {better}",
         instead_of=given,
         instead=better,
     )
@@ -289,7 +290,7 @@ def target_place(target: str, storage: StorageOptions) -> Iterator[Place]:
     if named.name is None:
         path = join_url(named.root, "step_1200")
         raise UsageError(
-            f"{target}: the new step is named by its path, as {path}",
+            f"{target}: give the new step as a path, such as {path}",
             instead_of=target,
             instead=path,
         )

@@ -1,7 +1,7 @@
-"""A store that shows a step with the metadata that is yet to be written.
+"""A store that shows a step with metadata that is not written yet.
 
-Object stores have no rename: the metadata completes a step, and is written last. To
-inspect the step before that, its store is shown with the metadata in it.
+Object stores have no rename: the metadata completes a step and is written last. To inspect
+the step before that, its store is shown with the metadata in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write files that hold whole tensors, verified, or none at all.
 
-Each file is streamed once, in order: elements are read by ranges, and every source
-record is verified before the file ends. The file is then read again, and on a file
-system a rename publishes the result. `exporting` produces the bytes around the elements.
+Each file is streamed once, in order: elements are read by ranges, and every source record
+is verified before the file ends. The file is then read again, and on a file system a rename
+publishes the result. `exporting` produces the bytes around the elements.
 """
 
 from __future__ import annotations
@@ -79,16 +79,15 @@ def write_whole(
 ) -> None:
     """Write, verify, read again, publish.
 
-    `beside` are small files that are put last, `files` the records of each part by its
-    path. Raises `Damage` where the source is not what was saved, `UsageError` where
-    something is at the place already, `StorageError`.
+    `beside` are small files that are written last, `files` the records of each part by its
+    path. Raises `Damage` if the source does not match what was saved, `UsageError` if the
+    target exists, `StorageError`.
     """
     store = place.store
     with suppress(PathNotFound):
         list_step(store, place.name)
         raise UsageError(
-            f"{place.url} exists already, and nothing is replaced; remove it, or choose another "
-            "name",
+            f"{place.url} already exists; remove it or choose another name",
             next_command=f"ckptctl show {shlex.quote(place.url)}",
         )
     n_bytes = sum(file.n_bytes for file in planned)
@@ -134,10 +133,10 @@ class _Work:
         read_runs(self._place.store, runs, limits)
         for copy, run in zip(copies, runs, strict=True):
             if run.crc != copy.crc:
-                end = "nothing was published" if self._place.is_moved else "remove what is there"
+                end = "nothing was published" if self._place.is_moved else "remove its leftovers"
                 named = copy.file.name or self._place.name
                 raise StorageUnavailable(
-                    f"{self._place.url}: {named} reads other bytes than were written; {end}"
+                    f"{self._place.url}: {named} does not read back as written; {end}"
                 )
 
     def publish(self) -> None:
@@ -182,7 +181,7 @@ class _Copy:
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file in order; each piece is overwritten by the next.
 
-        Raises `Damage` before the last of them where the source is not what was saved.
+        Raises `Damage` before the last piece if the source does not match what was saved.
         """
         from zlib_ng.zlib_ng import crc32, crc32_combine
 

@@ -21,7 +21,7 @@ from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.objects import PART_BYTES
 
 DEFAULT_MEMORY = 256 << 20
-"""Bytes that a reshard may take, unless the caller says otherwise."""
+"""The default memory limit of a reshard, in bytes."""
 
 MIN_MEMORY = 96 << 20
 """The smallest memory limit, in bytes: the interpreter and the plan take up half of it."""
@@ -46,9 +46,9 @@ class Budget:
 
 
 def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Budget:
-    """The threads and buffers that `memory` bytes allow; raises `UsageError` for too little.
+    """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
 
-    An upload holds a few parts besides.
+    An upload holds a few more parts.
     """
     if memory < MIN_MEMORY:
         raise UsageError(

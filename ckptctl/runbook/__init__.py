@@ -1,1 +1,1 @@
-"""Runbooks that run: documents in Markdown whose command blocks and tables are the procedure."""
+"""Executable runbooks: Markdown documents whose command blocks and tables are the procedure."""

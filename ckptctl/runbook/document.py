@@ -1,9 +1,9 @@
 """Parse a runbook page: its inputs, its state diagram, its command blocks and their tables.
 
-A runbook is a page of Markdown for people. The engine reads three things in it and
-nothing else: the table of inputs, the state diagram, and below the heading of each
-state its named command blocks, each followed by a table that gives the state after
-each exit code. `linting` checks whether the page is sound; `engine` runs it.
+A runbook is a page of Markdown for people. The engine uses three parts of it: the table of
+inputs, the state diagram, and below the heading of each state its named command blocks,
+each followed by a table that maps exit codes to the next state. `linting` checks whether
+the page is sound; `engine` runs it.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ Value = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value that the operator gives. `default` is None without one."""
+    """A value that the operator gives; `default` is None if there is none."""
 
     name: str
-    """Its name in commands."""
+    """The name in commands."""
     is_list: bool
-    """It is a list: an array in the shell of the blocks."""
+    """Whether it is a list: an array in the shell of the blocks."""
     meaning: str
-    """What it is."""
+    """The description."""
     required: bool
-    """A run cannot begin without it."""
+    """Whether a run requires it."""
     default: str | None
-    """Its value where none is given."""
+    """The value if none is given."""
     otherwise: str
-    """What a run does without it."""
+    """What a run does without a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row below a block: how it ended, and where that leads.
+    """One row of a block's table: how the command ended, and what follows.
 
     `first` and `last` bound the exit code; `event` is `not run`, `too often`, `dry run` or
-    `other` in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the exit
-    code that a stop states, None where it is the block's own, and `leads` the runbook that
-    comes next.
+    `other` in rows without one. `then` is `next`, `done`, `stop` or a state; `code` is the
+    exit code that a stop states, None for the block's own, and `leads` is the runbook to
+    run next.
     """
 
     first: int | None
@@ -91,7 +91,7 @@ class Outcome:
     because: str
 
     def matches(self, exit_code: int, said: str) -> bool:
-        """Whether a command that ended so is meant."""
+        """Whether this row applies to a command that ended so."""
         if self.event:
             return self.event == "other"
         inside = self.first is not None and self.first <= exit_code <= (self.last or self.first)
@@ -100,15 +100,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One named command block: what bash runs, and what follows.
+    """One named command block: a bash script and its table of outcomes.
 
-    `changes` says that it changes something, so that a person is asked first; with `attended`
-    `--yes` does not agree to it; with `repeats` it may run again, so that its end in a record
-    that was found is not believed. `decides` names an input in which a person states a decision:
-    it runs once that input is given. It is not run unless every input of `needs` is given;
-    those of `runs` are commands that it hands to a program.
-    `sets` takes the last line that it prints on standard output, or all lines where it names a
-    list. It runs at most `at_most` times in one run, 0 for as often as it comes.
+    `changes` marks a block that changes something: the operator is asked first. With
+    `attended`, `--yes` does not confirm it. With `repeats`, it may run again, so a recorded
+    end is not relied on. `decides` names an input that states a person's decision: the
+    block runs once that input is given. The block does not run unless every input of
+    `needs` is given; `runs` names inputs that it passes to a program as commands. `sets`
+    takes the last line of standard output, or all lines if it names a list. The block runs
+    at most `at_most` times in one run; 0 means no limit.
     """
 
     name: str
@@ -126,11 +126,11 @@ class Block:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """The inputs that it runs as commands: NAME of each `eval "$NAME"`, and `runs`."""
+        """The inputs that the block runs as commands: NAME of each `eval "$NAME"`, and `runs`."""
         return (*_EVALUATED.findall(self.code), *self.runs)
 
     def outcome(self, exit_code: int, said: str) -> Outcome | None:
-        """The first row that is meant by this end; None where the table has none."""
+        """The first row that applies to this end; None if no row does."""
         return next((row for row in self.outcomes if row.matches(exit_code, said)), None)
 
     def on(self, event: str) -> Outcome | None:
@@ -140,7 +140,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One box of the diagram: what it is for, in the words of the page, and its blocks."""
+    """One state of the diagram: its description from the page, and its blocks."""
 
     name: str
     about: str
@@ -158,9 +158,9 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Runbook:
-    """A page that can be run. `start` is the state where it begins; `text` is the page.
+    """A page that can be run: `start` is its first state, `text` the page.
 
-    `called` is what a command calls it: its name, or its file where that is the reader's own.
+    `called` is how a command refers to it: its name, or its file if it belongs to the user.
     """
 
     name: str
@@ -237,7 +237,7 @@ def parse(text: str, file: str) -> Runbook:
 
 
 def used_names(code: str) -> list[str]:
-    """The names of the variables in a command, in their order."""
+    """The names of the variables in a command, in order of use."""
     return _VARIABLE.findall(code)
 
 
@@ -330,8 +330,8 @@ class _Reader:
         if sum(kind in given for kind in ("reads", "changes", "decides")) != 1:
             raise self.error(
                 number,
-                "a block says `reads`, `changes` where it changes anything, or `decides=NAME` "
-                "where a person decides",
+                "a block needs `reads`, `changes` if it changes anything, or `decides=NAME` if a "
+                "person decides",
             )
         at_most = given.get("at-most", "0")
         if not at_most.isdecimal():
@@ -358,7 +358,8 @@ class _Reader:
         if len(words) > 3 or (code and (word != STOP or not code.isdecimal())):
             raise self.error(
                 number,
-                f"then is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` or a state: {then}",
+                "the next step is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` or a state: "
+                f"{then}",
             )
         codes = _CODES.fullmatch(ends)
         if codes is None and ends not in _EVENTS:
@@ -379,7 +380,7 @@ class _Reader:
         )
 
     def _table(self, body: _Body, head: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-        """The rows of the next table, which must have these columns."""
+        """The rows of the next table, which must have the columns `head`."""
         rows = [(number, text) for number, text in _until_fence(body) if text.startswith("|")]
         if not rows:
             raise self.error(body[0][0] if body else 1, f"a table is missing: {' | '.join(head)}")
@@ -400,11 +401,11 @@ def _until_fence(body: _Body) -> Iterator[tuple[int, str]]:
 
 
 def _cells(row: str) -> list[str]:
-    r"""The cells of a table's row; `\\|` is no border."""
+    r"""The cells of a table row; `\\|` does not separate cells."""
     parts = re.split(r"(?<!\\)\|", row.strip().strip("|"))
     return [part.replace(r"\|", "|").strip() for part in parts]
 
 
 def _prose(body: _Body) -> str:
-    """The words of a section before its first block."""
+    """The text of a section before its first block."""
     return "\n".join(text for _, text in _until_fence(body)).strip()

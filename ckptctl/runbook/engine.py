@@ -1,14 +1,13 @@
-"""Run a runbook: a state machine over the page that goes where its tables say.
+"""Run a runbook: a state machine that follows the tables of the page.
 
-The place of a run is computed from its recorded events, so that a run that was
-interrupted continues where it was. How a command runs is in `executing`; how the
-operator is informed and asked is the caller's `Talk`.
+The position of a run is computed from its recorded events, so that an interrupted run
+continues where it stopped. `executing` runs commands; the caller's `Talk` informs and asks
+the operator.
 
-What a record supplies is outside data: whoever can write to the root can write
-one. Of its values only the inputs that the page declares and the names that its
-blocks set are used. A command that is an input (`eval "$RESUME"`) is confirmed by
-a person before it runs with any value of a record, and what blocks set is
-determined again before such a command uses it.
+A record is untrusted: whoever can write to the root can write one. Only values of inputs
+that the page declares, and of names that its blocks set, are used. An operator confirms a
+command that is an input (`eval "$RESUME"`) before it runs with a recorded value, and what
+blocks set is determined again before such a command uses it.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ _ASSUMED = "dry run"
 _LEFT = "left"
 
 MAX_BLOCKS = 200
-"""A run that goes round in circles longer than this is stopped."""
+"""A run that has executed more blocks than this is stopped."""
 
 EXIT_DO_NOT_RESTART = 93
 
 _STEP_HOLDS = (0, 31, 32)
-"""Ends of a run in which the chosen step was verified, and nothing speaks against it."""
+"""Exit codes of a run after which the chosen step remains verified."""
 
 
 class NoTerminal(UsageError):
-    """A decision is needed, and nobody is there who could make it."""
+    """A decision is needed, but no terminal is attached."""
 
     code = "runbook.nobody-to-ask"
 
@@ -64,27 +63,27 @@ class Talk(Protocol):
 
     @property
     def assumes(self) -> bool:
-        """A dry run: what a person would decide is taken as the page expects it."""
+        """Whether this is a dry run, which assumes the decisions that the page expects."""
         ...
 
     @property
     def repeated(self) -> Sequence[str]:
-        """The options of the call that a next command needs again."""
+        """The options of this call that a next command must repeat."""
         ...
 
     @property
     def columns(self) -> int | None:
-        """How wide the blocks may write; None where nobody knows."""
+        """The width of a block's output; None if unknown."""
         ...
 
     def told(self, text: str) -> None:
-        """A fact about the run that belongs to no block."""
+        """Report a fact about the run that belongs to no block."""
         ...
 
     def continues(self, run: str, begun: str) -> bool | None:
-        """Whether the unfinished run that was found is continued; None to leave.
+        """Whether to continue the unfinished run that was found; None to leave.
 
-        False begins another run. Raises `NoTerminal`.
+        False starts a new run. Raises `NoTerminal`.
         """
         ...
 
@@ -101,21 +100,21 @@ class Talk(Protocol):
         ...
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
-        """A block came to an end, or was not run (`ended` is None), and this follows."""
+        """A block ended or was not run (`ended` is None); `outcome` follows."""
         ...
 
     def decided(self, block: Block, decision: Input) -> str | None:
-        """What a person decides in a block that decides; empty for no, None to leave the run here.
+        """The person's decision for a block that needs one; empty for no, None to leave the run.
 
         Raises `NoTerminal`.
         """
         ...
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
-        """Whether the block, just shown, may change something; None to leave the run here.
+        """Whether the block that was just shown may change something; None to leave the run.
 
-        `again` says that the command was begun before and its end is unknown. `found` are the
-        names whose values come from a record that was found and not from this call. Raises
+        `again` means that the command was started before and its end is unknown. `found`
+        are the names whose values come from an existing record, not from this call. Raises
         `NoTerminal`.
         """
         ...
@@ -123,13 +122,13 @@ class Talk(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """Where a run is: the next block, and the values by now.
+    """The position of a run: the next block, and the current values.
 
-    `found` are the names whose values come from events that were found, and were neither
-    given nor determined again since. `begun` are the blocks that started and whose end is not
-    known. `after_change` is the place behind the last block that may change something, with
-    `times` as it was there: a record that was found is believed up to that place. `repeats`
-    is the state and the name of the first block whose end in a record is never believed.
+    `found` are the names whose values come from recorded events and were neither given nor
+    determined again since. `begun` are the blocks that started and whose end is unknown.
+    `after_change` is the position after the last block that may change something, with
+    `times` as it was there: an existing record is relied on up to that position. `repeats`
+    is the state and name of the first block whose recorded end is never relied on.
     """
 
     state: str
@@ -147,11 +146,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How a run was left: with this exit code, or in the middle where `over` is not set.
+    """How a run ended: with this exit code, or unfinished if `over` is not set.
 
-    `step` is the step that it chose, unless it ended with another code than one of
-    `_STEP_HOLDS`. `leads` is the runbook that comes next, `missing` are the inputs that the
-    last block needed, and `undecided` says that a decision was not made.
+    `step` is the chosen step, unless the run ended with a code outside `_STEP_HOLDS`.
+    `leads` is the runbook to run next, `missing` are the inputs that the last block needed,
+    and `undecided` means that a decision was not made.
     """
 
     exit_code: int
@@ -168,11 +167,11 @@ class Left:
 def place_of(
     book: Runbook, events: Sequence[Event], n_found: int, *, attended: bool = True
 ) -> Place:
-    """Where the run with these events is; a run that stopped is at the block where it did.
+    """The position of a run with these events; a stopped run is at the block where it stopped.
 
-    The first `n_found` events were found, the others are of this call; `attended` says that a
-    person has confirmed that they continue them. Raises `RecordUnreadable` for events that do
-    not follow the page.
+    The first `n_found` events existed before this call; `attended` means that a person
+    confirmed continuing them. Raises `RecordUnreadable` for events that do not match the
+    page.
     """
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
     place = Place(book.start, variables=dict(defaults), after_change=(book.start, 0, {}))
@@ -181,15 +180,15 @@ def place_of(
             _apply(book, place, event, found=number < n_found, attended=attended)
         except (_OffThePage, UsageError) as error:
             raise RecordUnreadable(
-                f"event {number + 1} of the run does not follow the page of {book.name}: {error}; "
-                "--new starts another run"
+                f"event {number + 1} of the run does not match the page of {book.name}: {error}; "
+                "--new starts a new run"
             ) from error
     _drop_foreign_addresses(book, place)
     return place
 
 
 def _drop_foreign_addresses(book: Runbook, place: Place) -> None:
-    """Forget an address that a block of a record set, unless it is below a root given now."""
+    """Forget an address that a recorded block set, unless it is below a root given in this call."""
     given = [value for name, value in place.variables.items() if name not in place.found]
     items = [item for value in given for item in ((value,) if isinstance(value, str) else value)]
     roots = [_absolute(item) + "/" for item in items if item]
@@ -209,7 +208,7 @@ def _absolute(address: str) -> str:
 
 
 class _OffThePage(Exception):
-    """An event that the page does not allow there."""
+    """An event that the page does not allow at this position."""
 
 
 def _apply(
@@ -238,7 +237,7 @@ def _apply(
 
 
 def _take_inputs(book: Runbook, place: Place, event: Event, *, found: bool) -> None:
-    """Take the inputs that the page declares, and no other name."""
+    """Take the inputs that the page declares, and no others."""
     given = event["inputs"]
     for each in book.inputs:
         value = given.get(each.name) if isinstance(given, Mapping) else None
@@ -248,10 +247,10 @@ def _take_inputs(book: Runbook, place: Place, event: Event, *, found: bool) -> N
             raise _OffThePage(f"the input {each.name} is {'no' if each.is_list else 'a'} list")
         items = (value,) if isinstance(value, str) else tuple(value)
         if found and each.name not in book.commands and not all(map(is_argument, items)):
-            raise _OffThePage(f"the input {each.name} cannot be an argument")
+            raise _OffThePage(f"the input {each.name} is not a valid argument")
         place.variables[each.name] = items if each.is_list else items[0]
         place.found.discard(each.name)
-        # The default is the page's own, whoever wrote it down.
+        # A default always comes from the page, never from the record.
         if found and value != each.default:
             place.found.add(each.name)
 
@@ -276,9 +275,10 @@ def _take_end(book: Runbook, place: Place, event: Event, *, found: bool) -> None
 
 
 def is_argument(value: str) -> bool:
-    """Whether a text can be an argument: no option, nothing unprintable, of bounded length.
+    """Whether a text is a valid argument: no option, printable, of bounded length.
 
-    Bytes of a file name that are not UTF-8 are allowed, as Python holds them in a text.
+    Bytes of a file name that are not UTF-8 are allowed, as Python represents them in a
+    `str`.
     """
     try:
         text = os.fsencode(value).decode("utf-8", "ignore")
@@ -288,7 +288,7 @@ def is_argument(value: str) -> bool:
 
 
 def _take_back(book: Runbook, place: Place, event: Event) -> None:
-    """Go back to a state, and to a block in it: what follows is done again."""
+    """Return to a state and a block in it; all that follows is repeated."""
     _go(book, place, str(event["state"]))
     blocks = [block.name for block in book.state(place.state).blocks]
     name = event.get("block")
@@ -319,12 +319,12 @@ def proceed(
     *,
     n_found: int = 0,
 ) -> Left:
-    """Run the blocks from where the run is, until it is over or left.
+    """Run the blocks from the current position until the run ends or is left.
 
-    `handed_on` are variables for the commands that are not recorded (addresses and
-    credentials of a storage); the first `n_found` events were found under the root. Every
-    block is recorded before and after it runs. Raises `NoTerminal`, `TakenOver`,
-    `RecordUnreadable`, and whatever the storage of the record raises.
+    `handed_on` are unrecorded variables for the commands (addresses and credentials of a
+    storage); the first `n_found` events were found under the root. Every block is recorded
+    before and after it runs. Raises `NoTerminal`, `TakenOver`, `RecordUnreadable`, and
+    storage errors of the record.
     """
     place = place_of(book, record.events, n_found, attended=talk.attended)
     if n_found:
@@ -352,15 +352,16 @@ def proceed(
         if not _step(book, place, record, talk, handed_on):
             return left_by_reader(place, talk)
     raise CkptctlError(
-        f"the runbook {book.name} ran {MAX_BLOCKS} blocks without an end; it goes in a circle"
+        f"the runbook {book.name} ran {MAX_BLOCKS} blocks without reaching an end, so its tables "
+        "form a loop"
     )
 
 
 def left_by_reader(place: Place, talk: Talk) -> Left:
-    """How a run is left that its operator leaves in the middle."""
+    """The result of a run that its operator leaves unfinished."""
     step = _step_of(place, talk)
     return Left(
-        EXIT_DO_NOT_RESTART, False, "left by its reader", place.state, step, place.variables
+        EXIT_DO_NOT_RESTART, False, "left by the operator", place.state, step, place.variables
     )
 
 
@@ -373,43 +374,43 @@ def _undecided(place: Place, block: Block) -> bool:
 
 
 def _step_of(place: Place, talk: Talk) -> str | None:
-    """The step that was chosen; in a record it is none where nobody can see where it is from."""
+    """The chosen step; None if it comes from a record and cannot be confirmed."""
     step = place.variables.get("STEP")
     is_found = "STEP" in place.found and not talk.attended
     return step if isinstance(step, str) and step and not is_found else None
 
 
 def _read_again(book: Runbook, place: Place, record: Record, talk: Talk) -> None:
-    """Go back behind the last change of a run that was found, where nobody can be asked.
+    """Return to the position after the last change of an existing run, if nobody can be asked.
 
-    Whoever can write to the root can write that a step was verified, or that the loss
-    continues. What only reads is therefore read again, so that an end with 0 is proven by
-    this call.
+    Whoever can write to the root can write that a step was verified or that the loss
+    continues. Blocks that only read are therefore run again, so that this call itself
+    proves an exit code of 0.
     """
     state, number, _ = place.after_change
     if (place.state, place.block) == (state, number):
         return
     if talk.attended and place.repeats is not None:
         state, name = place.repeats
-        because = f"{name} is run again, whatever the record says of its end"
+        because = f"{name} is run again, because its recorded end is not relied on"
         talk.told(f"back to {state}: {because}")
         event = record.add("back", state=state, block=name, because=because)
         _apply(book, place, event, found=False)
         return
     if talk.attended:
-        talk.told(f"continued in {place.state}; what was read before is as the record gives it")
+        talk.told(f"continued in {place.state}; earlier results are taken from the record")
         return
     block = book.state(state).blocks[number]
-    because = "what the record gives as read is read again"
+    because = "results in the record are determined again"
     talk.told(f"back to {state}: {because}")
     event = record.add("back", state=state, block=block.name, because=because)
     _apply(book, place, event, found=False)
 
 
 def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:
-    """Go back to where a value is determined that a command of the next block would take.
+    """Return to where a value is determined that a command of the next block would use.
 
-    A step that a record names is not handed to a command: it is chosen and checked again.
+    A step that a record names is not passed to a command: it is chosen and checked again.
     """
     block = _block(book, place)
     if not block.commands or set(_missing(place, block)) - place.found:
@@ -428,7 +429,7 @@ def _went_back(book: Runbook, place: Place, record: Record, talk: Talk) -> bool:
 def _step(
     book: Runbook, place: Place, record: Record, talk: Talk, handed_on: Mapping[str, str]
 ) -> bool:
-    """Run the next block, or find that it is not to be; False where the reader leaves."""
+    """Run the next block, or decide that it is not to be run; False if the operator leaves."""
     block = _block(book, place)
     event = _kept_from(place, block)
     talk.about_to(block, _values(book, place, block, record))
@@ -450,7 +451,7 @@ def _step(
         outcome = block.on(event) or _assumed(block, event)
     if outcome is None:
         raise UsageError(
-            f"the runbook {book.name} does not say what follows when {block.name!r} "
+            f"the runbook {book.name} does not define what follows when {block.name!r} "
             f"{f'ends with {ended.exit_code}' if ended else f'is {event}'}"
         )
     talk.ended(block, outcome, ended)
@@ -465,9 +466,9 @@ def _step(
 
 
 def _decided(book: Runbook, place: Place, block: Block, record: Record, talk: Talk) -> str | None:
-    """Have a decision made, and recorded; why the block is not to run where there is none.
+    """Ask for a decision and record it; the reason not to run the block if there is none.
 
-    A decision in a record that was found holds only where a person can see that it was made.
+    A recorded decision counts only if a person can review it.
     """
     name = block.decides or ""
     decision = book.input(name)
@@ -485,13 +486,13 @@ def _decided(book: Runbook, place: Place, block: Block, record: Record, talk: Ta
 
 
 def who() -> str:
-    """Who runs this process, and where."""
+    """The user and host of this process."""
     me = myself()
     return f"{me.by}@{me.host}"
 
 
 def _assumed(block: Block, event: str) -> Outcome | None:
-    """What follows in a dry run: decisions as the page expects them, and no change."""
+    """What follows in a dry run: decisions as the page expects them, and no changes."""
     if event != _ASSUMED:
         return None
     return block.outcomes[0] if block.attended or block.decides else block.on("not run")
@@ -505,7 +506,7 @@ def _found_names(book: Runbook, place: Place, block: Block, record: Record) -> t
 
 
 def _kept_from(place: Place, block: Block) -> str | None:
-    """Why a block is not to run, if there is a reason."""
+    """The reason not to run a block, if there is one."""
     if _missing(place, block):
         return "not run"
     if block.at_most and place.times.get(block.name, 0) >= block.at_most:
@@ -527,9 +528,9 @@ def _run(
 
 
 def _variables(book: Runbook, place: Place, record: Record) -> dict[str, Value]:
-    """The values of the names of the page; empty where nothing was given.
+    """The values of the page's names; empty if none was given.
 
-    A variable of the same name in the operator's environment does not come in.
+    A variable of the same name in the operator's environment is ignored.
     """
     names: dict[str, Value] = dict.fromkeys(book.variables, "")
     names |= dict.fromkeys(book.lists, ())
@@ -537,7 +538,7 @@ def _variables(book: Runbook, place: Place, record: Record) -> dict[str, Value]:
 
 
 def _values(book: Runbook, place: Place, block: Block, record: Record) -> dict[str, Value]:
-    """The values of the names that a block uses, and of those in these values."""
+    """The values of the names that a block uses, directly or through other values."""
     variables = _variables(book, place, record)
     found: dict[str, Value] = {}
     left = [*used_names(block.code), *block.needs]
@@ -578,7 +579,7 @@ def _record(
 
 
 def _exit_code(outcome: Outcome, ended: Ended | None) -> int:
-    """What a stop says, or else what the command said."""
+    """The exit code that a stop states, else that of the command."""
     if outcome.code is not None:
         return outcome.code
     return ended.exit_code if ended is not None else EXIT_DO_NOT_RESTART

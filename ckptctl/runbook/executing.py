@@ -1,8 +1,7 @@
-"""Run the command of a block in bash and keep what it printed.
+"""Run the command of a block in bash and keep its output.
 
-Bash runs in a session of its own: a job that it leaves in the background outlives
-the runbook and the terminal. Lines are shown as they come, and the last of them
-are kept for the transcript.
+Bash runs in its own session: a background job that it starts outlives the runbook and the
+terminal. Lines are shown as they arrive, and the last ones are kept for the transcript.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MAX_LINE = 4000
 _MAX_FILE_BYTES = 2 << 20
 _GRACE_S = 5.0
 
-# The ckptctl that runs the runbook is the one that its blocks call. `-m` would import
+# Blocks call the same ckptctl that runs the runbook. `-m` would import
 # modules from the current folder first, which may be a checkpoint root.
 _PRELUDE = """set -uo pipefail
 ckptctl() {
@@ -46,18 +45,18 @@ sys.exit(main())' "$@"
 _HANDED_ON = frozenset(
     f"CKPTCTL_{name}"
     for name in (
-        # how the storage and the steps in it are found
+        # where the storage and its steps are
         *("STORAGE_OPTION", "ENDPOINT_URL", "TIMEOUT", "PATTERN", "MARKS"),
-        # what makes a check stricter, or proves a step
+        # stricter checks, and proof of a step
         *("KEY_FILE", "SEAL_KEY", "REQUIRE_SEAL", "RESTART_COUNT"),
-        # how much is used, and how the answer looks
+        # resource limits and output format
         *("JOBS", "MEMORY", "COLOR", "COLUMNS", "DEBUG"),
     )
 )
-"""Of the operator's variables of ckptctl those that a block sees.
+"""The operator's ckptctl variables that blocks inherit.
 
 The others set options of single commands, `CKPTCTL_ALLOW_MISSING_STATE` or `CKPTCTL_LEVEL`: what a
-block checks is what its page says, and not what a shell had set before.
+block checks is defined by its page, not by the operator's shell.
 """
 _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
@@ -66,16 +65,16 @@ _OF_THE_RUNBOOK = frozenset(
         *("TRANSCRIPT", "FOLDER", "PYTHON"),
     )
 )
-"""Those that are meant for the runbook itself."""
+"""The variables for the runbook command itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended: `said` are the lines on standard output that are not empty.
+    """The result of a command; `said` are the non-empty lines of standard output.
 
-    `lines` are the last of both streams, in the order in which they came. `report` is the
-    document of the ckptctl command in it, if there was one, and `picture` the SVG that it
-    left in `$PICTURE`.
+    `lines` are the last lines of both streams, in order of arrival. `report` is the
+    document of a ckptctl command in the block, if any, and `picture` the SVG that it wrote
+    to `$PICTURE`.
     """
 
     exit_code: int
@@ -87,7 +86,7 @@ class Ended:
 
 
 def dropped_variables() -> tuple[str, ...]:
-    """The variables of ckptctl in this environment that no block sees, sorted."""
+    """The ckptctl variables in this environment that blocks do not inherit, sorted."""
     ours = {name for name in os.environ if name.startswith("CKPTCTL_")}
     return tuple(sorted(ours - _HANDED_ON - _OF_THE_RUNBOOK))
 
@@ -95,11 +94,11 @@ def dropped_variables() -> tuple[str, ...]:
 def execute(
     code: str, variables: Mapping[str, Value], handed_on: Mapping[str, str], on_line: OnLine
 ) -> Ended:
-    """Run `code` with these shell variables, and wait for its end.
+    """Run `code` with these shell variables, and wait until it ends.
 
-    A text becomes a variable of the environment, a list an array of the shell. The
-    environment of this process stays, without `dropped_variables`; `handed_on` is added to it.
-    An exit by signal N is 128+N. What interrupts the waiting (Ctrl-C) ends the command first.
+    A text becomes an environment variable, a list an array of the shell. The environment of
+    this process is inherited without `dropped_variables`; `handed_on` is added. A command
+    that signal N ends has exit code 128+N. Ctrl-C while waiting ends the command first.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ckptctl-runbook-") as folder:
@@ -107,7 +106,7 @@ def execute(
         lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
         texts = {name: value for name, value in variables.items() if isinstance(value, str)}
         environment = _environment({**texts, **handed_on, "PICTURE": str(picture)}, without=lists)
-        # A job that the block starts must not write its own reports there.
+        # A job that the block starts must not write its reports there.
         if "ckptctl " in code:
             environment["CKPTCTL_REPORT"] = str(report)
         process = subprocess.Popen(
@@ -129,7 +128,7 @@ def execute(
             _end(process)
             raise
         for ear in ears:
-            # A job in the background may keep the streams open for days.
+            # A background job may keep the streams open for days.
             ear.join(timeout=1.0)
         return Ended(
             exit_code if exit_code >= 0 else 128 - exit_code,
@@ -142,7 +141,7 @@ def execute(
 
 
 def _arrays(lists: Mapping[str, Sequence[str]]) -> str:
-    """Bash that makes arrays of its arguments, so that no value is part of the code."""
+    """Bash code that creates arrays from its arguments, so that no value becomes code."""
     made, first = "", 1
     for name, items in lists.items():
         made += f'{name}=("${{@:{first}:{len(items)}}}")\n'
@@ -163,7 +162,7 @@ def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[
 
 
 class _Heard:
-    """What was printed on both streams so far."""
+    """The output of both streams so far."""
 
     def __init__(self, on_line: OnLine) -> None:
         self.on_line = on_line
@@ -172,7 +171,7 @@ class _Heard:
         self._lock = threading.Lock()
 
     def listen(self, name: str, stream: IO[bytes] | None) -> threading.Thread:
-        """A thread that takes in one stream to its end."""
+        """Start a thread that reads one stream to its end."""
         thread = threading.Thread(target=self._listen, args=(name, stream), daemon=True)
         thread.start()
         return thread
@@ -194,7 +193,7 @@ class _Heard:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command and what it started in its group."""
+    """End the command and its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -214,7 +213,7 @@ def _document(path: Path) -> dict[str, object] | None:
 
 
 def _text(path: Path) -> str | None:
-    """What a command left in a file; None where it left none, or more than is kept."""
+    """The content of a file that a command wrote; None if it is missing or too large."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return None

@@ -1,8 +1,8 @@
-"""Tell two people who work on the same run of each other.
+"""Detect that two people work on the same run.
 
-Whoever works on a run keeps a small file beside its events up to date. It names the
-person to talk to. That nothing is done twice is ensured by the numbers of the events
-(`record`), also where this file is wrong or missing.
+Whoever works on a run keeps a small file beside its events up to date, which names the
+person to contact. The event numbers (`record`), not this file, prevent anything from being
+done twice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ckptctl.selection.marking import user_name
 
 BEAT_S = 10.0
 SILENT_S = 60.0
-"""After so long without a beat the other one is gone; clocks may differ by some of it."""
+"""Without a heartbeat for this long, the other process is gone; includes clock differences."""
 
 _MAX_BYTES = 4096
 
 
 class RunHeld(CkptctlError):
-    """Another person is at the run."""
+    """Another person is working on the run."""
 
     exit_code = 26
     code = "runbook.held"
@@ -39,7 +39,7 @@ class RunHeld(CkptctlError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who works on a run: `at` is the last sign of life; `gone` says that they left."""
+    """Who works on a run: `at` is the last heartbeat; `gone` means that they left."""
 
     by: str
     host: str
@@ -49,27 +49,28 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether there is reason to believe that they are still at it."""
+        """Whether they are probably still working on it."""
         if self.gone:
             return False
         if self.host == socket.gethostname() and not _is_alive(self.pid):
             return False
-        # A time far in the future is no sign of life either.
+        # A time far in the future is no heartbeat either.
         return abs(_age_s(self.at)) < SILENT_S
 
 
 def myself(*, gone: bool = False) -> Holder:
-    """Who this process is, and who runs it."""
+    """The user and process that run this."""
     return Holder(user_name(), socket.gethostname(), os.getpid(), time_now(), gone)
 
 
 @contextmanager
 def held(record: Record, *, take_over: bool) -> Iterator[None]:
-    """Be known as the one who works on a run; raises `RunHeld` where somebody else is."""
+    """Hold a run while working on it; raises `RunHeld` if somebody else does."""
     other = holder_of(record)
     if other is not None and other.is_here and not take_over:
         raise RunHeld(
-            f"{other.by} on {other.host} (process {other.pid}) is at the run {record.name} of "
+            f"{other.by} on {other.host} (process {other.pid}) is working on the run "
+            f"{record.name} of "
             f"this runbook, last seen {other.at}; talk to them, or add --take-over"
         )
     _put(record, myself())
@@ -86,7 +87,7 @@ def held(record: Record, *, take_over: bool) -> Iterator[None]:
 
 
 def holder_of(record: Record) -> Holder | None:
-    """Who was last seen at a run; None where nobody was, or it cannot be told."""
+    """The last holder of a run; None if there was none or it cannot be determined."""
     try:
         document = read_json(record.store, _path(record), max_bytes=_MAX_BYTES)
         found = Holder(**document)  # type: ignore[arg-type]
@@ -104,14 +105,14 @@ def holder_of(record: Record) -> Holder | None:
 
 
 def _age_s(at: str) -> float:
-    """Seconds since a time; raises `ValueError` for what is no time in UTC."""
+    """Seconds since a time; raises `ValueError` if it is not a time in UTC."""
     then = datetime.strptime(at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return (datetime.now(timezone.utc) - then).total_seconds()
 
 
 def _beat(record: Record, over: threading.Event) -> None:
     while not over.wait(BEAT_S):
-        # The next event says so where the storage is gone.
+        # If the storage is gone, the next event reports it.
         with suppress(StorageError):
             _put(record, myself())
 

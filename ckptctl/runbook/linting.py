@@ -1,8 +1,8 @@
 """Check that a runbook is sound.
 
-Every end of every command must lead somewhere, the diagram must agree with the tables,
-and a value must reach a command as one argument: quoted, or as a list. `document`
-refuses what is not in form; what the commands do is shown by running them.
+Every end of every command must lead somewhere, the diagram must agree with the tables, and
+a value must reach a command as one argument: quoted, or as a list. `document` rejects pages
+with syntax errors; tests run the commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECTIONS = (
     "Rollback",
     "References",
 )
-"""What every runbook has, in this order; others may stand between them."""
+"""The required sections, in this order; others may stand between them."""
 
 _OF_THE_ENGINE = frozenset({"BECAUSE", "PICTURE", "RECORD"})
 _END = "[*]"
@@ -34,7 +34,7 @@ _EVAL = re.compile(r"\beval\b")
 
 
 def problems(book: Runbook) -> tuple[str, ...]:
-    """What is wrong with a runbook, one sentence each; empty for a sound one."""
+    """The problems of a runbook, one sentence each; empty for a sound one."""
     return (
         *_sections(book),
         *_inputs(book),
@@ -64,7 +64,7 @@ def _inputs(book: Runbook) -> Iterator[str]:
 def _names(book: Runbook) -> Iterator[str]:
     names = [block.name for state in book.states for block in state.blocks]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"the block name {name!r} is there {names.count(name)} times"
+        yield f"the block name {name!r} occurs {names.count(name)} times"
 
 
 def _diagram(book: Runbook) -> Iterator[str]:
@@ -74,9 +74,9 @@ def _diagram(book: Runbook) -> Iterator[str]:
     for name in sorted({name for arrow in drawn for name in arrow} - known - {_END}):
         yield f"the state {name!r} of the diagram has no section with a command block"
     for source, target in sorted(told - drawn):
-        yield f"a table leads from {source} to {target}, and the diagram has no such arrow"
+        yield f"a table leads from {source} to {target}, but the diagram has no such arrow"
     for source, target in sorted(drawn - told):
-        yield f"the diagram has an arrow from {source} to {target}, and no table leads there"
+        yield f"the diagram has an arrow from {source} to {target}, but no table leads there"
     reached = _reached(book)
     for name in sorted(known - reached):
         yield f"the state {name!r} is never reached from {book.start}"
@@ -116,44 +116,44 @@ def _block(book: Runbook, block: Block) -> Iterator[str]:
     if (block.attended or block.repeats) and not block.changes:
         yield "`attended` and `repeats` are for a block that `changes`"
     if block.decides is not None and (book.input(block.decides) is None):
-        yield f"it decides {block.decides}, which is no input"
+        yield f"it decides {block.decides}, which is not an input"
     if (block.needs or block.changes or block.decides) and block.on("not run") is None:
-        yield "it may be left out, and the table has no row `not run`"
+        yield "it may be skipped, but the table has no row `not run`"
     if block.at_most and block.on("too often") is None:
-        yield "it has at-most, and the table has no row `too often`"
+        yield "it has at-most, but the table has no row `too often`"
     for row in block.outcomes:
         if (
             row.then == STOP
             and row.code is None
             and row.event in ("not run", "too often", "dry run")
         ):
-            yield f"`{row.event}` has no exit code of its own: say `stop N`"
+            yield f"`{row.event}` has no exit code; use `stop N`"
         if not row.because:
-            yield "a row does not say why (`because`)"
+            yield "a row has no reason (`because`)"
     for name in unquoted(block.code):
         yield f"${name} is not quoted, so that its value becomes several words"
     if len(_EVAL.findall(block.code)) != len(block.commands) - len(block.runs):
         yield 'eval runs one input and nothing else: eval "$NAME"'
     if _OTHER_SHELL.search(block.code):
-        yield 'a value is code there: eval "$NAME" runs an input, $( ) takes an output'
+        yield 'the value would be run as code: use eval "$NAME" for an input, $( ) for output'
     if len(block.commands) > len(block.runs) and not block.changes:
-        yield "it runs an input as a command, so it must say `changes`"
+        yield "it runs an input as a command, so it needs `changes`"
     for name in _LAUNCHED.findall(block.code):
         if name not in block.runs:
-            yield f"${name} is started by a program, so the block must say `runs={name}`"
+            yield f"${name} is started by a program, so the block needs `runs={name}`"
     for name in block.commands:
         declared = book.input(name)
         if declared is None or declared.is_list:
-            yield f"${name} is run as a command, and is not an input with one value"
+            yield f"${name} is run as a command, but is not an input with one value"
     for each in book.inputs:
         uses = len(re.findall(rf"\$\{{?{each.name}\b", block.code))
         whole = len(re.findall(rf'"\$\{{{each.name}\[@\][^"}}]*\}}"', block.code))
         if each.is_list and uses != whole:
-            yield f'the list {each.name} is taken whole: "${{{each.name}[@]}}"'
+            yield f'use the whole list {each.name}: "${{{each.name}[@]}}"'
     known = _OF_THE_ENGINE.union(book.variables)
     for name in (*block.needs, *used_names(block.code)):
         if name not in known:
-            yield f"${name} is no input, and no block sets it"
+            yield f"${name} is not an input, and no block sets it"
 
 
 _TOKEN = re.compile(
@@ -162,13 +162,13 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _QUOTED = ('"', 'in " }')
-"""What is open where bash splits nothing: a quotation, and a `${…}` in one."""
+"""Contexts in which bash does not split words: a quotation, and a `${…}` in one."""
 
 
 def unquoted(code: str) -> Iterator[str]:
-    """The names of the variables that bash would split into words, in their order.
+    """The names of the variables that bash would split into words, in order of use.
 
-    `${NAME:+word}` gives `word` and not the value of NAME, so that only `word` counts.
+    `${NAME:+word}` expands to `word`, not to the value of NAME, so only `word` counts.
     """
     within = [""]
     at = 0

@@ -1,8 +1,8 @@
 """Draw the steps, the shards and the time of a run.
 
-SVG, made from the documents that the commands of a run left in its record. A record
-may be another person's: a document that is not as ckptctl writes it gives no picture.
-A state is never shown by colour alone: each has its letter and its word.
+The SVG images are made from the documents that the commands of a run recorded. A record may
+be another person's: a malformed document gives no image. Colour never carries a state
+alone: each has a letter and a word.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CELL = 26
 
 
 def timeline_of_steps(scan: Document, chosen: str | None) -> str:
-    """The steps of a scan from old to new, each with its verdict; the chosen one is marked."""
+    """The steps of a scan, oldest first, each with its verdict; the chosen one is marked."""
     reports = [each for each in _list(scan.get("reports")) if each.get("number") is not None]
     shown = list(reversed(reports[:_MAX_STEPS]))
     if not shown:
@@ -62,7 +62,7 @@ def _step(report: Document, x: int, width: int, chosen: str | None) -> str:
 
 
 def map_of_shards(verify: Document) -> str:
-    """The ranks that wrote a step, each whole or with the findings against its files."""
+    """The ranks that wrote a step, each intact or with the findings about its files."""
     report = verify.get("report")
     if not isinstance(report, dict):
         return ""
@@ -119,7 +119,7 @@ def _rank(rank: int, columns: int, fault: str | None, *, written: bool) -> str:
 
 
 def bars_of_time(rows: Sequence[tuple[str, float]]) -> str:
-    """How long each thing took; `rows` are a name and seconds."""
+    """A bar chart of durations; `rows` are names and seconds."""
     longest = max((seconds for _, seconds in rows), default=0.0)
     if not longest:
         return ""
@@ -165,7 +165,7 @@ def _list(value: object) -> list[Document]:
 
 
 def documents_of(events: Sequence[Document], schema: str) -> Iterator[Document]:
-    """The documents of one kind that the commands of a run left, in their order."""
+    """The documents of one kind that the commands of a run recorded, in order."""
     for event in events:
         report = event.get("report")
         if isinstance(report, dict) and str(report.get("schema")).startswith(f"{schema}/"):

@@ -1,13 +1,13 @@
 """Record a run of a runbook, so that another person on another machine can continue it.
 
-A run is a folder of small files, one for each event, numbered from 1 and never
-changed: `.ckptctl/runbooks/NAME/RUN/000001.json` under the checkpoint root. Each
-file is created only where it does not exist: of two processes that continue the
-same run, one fails at its next event and stops.
+A run is a folder of small files, one per event, numbered from 1 and never changed:
+`.ckptctl/runbooks/NAME/RUN/000001.json` under the checkpoint root. Each file is created
+only if it does not exist: of two processes that continue the same run, one fails at its
+next event and stops.
 
-Whoever can write to the root can write such a file. A record that was found is
-therefore outside data: bounded, and checked field by field before it is used.
-What may be done with its values is decided in `engine`.
+Whoever can write to the root can write such a file. An existing record is therefore
+untrusted: it is bounded, and each field is checked before use. `engine` decides what its
+values may be used for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_EVENT_BYTES = 8 << 20
 MAX_RECORD_BYTES = 64 << 20
 MAX_EVENTS = 10_000
 MAX_TEXT = 32 << 10
-"""Characters of one text in an event, the lines of a command excepted: Linux passes 128 KiB."""
+"""The most characters of one text in an event, except for output lines: Linux passes 128 KiB."""
 
 _RUN_NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 _STAMP = "%Y%m%dT%H%M%SZ"
@@ -44,21 +44,21 @@ _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 class TakenOver(CkptctlError):
-    """Another process has gone on with this run."""
+    """Another process continued this run."""
 
     exit_code = 26
     code = "runbook.taken-over"
 
 
 class RecordUnreadable(CkptctlError):
-    """A file of a run is not what ckptctl wrote."""
+    """A file of a run was not written by ckptctl."""
 
     exit_code = 21
     code = "runbook.unreadable"
 
 
 class Record:
-    """One run: its events, and where the next one goes."""
+    """One run: its events, and the number of the next one."""
 
     def __init__(self, store: Store, folder: str, events: Sequence[Event] = ()) -> None:
         self.store = store
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The name of the run, which sorts by the time of its start."""
+        """The name of the run; names sort by start time."""
         return self.folder.rpartition("/")[2]
 
     @property
@@ -76,29 +76,29 @@ class Record:
         return join_url(self.store.url, self.folder)
 
     def add(self, event: str, **fields: object) -> Event:
-        """Write one event; raises `TakenOver` where somebody else wrote one meanwhile."""
+        """Write one event; raises `TakenOver` if another process wrote that event."""
         made: Event = {"event": event, "at": time_now(), **fields}
         number = len(self.events) + 1
-        # In ASCII, since a file name need not be text in UTF-8.
+        # In ASCII, because a file name need not be valid UTF-8.
         data = json.dumps(made).encode() + b"\n"
         try:
             self.store.put(f"{self.folder}/{number:06d}.json", data)
         except AlreadyExists as error:
             raise TakenOver(
-                f"{self.store.url}: somebody else has gone on with the run {self.name}; "
-                "this process stops before it does anything twice",
+                f"{self.store.url}: another process continued the run {self.name}; this one stops "
+                "so that nothing is done twice",
             ) from error
         self.events.append(made)
         return made
 
     @property
     def is_over(self) -> bool:
-        """It came to an end, and was not left in the middle."""
+        """Whether the run ended, as opposed to being left unfinished."""
         return bool(self.events) and self.events[-1]["event"] == "finished"
 
 
 class Unwritten(Record):
-    """The record of a dry run: events are kept in memory alone."""
+    """The record of a dry run: events are kept only in memory."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, "dry-run")
@@ -113,8 +113,8 @@ class Unwritten(Record):
 def begun(store: Store, runbook: str) -> Record:
     """A new, empty run.
 
-    Its name follows that of the newest run, also where the clock of another host was ahead or
-    a name is dated in the future: the run that was begun last is always the newest.
+    Its name sorts after that of the newest run, even if another host's clock was ahead or a
+    name is dated in the future: the newest run is always the one that was started last.
     """
     at = datetime.now(timezone.utc)
     last = _newest_name(store, runbook)
@@ -139,7 +139,7 @@ def _newest_name(store: Store, runbook: str) -> str | None:
 
 
 def _is_run_name(name: str) -> bool:
-    """Whether a name is that of a run, with a date that another run can follow."""
+    """Whether this is the name of a run, with a date that another run can follow."""
     with suppress(ValueError):
         return bool(_RUN_NAME.fullmatch(name)) and _began_at(name).year < _LAST_YEAR
     return False
@@ -179,13 +179,15 @@ def _loaded(store: Store, folder: str) -> Record:
 
 def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise RecordUnreadable(
-        f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts "
-        "another run"
+        f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts a new run"
     ) from cause
 
 
 def _checked(data: bytes, *, first: bool) -> Event:
-    """One event, each field as `Record.add` and the engine write it; raises `ValueError`."""
+    """One event, with each field checked against what `Record.add` and the engine write.
+
+    Raises `ValueError`.
+    """
     event = decode_json(data, max_bytes=MAX_EVENT_BYTES, numbers="finite")
     if not isinstance(event, dict):
         raise ValueError("an event is a JSON object")
@@ -198,7 +200,7 @@ def _checked(data: bytes, *, first: bool) -> Event:
     if event["event"] == "ended":
         ran = event.get("exit_code") is not None
         if event.get("duration_s" if ran else "not_run") is None:
-            raise ValueError("a block ran for a time, or did not run for a reason")
+            raise ValueError("a block needs either a duration or a reason why it did not run")
     return event
 
 
@@ -263,4 +265,4 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
     },
     "finished": {"exit_code": _is_exit_code, "because": _is_text},
 }
-"""What each kind of event holds, and how a value of each field is known."""
+"""The fields of each kind of event, and the check of each field."""

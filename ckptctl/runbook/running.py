@@ -1,7 +1,7 @@
-"""Start a runbook, continue it, and say how it was left.
+"""Start or continue a runbook, and report how it ended.
 
-Opens the record of the run under the checkpoint root, keeps others from working on
-it at the same time, and hands over to the engine.
+Opens the record of the run under the checkpoint root, keeps others from working on it at
+the same time, and calls the engine.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
 
 How = Literal["auto", "new", "continue", "dry"]
-"""`auto` asks whether a run that was left in the middle is continued, and starts one where there
-is none; `new` always starts one; `continue` continues the last one without asking, also one that
+"""`auto` asks whether to continue an unfinished run, and starts a run if there
+is none; `new` always starts one; `continue` continues the last one without asking, even if it
 stopped; `dry` changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a run of a runbook went."""
+    """The result of a run of a runbook."""
 
     runbook: str
     """The name of the runbook."""
     run: str
     """The name of the run."""
     url: str | None
-    """The folder of its record; null for a dry run."""
+    """The folder of the record; null for a dry run."""
     exit_code: ExitCode
     """The exit code of the command."""
     finished: bool
-    """The run came to an end."""
+    """Whether the run ended."""
     reason: str
-    """Why it ended as it did."""
+    """Why it ended."""
     state: str
-    """The state that it is in."""
+    """The current state."""
     step: str | None
-    """The step that it chose; null without one."""
+    """The chosen step; null if none was chosen."""
     continued: bool
-    """The run had been started before."""
+    """Whether an earlier run was continued."""
     events: tuple[Event, ...]
     """Every event, oldest first."""
     next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    """The command to run next; null if nothing is left to do."""
 
 
 def run_runbook(
@@ -68,22 +68,21 @@ def run_runbook(
     take_over: bool = False,
     storage: StorageOptions = StorageOptions(),
 ) -> Ran:
-    """Run a runbook on the checkpoint root `root`, from where its last run is.
+    """Run a runbook on the checkpoint root `root`, from where its last run stopped.
 
-    `inputs` are values by name. Raises `UsageError` for inputs that the page does not declare,
-    `PathNotFound` where the root does not exist, `AccessDenied` where no record can be kept,
-    `RunHeld` where another person works on the run, `RecordUnreadable`, `TakenOver`,
+    `inputs` are values by name. Raises `UsageError` for inputs that the page does not
+    declare, `PathNotFound` if the root does not exist, `AccessDenied` if no record can be
+    written, `RunHeld` if another person works on the run, `RecordUnreadable`, `TakenOver`,
     `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
     handed_on = _handed_on(storage, talk.columns)
     with open_store(root, storage) as store:
-        # A root that does not exist must not be made by looking for it.
+        # Searching must not create a root that does not exist.
         _check_there(store)
         if dropped := dropped_variables():
             talk.told(
-                f"not passed to the blocks: {', '.join(dropped)}; what is checked is what the "
-                "page says"
+                f"not passed to the blocks: {', '.join(dropped)}; the page alone defines the checks"
             )
         if how == "dry":
             unwritten = Unwritten(store)
@@ -104,7 +103,8 @@ def run_runbook(
         except AccessDenied as error:
             again = _called(book, root, given, talk)
             raise AccessDenied(
-                f"{error.message}; a runbook keeps its record under the root, --dry-run keeps none",
+                f"{error.message}; a runbook writes its record under the root; --dry-run writes "
+                "none",
                 next_command=f"{again} --dry-run",
             ) from error
         again = _next(book, root, given, talk, how, left)
@@ -119,7 +119,7 @@ def _write_transcript(record: Record, left: Left) -> None:
 
 
 def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) -> dict[str, Value]:
-    """The inputs as the page declares them: one text, or the items of a list."""
+    """The inputs in the form that the page declares: one text, or the items of a list."""
     checked: dict[str, Value] = {}
     for name, value in inputs.items():
         declared = book.input(name)
@@ -131,7 +131,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             )
         items = (value,) if isinstance(value, str) else tuple(value)
         if len(items) != 1 and not declared.is_list:
-            raise UsageError(f"the input {name} takes one value, and {len(items)} are given")
+            raise UsageError(f"the input {name} takes one value, but {len(items)} were given")
         for item in items:
             _check_text(name, item, is_command=name in book.commands)
         checked[name] = items if declared.is_list else items[0]
@@ -141,9 +141,9 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
 def _check_text(name: str, text: str, *, is_command: bool) -> None:
     if "\0" in text or len(text) > MAX_TEXT:
         raise UsageError(
-            f"the input {name} holds a NUL character, or more than {MAX_TEXT:,} characters"
+            f"the input {name} contains a NUL character or more than {MAX_TEXT:,} characters"
         )
-    # The blocks pass it to commands, which would read it as an option.
+    # Blocks pass it to commands, which would parse it as an option.
     if text.startswith("-") and not is_command:
         raise UsageError(f"the input {name} is {text[:60]!r}; a value cannot begin with a hyphen")
 
@@ -153,7 +153,7 @@ def _check_there(store: Store) -> None:
         store.list_dir()
     except PathNotFound as error:
         raise PathNotFound(
-            f"{error.message}; a runbook keeps its record under the checkpoint root",
+            f"{error.message}; a runbook writes its record under the checkpoint root",
             next_command=f"ckptctl scan {shlex.quote(parent_url(store.url))}",
         ) from error
 
@@ -161,7 +161,7 @@ def _check_there(store: Store) -> None:
 def _record(
     book: Runbook, store: Store, how: How, talk: Talk, given: Mapping[str, Value]
 ) -> tuple[Record, Record | None]:
-    """The run that was found, or a new one, and the one to write to; None to leave."""
+    """The existing run or a new one, and the record to write to; None to leave."""
     new = begun(store, book.name)
     last = None if how == "new" else newest(store, book.name)
     if how == "continue" and last is None:
@@ -176,7 +176,7 @@ def _record(
     dates = f"started by {opened['by']} at {opened['at']}, last entry at {newest_event['at']}"
     talk.told(f"a run of {book.name} was found under this root: {last.name}, {dates}")
     taken = _taken(book, last, given)
-    talk.told(f"its record gives {', '.join(taken)}" if taken else "its record gives no input")
+    talk.told(f"its record sets {', '.join(taken)}" if taken else "its record sets no input")
     if how == "auto":
         continues = _continues(book, last, talk, given)
         return last, None if continues is None else last if continues else new
@@ -185,7 +185,7 @@ def _record(
 
 
 def _taken(book: Runbook, record: Record, given: Mapping[str, Value]) -> list[str]:
-    """The inputs that a run would take from its record, as they are shown."""
+    """The inputs that a run would take from its record, formatted."""
     place = place_of(book, record.events, len(record.events))
     names = [each.name for each in book.inputs if each.name != "ROOT"]
     return [
@@ -208,9 +208,9 @@ def _continues(
 def _check_unattended(
     book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
 ) -> None:
-    """Refuse to take from a record, with nobody to ask, what the page has a default for.
+    """Refuse to take an input with a default from a record if nobody can be asked.
 
-    `LEVEL=listing` in a record would make the checks of an unattended run weaker.
+    `LEVEL=listing` in a record would weaken the checks of an unattended run.
     """
     if talk.attended:
         return
@@ -220,7 +220,7 @@ def _check_unattended(
             raise NoTerminal(
                 f"the record of the run {record.name} gives {each.name}="
                 f"{shown(place.variables[each.name])}, and the page {each.default!r}; with --yes "
-                "it is not taken from a record: give it again with --set",
+                "a recorded value is not used; give it with --set",
                 next_command=_called(
                     book, record.store.url, {**given, each.name: each.default}, talk
                 )
@@ -232,7 +232,7 @@ def _check_page(book: Runbook, record: Record) -> None:
     if record.events[0]["page"] != _digest(book):
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} was "
-            "started; its place in the page is no longer known",
+            "started; its position can no longer be determined",
             next_command=shlex.join(
                 ["ckptctl", "runbook", "run", book.called, record.store.url, "--new"]
             ),
@@ -260,7 +260,7 @@ def _digest(book: Runbook) -> str:
 
 
 def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
-    """How the commands of the blocks reach the same storage, and how wide they may write."""
+    """Variables with which the commands of the blocks reach the storage, and the output width."""
     import json
 
     found: dict[str, str] = {}
@@ -272,7 +272,7 @@ def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
         found["CKPTCTL_ENDPOINT_URL"] = storage.endpoint_url
     if storage.storage_options:
         values = {
-            # The variable is split at spaces, which stand in texts only.
+            # The variable is split at spaces, which occur only in texts.
             name: json.dumps(value, separators=(",", ":")).replace(" ", r"\u0020")
             for name, value in storage.storage_options.items()
         }
@@ -283,7 +283,7 @@ def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
 
 
 def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:
-    """The command that runs a runbook as it was called."""
+    """The command with which the runbook was called."""
     return shlex.join([*_words(book.called, root, inputs), *talk.repeated])
 
 
@@ -291,7 +291,7 @@ _ROOTS = ("OTHER_ROOTS", "OPTIONAL_ROOTS")
 
 
 def _words(called: str, root: str, inputs: Mapping[str, Value]) -> list[str]:
-    """The words that run a runbook on these roots with these inputs."""
+    """The arguments that run a runbook on these roots with these inputs."""
     words = ["ckptctl", "runbook", "run", called, root]
     for name, value in sorted(inputs.items(), key=lambda each: each[0] != "OTHER_ROOTS"):
         for item in (value,) if isinstance(value, str) else value:
@@ -307,7 +307,7 @@ def _words(called: str, root: str, inputs: Mapping[str, Value]) -> list[str]:
 def _next(
     book: Runbook, root: str, given: Mapping[str, Value], talk: Talk, how: How, left: Left
 ) -> str | None:
-    """The command that comes after a run that was left so; never the one that was just run."""
+    """The next command after a run that ended so; never the command that just ran."""
     if left.over and left.exit_code == 0:
         return None
     if left.leads:
@@ -315,17 +315,17 @@ def _next(
         return shlex.join(_words(left.leads, root, roots))
     if left.over and left.exit_code == UsageError.exit_code:
         return shlex.join(["ckptctl", "runbook", "show", book.called])
-    # What is missing is typed in by the reader: a log, as in other commands.
+    # The operator fills in what is missing, such as a log.
     missing = {name: name.rpartition("_")[2] for name in left.missing}
-    # Consent to a change is no decision: without --yes a person is asked.
+    # Consent to a change is not a decision: without --yes a person is asked.
     dropped = {"--dry-run", *(["--yes"] if left.undecided else [])}
     repeated = [word for word in talk.repeated if word not in dropped]
     if how == "dry":
-        # It has no record: its inputs are needed again.
+        # There is no record, so the inputs must be given again.
         return shlex.join([*_words(book.called, root, given), *repeated])
     if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
         return None
-    # With --yes no command is taken from the record: it is given again.
+    # With --yes no command is taken from the record, so it must be given again.
     return shlex.join([*_words(book.called, root, {**given, **missing}), *repeated, "--continue"])
 
 

@@ -1,7 +1,7 @@
 """Write what happened in a run, for an incident report.
 
-As Markdown, as JSON Lines, and as one HTML page that needs no other file. All three
-are made from the recorded events alone, so that anybody can make them again later.
+Three forms: Markdown, JSON Lines, and one self-contained HTML page. All are made from the
+recorded events alone, so that they can be made again later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHOWN_LINES = 60
 
 
 def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
-    """The three forms, by the name of the file that each belongs in."""
+    """The three forms, by file name."""
     return {
         "transcript.md": as_markdown(events),
         "transcript.jsonl": as_json_lines(events),
@@ -39,9 +39,9 @@ def transcript(events: Sequence[Event], step: str | None) -> dict[str, str]:
 
 
 def write_transcript(folder: Path, events: Sequence[Event], step: str | None) -> None:
-    """Write the three forms into a folder, which is made where it is not there.
+    """Write the three forms into a folder, which is created if missing.
 
-    Raises `UsageError` where nothing can be written there.
+    Raises `UsageError` if nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_transcript(folder: Path, events: Sequence[Event], step: str | None) ->
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One block of a run: `began` is None where it did not run, `ended` where nobody knows.
+    """One block of a run: `began` is None if it did not run, `ended` if its end is unknown.
 
     `decided` is the decision that a person made before it.
     """
@@ -74,7 +74,7 @@ class Done:
 
     @property
     def command(self) -> str:
-        """What ran, with the values of the names in it; empty where nothing did."""
+        """The command that ran, with values filled in; empty if none ran."""
         if self.began is None:
             return ""
         values = self.began.get("values")
@@ -84,7 +84,7 @@ class Done:
 
 
 def steps_of(events: Sequence[Event]) -> Iterator[Done]:
-    """The blocks of a run, in their order."""
+    """The blocks of a run, in order."""
     began: Event | None = None
     decided: Event | None = None
     for event in events:
@@ -102,7 +102,7 @@ def steps_of(events: Sequence[Event]) -> Iterator[Done]:
 
 
 def as_json_lines(events: Sequence[Event]) -> str:
-    """One event a line."""
+    """One event per line."""
     return "".join(f"{json.dumps(event, ensure_ascii=False)}\n" for event in events)
 
 
@@ -165,7 +165,7 @@ def _ended(done: Done) -> str:
     began = "" if done.began is None else f"Started {done.began['at']}"
     ended = done.ended
     if ended is None:
-        return f"{began}; how it ended is not known."
+        return f"{began}; its end is unknown."
     follows = f"{ended['because']}. Then: {ended['then']}."
     if ended.get("exit_code") is None:
         return f"{str(ended['not_run']).capitalize()}: {follows}"
@@ -186,7 +186,7 @@ def _cell(value: str) -> str:
 
 
 def as_html(events: Sequence[Event], step: str | None) -> str:
-    """The run as one page, with its pictures in it; `step` is the step that it chose."""
+    """The run as one page with its images; `step` is the chosen step."""
     opened = events[0]
     title = f"{str(opened['runbook']).upper()}: {opened['title']}"
     parts = [
@@ -227,7 +227,7 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
 
 
 def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """Seconds by block, and what passed between the blocks: people, and nobody."""
+    """Seconds by block, and the time between the blocks."""
     ran = 0.0
     for done in steps_of(events):
         if done.ended is not None and done.ended.get("exit_code") is not None:

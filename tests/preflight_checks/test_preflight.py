@@ -396,7 +396,7 @@ def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root: Path):
     assert found.resharding is not None
     assert found.resharding.stock_bytes > found.resharding.needed_bytes
     assert outcomes(found)["resharding"] is Outcome.OK
-    assert message(found, "resharding").startswith("loading as it is will do: stock dcp.load")
+    assert message(found, "resharding").startswith("no need to reshard first: stock dcp.load")
 
 
 def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(

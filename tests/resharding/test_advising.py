@@ -53,7 +53,7 @@ def test_what_would_gain_little_is_loaded_as_it_is(tmp_path):
     found = advice(tmp_path, [32], 16)
     assert found.pays_from is None
     assert found.message == (
-        "loading as it is will do: stock dcp.load would read 502 KiB for 64.1 KiB needed"
+        "no need to reshard first: stock dcp.load would read 502 KiB for 64.1 KiB needed"
     )
 
 

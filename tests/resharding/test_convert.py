@@ -99,6 +99,6 @@ def test_damage_ends_it_and_no_folder_appears(tmp_path):
 def test_a_folder_that_is_there_is_kept(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ckptctl.UsageError, match="exists already"):
+    with pytest.raises(ckptctl.UsageError, match="already exists"):
         ckptctl.convert(str(checkpoints / "fsdp_2" / "step_100"), str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]

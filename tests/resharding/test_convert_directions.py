@@ -162,7 +162,7 @@ def test_damage_ends_it_before_the_file_appears(tmp_path, target):
 
 def test_a_file_that_is_there_is_kept(checkpoints, tmp_path):
     (tmp_path / "flat.pt").write_text("mine")
-    with pytest.raises(ckptctl.UsageError, match="exists already"):
+    with pytest.raises(ckptctl.UsageError, match="already exists"):
         ckptctl.convert(str(checkpoints / "fsdp_2" / "step_100"), str(tmp_path / "flat.pt"))
     assert (tmp_path / "flat.pt").read_text() == "mine"
 

@@ -119,7 +119,7 @@ def test_a_rejected_step_is_refused(source, target):
 def test_what_is_there_is_never_replaced(source, target):
     target.mkdir()
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(ckptctl.UsageError, match="it exists already"):
+    with pytest.raises(ckptctl.UsageError, match="it already exists"):
         ckptctl.reshard(str(source), str(target), world_size=3)
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 

@@ -157,7 +157,7 @@ def test_a_step_goes_to_an_object_store_and_back(server, client, checkpoints, tm
         assert {c.offsets for c in ours.chunks} == {
             c.offsets for c in tensor.chunks if 0 not in c.sizes
         }
-    with pytest.raises(ckptctl.UsageError, match="exists already"):
+    with pytest.raises(ckptctl.UsageError, match="already exists"):
         ckptctl.reshard(str(source), there, world_size=3, storage_options=options)
 
 

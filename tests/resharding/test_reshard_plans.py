@@ -110,7 +110,7 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
     [
         ((), "for how many ranks", "--world-size 8"),
         (("--mesh", "dp=2,xy=2"), "none of dp, fsdp", "--mesh dp=4,tp=2"),
-        (("--mesh", "dp=0"), "is no dimension", "--mesh dp=4,tp=2"),
+        (("--mesh", "dp=0"), "is not a dimension", "--mesh dp=4,tp=2"),
         (
             ("--mesh", "dp=2,tp=2"),
             "no tensor is sharded along tp=2",
@@ -118,7 +118,7 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
         ),
         (
             ("--mesh", "dp=2", "--world-size", "3"),
-            "has 2 ranks, --world-size says 3",
+            "has 2 ranks, but --world-size is 3",
             "--mesh dp=2",
         ),
         (("--world-size", "3", "--shard", "up"), "is not PATTERN=DIM", "=1"),

@@ -262,5 +262,5 @@ def test_a_run_that_goes_in_circles_is_ended(tmp_path):
     everything = Person()
     everything.answers = itertools.repeat(True)  # type: ignore[assignment]
     everything.may = lambda block, *, again, found: True  # type: ignore[method-assign]
-    with pytest.raises(Exception, match="it goes in a circle"):
+    with pytest.raises(Exception, match="its tables form a loop"):
         go(tmp_path, everything, parse(page, "rb-1.md"), WORD="a fire")

@@ -66,7 +66,7 @@ def broken(old: str, new: str) -> Runbook:
             "    WatchLoss --> Celebrate: yes\n    Cadence --> [*]",
             "the state 'Celebrate' of the diagram has no section with a command block",
         ),
-        ("name=verify reads", "name=scan reads", "the block name 'scan' is there 2 times"),
+        ("name=verify reads", "name=scan reads", "the block name 'scan' occurs 2 times"),
         (
             "| other | | stop | no step could be chosen |\n",
             "",

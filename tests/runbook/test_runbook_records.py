@@ -150,7 +150,7 @@ def test_an_option_in_a_planted_input_reaches_no_command(root, tmp_path):
         folder = plant(root, LOG=planted, NEW_LOG=f"--report={victim}")
         done = run(root, "--continue", "--yes")
         assert done.returncode == 21, done.stderr
-        assert "does not follow the page" in done.stderr
+        assert "does not match the page" in done.stderr
         shutil.rmtree(folder)
     assert victim.read_text() == "mine\n"
 
@@ -259,7 +259,7 @@ def test_a_drain_in_a_record_is_none_unattended(root, tmp_path):
 def test_a_person_is_told_that_what_was_read_is_from_the_record(root):
     plant(root, *before_resume(root / "step_500"))
     _, seen = at_a_terminal(root, [b"l"], "--continue", "--set", f"RESUME={RESUME}")
-    assert "continued in Resume; what was read before is as the record gives it" in seen
+    assert "continued in Resume; earlier results are taken from the record" in seen
 
 
 def test_a_file_name_that_is_not_text_is_recorded_and_continued(root, tmp_path):
@@ -343,7 +343,7 @@ def test_a_damaged_record_is_an_error_that_names_the_way_out(root, name):
     (folder / "000002.json").write_bytes(DAMAGED[name])
     done = run(root, "--yes", "--continue")
     assert done.returncode == 21, done.stderr
-    assert "--new starts another run" in done.stderr
+    assert "--new starts a new run" in done.stderr
     assert run(root, "--yes", "--new").returncode == 31
 
 
@@ -453,7 +453,7 @@ def _event(path: Path) -> dict:
 def test_a_person_is_told_that_a_probe_in_a_record_is_run_again(root):
     forged_probe(root)
     _, seen = at_a_terminal(root, [b"l"], "--continue", book="storage-corruption")
-    assert "back to Probe: probe is run again, whatever the record says of its end" in seen
+    assert "back to Probe: probe is run again, because its recorded end is not relied on" in seen
     assert "--probe-storage" in seen
 
 
