@@ -1,1 +1,1 @@
-"""Infrastructure or job? What logs, exit codes and schedulers say of a failure."""
+"""Classify failures by logs, exit codes and scheduler states: infrastructure or job."""

@@ -1,8 +1,7 @@
 """The classes of failure, and the action for each.
 
-The one table of classes: whose fault, what to do, whether a restart helps. Which
-evidence leads to a class is the question of `rules`, which of several wins that of
-`deciding`.
+Each class states the domain of the failure, what to do, and whether a restart can help.
+`rules` maps evidence to classes; `deciding` chooses among several.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 
 
 class Domain(str, Enum):
-    """Whose failure it is: the first question of a recovery."""
+    """What failed: the infrastructure, the job, or neither."""
 
     INFRASTRUCTURE = "infrastructure"
     JOB = "job"
@@ -23,7 +22,7 @@ class Domain(str, Enum):
 
 
 class Action(str, Enum):
-    """What is to be done before, or instead of, the next start."""
+    """What to do before, or instead of, the next start."""
 
     DRAIN = "drain"
     CHECK_STORAGE = "check-storage"
@@ -37,10 +36,10 @@ class Action(str, Enum):
 
 
 class Restart(str, Enum):
-    """Whether starting again may help, without a person in between.
+    """Whether a restart without human action can help.
 
-    `free` is a start that is not to be counted against a budget of restarts; `once`
-    is a single one, since the same failure twice from the same step is the job's.
+    `free` does not count against a restart budget; `once` allows a single restart, because
+    the same failure twice from the same step is caused by the job.
     """
 
     FREE = "free"
@@ -51,7 +50,7 @@ class Restart(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class FailureClass:
-    """What a class of failures means, and what to do about it, in sentences."""
+    """The meaning of a class of failures, and what to do about it."""
 
     name: str
     domain: Domain
@@ -68,7 +67,7 @@ _ALL = (
         Action.DRAIN,
         Restart.YES,
         "a node or one of its devices failed",
-        "Take the node out of the pool first, then resume elsewhere from the newest verified step.",
+        "Remove the node from the pool first, then resume elsewhere from the newest verified step.",
     ),
     FailureClass(
         "infra-fabric",
@@ -76,7 +75,7 @@ _ALL = (
         Action.DRAIN,
         Restart.YES,
         "a link between nodes or devices failed",
-        "Resume; when the same pair of nodes or the same port fails again, drain it.",
+        "Resume; if the same pair of nodes or the same port fails again, drain it.",
     ),
     FailureClass(
         "infra-storage",
@@ -84,8 +83,8 @@ _ALL = (
         Action.CHECK_STORAGE,
         Restart.ONCE,
         "the storage failed, is full, or did not answer",
-        "Look at the storage from the nodes of the job before resuming; verify the newest step "
-        "byte by byte.",
+        "Check the storage from the nodes of the job before resuming, and verify the newest step "
+        "at level content.",
     ),
     FailureClass(
         "job-code",
@@ -93,14 +92,14 @@ _ALL = (
         Action.FIX,
         Restart.ONCE,
         "the program failed",
-        "Fix the code: a resume meets the same bug again.",
+        "Fix the code: a resume would hit the same bug.",
     ),
     FailureClass(
         "job-config",
         Domain.JOB,
         Action.FIX,
         Restart.NO,
-        "the job was configured so that it cannot run",
+        "the job is misconfigured and cannot run",
         "Correct the configuration, the environment or the job script.",
     ),
     FailureClass(
@@ -109,24 +108,24 @@ _ALL = (
         Action.FIX,
         Restart.NO,
         "the training data failed",
-        "Repair or skip the sample: a resume reads it again.",
+        "Repair or skip the sample: a resume would read it again.",
     ),
     FailureClass(
         "job-oom",
         Domain.JOB,
         Action.FIX,
         Restart.ONCE,
-        "memory ran out",
-        "Use less memory (a smaller micro-batch, more sharding, fewer workers) or ask for more.",
+        "out of memory",
+        "Use less memory (a smaller micro-batch, more sharding, fewer workers) or request more.",
     ),
     FailureClass(
         "job-divergence",
         Domain.JOB,
         Action.FALL_BACK,
         Restart.ONCE,
-        "the numbers diverged",
-        "Do not resume from the newest step: take one from before the numbers went bad, on other "
-        "nodes if it may be a device.",
+        "training diverged",
+        "Do not resume from the newest step: resume from one before the divergence, on other "
+        "nodes if a device may be the cause.",
     ),
     FailureClass(
         "bad-checkpoint",
@@ -141,7 +140,7 @@ _ALL = (
         Domain.STOPPED,
         Action.RESUME,
         Restart.FREE,
-        "the job was told to make room",
+        "the job was preempted",
         "Resume; nothing is broken.",
     ),
     FailureClass(
@@ -149,25 +148,25 @@ _ALL = (
         Domain.STOPPED,
         Action.RESUME,
         Restart.FREE,
-        "the time that the job may take was over",
-        "Submit it again; nothing is broken.",
+        "the time limit of the job was reached",
+        "Submit the job again; nothing is broken.",
     ),
     FailureClass(
         "user",
         Domain.STOPPED,
         Action.WAIT,
         Restart.NO,
-        "somebody stopped the job",
-        "Ask who did, and why, before it is started again.",
+        "the job was stopped manually",
+        "Find out who stopped it and why before restarting.",
     ),
     FailureClass(
         "hang",
         Domain.UNKNOWN,
         Action.LOOK,
         Restart.YES,
-        "ranks waited for one that did not come",
-        "Find the rank that did not come: dumps of the flight recorder (`--flight-recorder`), or "
-        "py-spy on each node. Then resume; the same collective twice is an error of the job.",
+        "ranks waited for a rank that never joined",
+        "Find the rank that never joined: dumps of the flight recorder (`--flight-recorder`), or "
+        "py-spy on each node. Then resume; the same collective twice points to the job.",
     ),
     FailureClass(
         "none",
@@ -175,18 +174,18 @@ _ALL = (
         Action.NOTHING,
         Restart.NO,
         "nothing failed",
-        "An end with exit code 0 does not prove that training is finished: look at the last step.",
+        "Exit code 0 does not prove that training is finished: check the last step.",
     ),
     FailureClass(
         "unknown",
         Domain.UNKNOWN,
         Action.LOOK,
         Restart.ONCE,
-        "nothing says why",
+        "the logs do not show a cause",
         "Collect the logs of all ranks, the kernel log of each node (`dmesg -T`), the scheduler's "
         "record (`sacct -P`, `kubectl describe`), and for a hang the dumps of the flight recorder.",
     ),
 )
 
 CLASSES: Mapping[str, FailureClass] = {each.name: each for each in _ALL}
-"""Every class by its name, in the order in which the documents list them."""
+"""Every class by name, in the order of the documentation."""

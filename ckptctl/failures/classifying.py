@@ -1,6 +1,6 @@
 """Classify the end of a job by its logs, exit code and scheduler state.
 
-Reads the logs, in one pass and with bounded memory, and puts the answer together.
+Reads the logs in one pass with bounded memory, and combines the evidence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FINISHED = ("COMPLETED", "Completed", "Succeeded", "SUCCEEDED")
 _SHOWN = 50
 DEADLINE_S = 300.0
-"""After so long no further line is read: 6 GB of a usual log, or a log made to be slow."""
+"""Reading stops after this long: enough for 6 GB of a typical log."""
 
 
 def classify(
@@ -41,24 +41,24 @@ def classify(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Classification:
-    """Say whether infrastructure or the job failed, with the evidence.
+    """Classify a failure as one of infrastructure or job, with the evidence.
 
-    `logs` are files, folders of logs, URLs, or `-` for standard input: of all ranks, of
-    the launcher, of the kernel (`dmesg -T`), of the scheduler, in any order; packed or
-    not; files of torchrun's `TORCHELASTIC_ERROR_FILE` too. `exit_code` is the job's, as
-    `137`, `-9` or SLURM's `0:9`; `state` what the scheduler calls the end
-    (`OUT_OF_MEMORY`, `OOMKilled`); `scheduler` who said so: slurm, kubernetes, torchrun,
-    ft_launcher or shell. `flight_recorder` is a folder of dumps of torch's flight recorder,
-    one for each rank; without it, dumps in a folder of logs or beside a log are read.
+    `logs` are files, folders of logs, URLs, or `-` for standard input: of all ranks, of the
+    launcher, of the kernel (`dmesg -T`), of the scheduler, in any order, compressed or not;
+    also files of torchrun's `TORCHELASTIC_ERROR_FILE`. `exit_code` is the job's, as `137`,
+    `-9` or SLURM's `0:9`; `state` is the scheduler's name for the end (`OUT_OF_MEMORY`,
+    `OOMKilled`); `scheduler` is their source: slurm, kubernetes, torchrun, ft_launcher or
+    shell. `flight_recorder` is a folder of dumps of torch's flight recorder, one per rank;
+    without it, dumps in a folder of logs or beside a log are read.
 
     Reads each log once, with bounded memory, for at most `deadline_s` seconds; the result
-    says whether that was reached. Raises `UsageError` where nothing was given or a log is
-    binary data, and what reading a log raises.
+    states whether the deadline was reached. Raises `UsageError` if there is no input or a
+    log is binary data, and the errors of reading a log.
     """
     names = [logs] if isinstance(logs, str) else [*logs]
     if not names and exit_code is None and state is None and flight_recorder is None:
         raise UsageError(
-            "there is neither a log nor an exit code to classify",
+            "neither a log nor an exit code was given",
             next_command="ckptctl classify --help",
         )
     if scheduler is not None and scheduler not in SCHEDULERS:
@@ -104,7 +104,7 @@ def _answer(
     node = _node(decisive, decision.agreeing)
     action = Action(decisive.action) if decisive and decisive.action else about.action
     if action is Action.DRAIN and decision.confidence == "low":
-        action = Action.LOOK  # No node is taken out of the pool on a suspicion.
+        action = Action.LOOK  # A suspicion alone never removes a node from the pool.
     return Classification(
         failure=name,
         domain=about.domain,
@@ -143,7 +143,10 @@ def _message(about: FailureClass, decision: Decision, stall: Stall, node: str | 
     decisive = decision.decisive
     if decisive is None:
         if decision.consequences:
-            return "only consequences are in these logs: another rank or the kernel knows the cause"
+            return (
+                "these logs show only consequences; the cause may be in the log of another "
+                "rank or of the kernel"
+            )
         return about.means
     ranks = decisive.ranks or (() if decisive.rank is None else (decisive.rank,))
     recorded = decisive.rule.startswith("recorder.")
@@ -153,7 +156,7 @@ def _message(about: FailureClass, decision: Decision, stall: Stall, node: str | 
     others = recorded and stall.without_dump
     return (
         f"{decisive.says}{f' ({where})' if where else ''}"
-        f"{'; possibly others that left no dump' if others else ''}"
+        f"{'; possibly also ranks without a dump' if others else ''}"
     )
 
 

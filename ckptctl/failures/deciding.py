@@ -1,8 +1,8 @@
-"""Weigh the evidence: which of it explains the end, with which confidence.
+"""Weigh the evidence: which piece explains the end, and with which confidence.
 
-The first root beats the cascade over the ranks; whoever knows (the kernel, the
-scheduler) beats what a program made of it. What the evidence is, is the question of
-`matching`.
+A root error outranks the consequences on other ranks; reports of the kernel and the
+scheduler outrank those of a program, which sees only effects. `matching` finds the
+evidence.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from functools import reduce
 from ckptctl.failures.evidence import Evidence, Role
 
 SAME_MOMENT_S = 60.0
-"""Clocks of two machines within this say nothing about which of two events was first."""
+"""Times of two machines that differ by less do not show which event was first."""
 
-# What a program says of a failure whose cause another may know better.
+# Symptoms that a program reports, whose cause another source may show.
 _YIELDING = (
     *("python.", "cuda.", "nccl.", "collective.", "compile."),
     *("stop.", "exit.", "divergence.loss"),
 )
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
-# Suspicions that every other one explains: ranks wait, or lose a peer, for any reason.
+# Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
     *("nccl.", "collective.", "stop.sigkill", "slurm.task-killed"),
     *("exit.", "divergence.loss", "xid.other"),
 )
 
-# A step is cancelled after anything; it decides only where there is nothing else.
+# Any failure cancels a step; this decides only without other evidence.
 _LAST = ("slurm.step-cancelled",)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decisive evidence, None where there is none; and the rest, sorted by what it is."""
+    """The decisive evidence, or None; and the rest, grouped by role."""
 
     decisive: Evidence | None
     agreeing: tuple[Evidence, ...]
@@ -46,9 +46,9 @@ class Decision:
 def decide(
     evidence: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None = None
 ) -> Decision:
-    """Weigh evidence that is in the order of the logs and their lines.
+    """Weigh evidence in the order of the logs and their lines.
 
-    `first_failed` is the host and the rank that a launcher names as the first.
+    `first_failed` is the host and rank that a launcher names as the first to fail.
     """
     alive = [each for each in evidence if not each.survived]
     decisive = _decisive(alive, first_failed)
@@ -69,10 +69,10 @@ _HARDWARE = ("infra-node", "infra-fabric")
 
 
 def hardware(decision: Decision) -> tuple[Evidence, ...]:
-    """The evidence against hardware, the decisive first; survived errors are not among it.
+    """The evidence against hardware, decisive first, without errors that training survived.
 
-    Where hardware did not decide, only what the kernel, the driver or the scheduler
-    reported counts: programs blame the fabric for every lost peer.
+    If hardware did not decide, only reports of the kernel, the driver or the scheduler
+    count: programs blame the fabric for every lost peer.
     """
     first = decision.decisive
     if first is None:
@@ -98,7 +98,7 @@ def _decisive(
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
-    # A killed process explains the peers that waited for it, never the other way round.
+    # A killed process explains the peers that waited for it, never the reverse.
     return _first(
         strong or [e for e in suspects if e not in hangs] or [e for e in hangs if e.ranks] or hangs
     )
@@ -121,9 +121,9 @@ _OF_THE_JOB = ("job-", "bad-checkpoint")
 
 
 def _outranks(other: Evidence, first: Evidence) -> bool:
-    """Whether `other` demands that a node leaves the pool and `first` would resume on it.
+    """Whether `other` requires draining a node on which `first` would resume.
 
-    A failure of the job's own keeps its place: it stops a resume as well.
+    A failure of the job keeps its place, because it also prevents a resume.
     """
     if other.role is not Role.CAUSE or other.failure != "infra-node" or other.action:
         return False
@@ -139,7 +139,7 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
         return False
     if other.role is Role.CAUSE:
         return other.failure in _FIRM
-    # The exception that was raised while another was handled says more than that one.
+    # An exception raised while another was handled is more specific than that one.
     generic = first.rule.startswith("python.") and not other.rule.startswith("python.")
     return generic and other.file == first.file and other.rank == first.rank
 
@@ -156,7 +156,7 @@ def _first(evidence: Iterable[Evidence]) -> Evidence | None:
 
 
 def _earlier(first: Evidence, second: Evidence) -> Evidence:
-    """The earlier of the two by clock, or by line of the same log; else the weightier."""
+    """The earlier of the two by clock, or by line of the same log; else the stronger."""
     if first.file == second.file:
         return second if second.line < first.line else first
     if first.at_s is not None and second.at_s is not None:
@@ -184,7 +184,7 @@ _LEVELS = ("low", "medium", "high")
 def _confidence(
     decisive: Evidence, agreeing: Sequence[Evidence], others: Sequence[Evidence]
 ) -> str:
-    # A program reports what it met, not why: only who knows is believed at once.
+    # A program reports effects, not causes: only the kernel, driver or scheduler is conclusive.
     level = {Role.CAUSE: 2, Role.ROOT: 1}.get(decisive.role, 0)
     if decisive.failure == "unknown":
         return "low"

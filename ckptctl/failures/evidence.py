@@ -1,7 +1,7 @@
 """One piece of evidence of a failure.
 
-Plain data. `rules` holds the rules, `matching` applies them to lines, `deciding`
-weighs what they found.
+Plain data: `rules` holds the rules, `matching` applies them to lines, `deciding` weighs the
+results.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from ckptctl.model import Positive
 
 
 class Role(str, Enum):
-    """What a piece of evidence can be in the chain of a failure.
+    """The role of a piece of evidence in the chain of a failure.
 
-    A `cause` comes from whoever knows: the kernel, the driver, the scheduler. A `root`
-    is an error that the program met and that explains the end. A `suspect` explains it
-    where nothing better does. A `cascade` is what other processes say once one is gone;
-    a `remark` is worth showing and decides nothing.
+    A `cause` is reported by the kernel, the driver or the scheduler. A `root` is an error
+    in the program that explains the end. A `suspect` explains it if nothing better does. A
+    `cascade` is a consequence in other processes; a `remark` is shown but decides nothing.
     """
 
     CAUSE = "cause"
@@ -29,13 +28,13 @@ class Role(str, Enum):
 
     @property
     def weight(self) -> int:
-        """0 for the weightiest."""
+        """The rank of this role; 0 is the strongest."""
         return list(Role).index(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One observation: where, what, and what it is evidence of."""
+    """One observation: its place, its text, and the class that it supports."""
 
     rule: str
     """The rule that found it, such as `xid.79`."""
@@ -44,9 +43,9 @@ class Evidence:
     role: Role
     """Its place in the chain of a failure."""
     says: str
-    """What was observed, in words."""
+    """A description of the observation."""
     file: str
-    """The log as it was named, or the option."""
+    """The log as given, or the option."""
     line: int
     """Line, counted from 1; 0 where there are no lines."""
     text: str
@@ -62,10 +61,10 @@ class Evidence:
     ranks: tuple[int, ...] = ()
     """The ranks that it names, where there are several."""
     count: Positive = 1
-    """How often the same was observed."""
+    """The number of identical observations."""
     survived: bool = False
     """Training continued after it."""
     action: str = ""
-    """What to do, where it differs from the action of the class; empty otherwise."""
+    """What to do, if it differs from the action of the class; else empty."""
     restart: str = ""
-    """Whether to restart, where it differs from the class; empty otherwise."""
+    """Whether to restart, if it differs from the class; else empty."""

@@ -1,7 +1,7 @@
 """Evidence from the exit code of a job and from the state of its scheduler.
 
-The same number means different things from different reporters: torchrun makes 1 of
-everything, SLURM writes `code:signal`, Kubernetes and shells add 128 to a signal.
+The same number has different meanings: torchrun turns every exit code into 1, SLURM writes
+`code:signal`, Kubernetes and shells add 128 to a signal.
 """
 
 from __future__ import annotations
@@ -16,55 +16,67 @@ from ckptctl.failures.matching import LogReader
 
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 
-# failure, role, what it says, action, restart
+# failure, role, description, action, restart
 _Meaning = tuple[str, Role, str, str, str]
 
 _CODES: Mapping[int, _Meaning] = {
-    2: ("job-config", Role.SUSPECT, "exit code 2: mostly a wrong argument", "", ""),
+    2: ("job-config", Role.SUSPECT, "exit code 2: usually a wrong argument", "", ""),
     16: (
         "job-divergence",
         Role.SUSPECT,
-        "exit code 16: Megatron asks for a run elsewhere to tell a bad device from a bad result",
+        "exit code 16: Megatron requests a rerun on another device",
         "resume-elsewhere",
         "free",
     ),
     17: ("job-divergence", Role.SUSPECT, "exit code 17: Megatron's validation failed", "", "no"),
     53: ("infra-node", Role.SUSPECT, "exit code 53: SLURM could not start or write there", "", ""),
     75: ("infra-storage", Role.SUSPECT, "exit code 75: the storage did not answer", "", "yes"),
-    93: ("job-code", Role.SUSPECT, "exit code 93: the supervisor says not to restart", "", "no"),
+    93: ("job-code", Role.SUSPECT, "exit code 93: the supervisor stopped restarting", "", "no"),
     126: ("job-config", Role.ROOT, "exit code 126: the command cannot be executed", "", "no"),
     127: ("job-config", Role.ROOT, "exit code 127: the command was not found", "", "no"),
 }
 _SIGNALS: Mapping[int, _Meaning] = {
-    signal.SIGHUP: ("user", Role.SUSPECT, "the session that it ran in was closed", "", ""),
+    signal.SIGHUP: ("user", Role.SUSPECT, "its terminal session was closed", "", ""),
     signal.SIGINT: ("user", Role.ROOT, "somebody pressed Ctrl-C", "", ""),
     signal.SIGQUIT: ("user", Role.SUSPECT, "somebody pressed Ctrl-\\", "", ""),
-    signal.SIGILL: ("job-code", Role.SUSPECT, "an instruction that the processor lacks", "", ""),
-    signal.SIGTRAP: ("job-code", Role.SUSPECT, "a trap", "", ""),
-    signal.SIGABRT: ("unknown", Role.CASCADE, "it ended itself after an error", "", ""),
-    signal.SIGBUS: (
-        "infra-storage",
+    signal.SIGILL: (
+        "job-code",
         Role.SUSPECT,
-        "mostly a mapped file that was cut off, or full shared memory",
+        "an instruction that the processor does not support",
         "",
         "",
     ),
-    signal.SIGFPE: ("job-code", Role.SUSPECT, "an arithmetic fault", "", ""),
-    signal.SIGKILL: ("unknown", Role.SUSPECT, "killed; that alone is not out of memory", "", ""),
+    signal.SIGTRAP: ("job-code", Role.SUSPECT, "a trap", "", ""),
+    signal.SIGABRT: ("unknown", Role.CASCADE, "the process aborted after an error", "", ""),
+    signal.SIGBUS: (
+        "infra-storage",
+        Role.SUSPECT,
+        "usually a truncated memory-mapped file, or full shared memory",
+        "",
+        "",
+    ),
+    signal.SIGFPE: ("job-code", Role.SUSPECT, "an arithmetic error", "", ""),
+    signal.SIGKILL: (
+        "unknown",
+        Role.SUSPECT,
+        "killed; this alone does not show that memory ran out",
+        "",
+        "",
+    ),
     signal.SIGUSR1: ("preemption", Role.SUSPECT, "nobody handled the scheduler's warning", "", ""),
     signal.SIGUSR2: ("preemption", Role.SUSPECT, "nobody handled the scheduler's warning", "", ""),
-    signal.SIGSEGV: ("job-code", Role.SUSPECT, "an access to memory that is not its own", "", ""),
-    signal.SIGTERM: ("preemption", Role.SUSPECT, "it was told to stop", "", ""),
-    signal.SIGXCPU: ("walltime", Role.ROOT, "its time was over", "", ""),
+    signal.SIGSEGV: ("job-code", Role.SUSPECT, "an access to invalid memory", "", ""),
+    signal.SIGTERM: ("preemption", Role.SUSPECT, "the process was asked to end", "", ""),
+    signal.SIGXCPU: ("walltime", Role.ROOT, "its CPU time limit was reached", "", ""),
 }
 _OOM_BY_SLURM = 125
 _FORM = re.compile(r"(-?\d{1,4})(?::(\d{1,3}))?")
 
 
 def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | None:
-    """What an exit code is evidence of; None where it says nothing (0, or 1).
+    """The evidence from an exit code; None for 0 and 1, which show nothing.
 
-    Raises `UsageError` for what is no exit code: those are `137`, `-9`, and SLURM's `0:9`.
+    Raises `UsageError` for anything but `137`, `-9`, or SLURM's `0:9`.
     """
     form = _FORM.fullmatch(str(exit_code).strip())
     if form is None:
@@ -113,7 +125,7 @@ def _evidence(given: str, meaning: _Meaning, rule: str) -> Evidence:
 
 
 def evidence_of_state(state: str) -> Evidence | None:
-    """What a state of SLURM (`OUT_OF_MEMORY`) or a reason of Kubernetes is evidence of."""
+    """The evidence from a SLURM state (`OUT_OF_MEMORY`) or a Kubernetes reason."""
     reader = LogReader("--state")
     for form in (f"State={state}", f"Reason: {state}"):
         for found in reader.take([(0, form)]):

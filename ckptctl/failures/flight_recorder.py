@@ -1,4 +1,4 @@
-"""Read the dumps of torch's flight recorder: what each rank asked of each process group.
+"""Read the dumps of torch's flight recorder: the calls of each rank to each process group.
 
 A dump is a pickle of plain data, or JSON. It is read without torch; a pickle that holds
 anything but plain data is refused. `stalled_collectives` compares the ranks.
@@ -27,17 +27,17 @@ _PAIR = re.compile(r"(?:send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 
 
 class NotADump(Exception):
-    """The file is no dump of the flight recorder."""
+    """The file is not a dump of the flight recorder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation that a rank asked of a process group.
+    """One operation that a rank called on a process group.
 
     `sequence` counts the collectives of the group, or for point-to-point operations those
-    between the two ranks. `done` is true when the recorder saw the end of it. `frame` is
-    the first line of the program below torch, None where the dump has no stacks. `pair` are
-    the positions in the group of the sender and the receiver.
+    between the two ranks. `done` is true if the recorder saw it end. `frame` is the first
+    line of the program below torch, None if the dump has no stacks. `pair` are the
+    positions of sender and receiver in the group.
     """
 
     group: str
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one rank recorded; `members` are the ranks of each process group, by its name."""
+    """The record of one rank; `members` are the ranks of each process group, by name."""
 
     rank: int
     file: str
@@ -75,7 +75,7 @@ def may_be_dump(name: str, head: bytes) -> bool:
 def read_dump(name: str, data: bytes) -> Dump:
     """The dump in a file whose name ends with the rank.
 
-    Raises `NotADump` where the data is something else, damaged or unsafe.
+    Raises `NotADump` if the data is something else, damaged or unsafe.
     """
     found = _RANK.search(name)
     document = _decoded(name, data)

@@ -1,7 +1,7 @@
 """Find the lines of a block that can match a rule, by the literals of the rules.
 
-There are hundreds of literals, and nearly every line holds none. The block is searched as
-one text: the set of its words tells which literals it can hold, and only those are
+There are hundreds of literals, and nearly every line contains none. The block is searched
+as one text: the set of its words shows which literals it can contain, and only those are
 searched for. A line that is returned need not match: `matching` tries the patterns.
 """
 
@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from ckptctl.failures.rules import RULES
 
-# Text of healthy logs, on line after line, that contains a literal. All patterns want `inf` as
+# Frequent text of healthy logs that contains a literal. All patterns require `inf` as
 # a word, or `infinity`; the others are columns of Megatron-LM's line of a step.
 _ONLY_SEEMS = {
     b"inf": b"info",
@@ -29,9 +29,9 @@ _FRAMES = (b"traceback (most recent", b"root cause (first")
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What the lines of a block hold, by their index in it.
+    """The matches in the lines of a block, by index in it.
 
-    `rules`: the rules of which the line holds a literal; empty where the literal is part of
+    `rules`: the rules of which the line contains a literal; empty if the literal is part of
     healthy output. `frames`: lines that may begin a traceback or a report. `losses`: lines
     that mention a loss.
     """
@@ -66,8 +66,7 @@ _ONLY_LETTERS = bytes(byte if byte in _LETTERS else 32 for byte in range(256))
 def find_literals(texts: Sequence[str]) -> Hits:
     """Return what `matching` has to try on these lines; no text contains a line end.
 
-    Cost: what it takes to find the words of the block, and a search for each literal whose
-    word is there.
+    Cost: finding the words of the block, and one search per literal whose word occurs.
     """
     block = "\n".join(texts).lower().encode("utf-8", "surrogatepass")
     ends = tuple(accumulate(len(line) + 1 for line in block.split(b"\n")))

@@ -1,8 +1,7 @@
-"""Split a line of a log into host, rank, time, level and message.
+"""Split a log line into host, rank, time, level and message.
 
-Takes timestamps, rank prefixes, host names, logger names and levels off the front,
-in whatever order launchers and schedulers have put them there. What the message
-means is the question of `matching`.
+Removes timestamps, rank prefixes, host names, logger names and levels from the front, in
+any order. `matching` interprets the message.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _YEARLESS_AHEAD = timedelta(days=2)
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line taken apart. `level` is None where the line has none.
+    """The parts of a line. `level` is None if the line has none.
 
-    `at_s` is seconds since 1970 by the clock of the line; a clock without a time zone
-    is taken for UTC, one without a year for the last such day. `kernel`: the line comes
-    from a kernel log. `error_file`: from a file that torch's `@record` wrote.
+    `at_s` is seconds since 1970 by the clock of the line; a time without a zone is taken as
+    UTC, one without a year as the latest such day. `kernel`: the line comes from a kernel
+    log. `error_file`: from a file that torch's `@record` wrote.
     """
 
     message: str
@@ -54,7 +53,7 @@ _PROGRAMS = (
     "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
     "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
 )
-# Each takes one prefix off; a group says what was learned from it.
+# Each pattern removes one prefix; its groups name the parts.
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -103,7 +102,7 @@ _LOGFMT = re.compile(
 
 
 def take_apart(raw: str) -> LogLine:
-    """The line without its prefixes, and what these say."""
+    """The line without its prefixes, and the values in them."""
     text = raw.rstrip()
     stripped = text.lstrip()
     if stripped.startswith("{"):
@@ -126,7 +125,7 @@ def take_apart(raw: str) -> LogLine:
 
 
 def clock_of(raw: str) -> float | None:
-    """When the line was written, where it says so."""
+    """The time of the line, if it has one."""
     return take_apart(raw).at_s
 
 
@@ -136,7 +135,7 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
     if given.get("level"):
         level = _LEVELS[given["level"]]
     if given.get("loud"):
-        # What NCCL calls WARN is what it calls an error.
+        # NCCL logs errors as WARN.
         level = ERROR if given["loud"] in ("WARN", "ERROR") else INFO
     rank = given.get("rank")
     nccl = given.get("nccl")
@@ -146,7 +145,7 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
     return replace(
         found,
         at_s=at_s,
-        # What stands before a colon in a kernel log is a driver: `nvidia-nvswitch3: SXid`.
+        # In a kernel log, the text before a colon is a driver: `nvidia-nvswitch3: SXid`.
         host=(None if found.kernel else given.get("host")) or found.host or given.get("pod"),
         rank=int(rank) if rank is not None else found.rank,
         device=f"GPU {nccl}" if nccl is not None and int(nccl) >= 0 else found.device,
@@ -193,7 +192,7 @@ _HOST_KEYS = ("host", "hostname", "node", "_HOSTNAME", "node_name", "nodeName")
 
 
 def _from_json(text: str) -> LogLine | None:
-    """A structured log line, or the whole of an error file; None for anything else."""
+    """A structured log line, or a whole error file; None for anything else."""
     try:
         document = decode_json(text, max_bytes=_MAX_JSON)
     except NotJson:
@@ -206,7 +205,7 @@ def _from_json(text: str) -> LogLine | None:
     said = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
     if not said:
         return None
-    # docker and containerd wrap the line of the program; that has prefixes of its own.
+    # docker and containerd wrap the program's line, which has its own prefixes.
     wrapped = take_apart(said[0]) if not said[0].lstrip().startswith("{") else LogLine(said[0])
     extra = " ".join(each for each in said[1:] if each not in said[0])
     level = _LEVELS.get(str(_first(document, _LEVEL_KEYS)).upper())
@@ -246,7 +245,7 @@ def _time_of(value: object) -> float | None:
     if isinstance(value, str) and value.replace(".", "", 1).isdecimal():
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # Milliseconds, microseconds and nanoseconds are seen too.
+        # Some logs use milliseconds, microseconds or nanoseconds.
         for scale in (1, 1e3, 1e6, 1e9):
             if 1e9 < value / scale < 1e10:
                 return value / scale

@@ -1,12 +1,11 @@
 """Find the lines of one log that are evidence, and the training progress after them.
 
-Keeps the few facts that are not in the line itself: whether its rank is inside a
-traceback, whether the launcher is naming the first rank that failed, the last clock.
-Quotes, advice, source code and retries look like errors and are dropped here.
-`deciding` weighs the evidence.
+Keeps the few facts that a line itself lacks: whether its rank is inside a traceback,
+whether the launcher is naming the first failed rank, the last clock. Quotes, advice, source
+code and retries look like errors and are dropped here. `deciding` weighs the evidence.
 
-No line takes long: a rule is matched against at most `MAX_MATCHED` characters around
-its literal, and no pattern takes more than linear time
+The time per line is bounded: a rule is matched against at most `MAX_MATCHED` characters
+around its literal, and every pattern takes linear time
 (`tests/failures/test_pattern_growth.py`).
 """
 
@@ -27,9 +26,9 @@ from ckptctl.storage.log_lines import MAX_MATCHED
 _MAX_TEXT = 400
 _MAX_RANKS = 4096
 _MAX_CONTEXT = 300
-"""Characters before and after a match that decide whether it is a quote or advice."""
+"""The characters around a match that decide whether it is a quote or advice."""
 
-# A clause that speaks of an error without being one, up to where the error is named.
+# A clause that mentions an error without reporting one, up to the name of the error.
 _SPOKEN_OF = re.compile(
     r"\b(?:if|when(?:ever)?|unless|in case of|may|might|could|would|can|should|avoid\w*|"
     r"prevent\w*|e\.g\.|such as|handl(?:e|es|ing)|catch(?:es|ing)?|ignor(?:e|es|ing)|simulat\w+|"
@@ -86,7 +85,8 @@ _FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 class LogReader:
     """Reads one log, block by block; `n_progress` counts its lines of training progress.
 
-    After `until_s` of the monotonic clock no further line is matched, and `stopped` is true.
+    After `until_s` of the monotonic clock no further line is matched, and `stopped` is
+    true.
     """
 
     def __init__(self, name: str, until_s: float = math.inf) -> None:
@@ -102,10 +102,10 @@ class LogReader:
         self._report: dict[str, str] | None = None
 
     def take(self, block: Sequence[tuple[int, str]]) -> Iterator[Evidence]:
-        """The evidence in the next lines, each with its number, in their order.
+        """The evidence in the next lines, each with its number, in order.
 
-        Before one is yielded, nothing has been taken of the lines behind it. Where a block
-        ends changes nothing.
+        When one is yielded, no later line has been consumed. The result does not depend on
+        block boundaries.
         """
         hits = find_literals([raw for _, raw in block])
         for index, (number, raw) in enumerate(block):
@@ -114,7 +114,7 @@ class LogReader:
             if raw[:48].count(":") > 1:
                 self._clocked = raw
             asked = hits.rules.get(index)
-            # Nearly every line ends here: what follows may be slow.
+            # Nearly every line ends here, so the code below may be slow.
             if asked or index in hits.frames or self._within(asked):
                 if time.monotonic() > self._until_s:
                     self.stopped = True
@@ -124,11 +124,11 @@ class LogReader:
                     yield found
 
     def _within(self, asked: Collection[int] | None) -> bool:
-        """Whether a line is to be seen for what it may end or add to: a traceback, a report."""
+        """Whether a line may continue or end a traceback or a report."""
         return self._report is not None or (asked is not None and bool(self._tracebacks))
 
     def last_progress_s(self) -> float | None:
-        """When the last line of progress was written, where it says so."""
+        """The time of the last line of progress, if known."""
         return clock_of(self._progressed) if self._progressed else None
 
     def _evidence_in(self, number: int, raw: str, asked: Collection[int] | None) -> Evidence | None:
@@ -145,11 +145,11 @@ class LogReader:
             self._step = int(step[1])
             self._progressed = raw
         elif step and int(step[1]) < self._step:
-            # Another attempt begins from an older step in the same log.
+            # Another attempt starts from an older step in the same log.
             self._step = int(step[1])
 
     def _framed(self, line: LogLine) -> bool:
-        """Whether the line only frames others: the head of a traceback, of a report."""
+        """Whether the line only frames others, as the head of a traceback or report does."""
         message = line.message.strip()
         if message.startswith("Traceback (most recent call last)"):
             if len(self._tracebacks) < _MAX_RANKS:
@@ -240,7 +240,7 @@ _UNITS = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def _held_by_others(message: str) -> bool:
-    """Whether less than half of a full device belongs to the process that reports it."""
+    """Whether the reporting process holds less than half of a full device."""
     capacity, free = _largest(_CAPACITY, message), _largest(_FREE, message)
     own = _largest(_OF_THIS_PROCESS, message)
     return bool(capacity and own and own + free < capacity / 2)
@@ -262,7 +262,7 @@ _CHECKS = {"held-by-others": _held_by_others}
 
 
 def _around_literal(message: str, rule: Rule) -> str:
-    """The message; of one that is too long, the part around the first literal of the rule."""
+    """The message; if it is too long, the part around the first literal of the rule."""
     if len(message) <= MAX_MATCHED:
         return message
     lower = message.lower()
@@ -275,10 +275,10 @@ def _around_literal(message: str, rule: Rule) -> str:
 
 
 def _may_speak(rule: Rule, line: LogLine, message: str, match: re.Match[str]) -> bool:
-    """Whether what fits the pattern is said as a fact, by somebody who can know."""
+    """Whether a match is a factual report from a source that can know it."""
     if line.level is not None and line.level < rule.level:
         return False
-    # A monitor reports with a level; a line of a rank or of a chatty program is no report.
+    # A monitor reports with a level; a line of a rank or a verbose program is no report.
     chatty = line.rank is not None or (line.level is not None and line.level < WARNING)
     if rule.kernel and not line.kernel and chatty:
         return False
@@ -334,7 +334,7 @@ def _group(match: re.Match[str], name: str) -> str | None:
 
 
 def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ...]:
-    """What was found, the same thing once with its count, and what training survived."""
+    """The findings with identical ones merged and counted, and those that training survived."""
     kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]] = {}
     for reader, found in readings:
         key: tuple[object, ...] = (

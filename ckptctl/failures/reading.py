@@ -1,7 +1,7 @@
 """Read the logs of a job, and the flight-recorder dumps beside them.
 
 Each log is read once, with bounded memory and up to a deadline. A folder stands for the
-files in it: logs, dumps, and binary files, which are passed over.
+files in it: logs and dumps; binary files are skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
 from ckptctl.storage.opening import is_local
 
-# The variables that name the files of the recorder, without the rank at their end.
+# The variables that name the recorder's files, without the rank suffix.
 _DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SAME_JOB_S = 3600.0
-"""How far apart a log and a dump beside it may have been written to be of one job."""
+"""A log and a dump beside it belong to one job if written within this time."""
 _DUMP_NAME = re.compile(r".*(?:trace|dump)\w*\d")
 _LOG_NAME = re.compile(
     r".*(?:\.(?:log|out|err|txt)(?:\.\w{1,8}){0,2}|dmesg|messages|syslog|journal)"
@@ -40,9 +40,9 @@ _LOG_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read. `first_failed` is the host and rank that a launcher names as the first.
+    """What was read; `first_failed` is the host and rank that a launcher names as the first.
 
-    `not_dumps` are the messages for files that were named as dumps and are none.
+    `not_dumps` are messages about files that were given as dumps but are not.
     `deadline_reached`: the deadline passed before the end of the logs.
     """
 
@@ -97,7 +97,7 @@ class _Reading:
                 return
 
     def _is_dump(self, file: str) -> bool:
-        """Whether a file of a folder is a dump; it is read then."""
+        """Whether a file of a folder is a dump; if so, it is read."""
         if not (is_local(file) and re.search(r"\d(?:\.\w+)?$", file)):
             return False
         if may_be_dump(file, read_head(file)):
@@ -137,8 +137,8 @@ def read_logs(
 ) -> Read:
     """Read logs, folders of logs, and a folder (or one file) of flight-recorder dumps.
 
-    Raises `BinaryData` for a binary file that was named, and for a folder that holds binary
-    files and no log.
+    Raises `BinaryData` if a given file is binary, or a folder contains binary files and no
+    log.
     """
     reading = _Reading(storage, deadline_s)
     not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
@@ -146,8 +146,8 @@ def read_logs(
     logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
     if reading.n_binary and not logs and not reading.dumps:
         raise BinaryData(
-            f"{', '.join(names)}: {reading.n_binary:,} binary files and no log; checkpoints are "
-            "no logs",
+            f"{', '.join(names)}: {reading.n_binary:,} binary files and no log; a checkpoint "
+            "cannot be classified",
             next_command="ckptctl scan ROOT",
         )
     if recorder is None:
@@ -175,8 +175,8 @@ def _named_dumps(reading: _Reading, recorder: str) -> Iterator[str]:
             yield str(error)
     if not reading.dumps:
         raise PathNotFound(
-            f"{recorder}: there is no readable dump of the flight recorder; the name of a dump "
-            "ends with its rank"
+            f"{recorder}: no readable dump of the flight recorder; the name of a dump must end "
+            "with its rank"
         )
 
 

@@ -10,10 +10,10 @@ from ckptctl.failures.evidence import Evidence
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Hardware that the logs name: a node, its devices, the ranks that ran there."""
+    """Hardware named in the logs: a node, its devices, the ranks that ran there."""
 
     node: str | None
-    """The name of the node; null where the logs name a device and not its node."""
+    """The name of the node; null if the logs name only a device."""
     devices: tuple[str, ...]
     """The devices that the logs name."""
     ranks: tuple[int, ...]
@@ -27,7 +27,7 @@ class StalledCollective:
     group: str
     """The name of the process group."""
     description: str
-    """What the process group is for."""
+    """The purpose of the process group."""
     operation: str
     """The collective that most members called."""
     sequence: int
@@ -37,7 +37,7 @@ class StalledCollective:
     types: str
     """Types of the elements."""
     frame: str | None
-    """The line of the program that called it; null where the dump has no stacks."""
+    """The line of the program that called it; null if the dump has no stacks."""
     joined: tuple[int, ...]
     """Members that reached it."""
     missing: tuple[int, ...]
@@ -47,12 +47,12 @@ class StalledCollective:
     behind: tuple[int, ...]
     """Members where a collective of the group is pending that others completed."""
     without_dump: tuple[int, ...]
-    """Members that left no dump."""
+    """Members without a dump."""
 
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """Why a job ended, as far as its logs tell."""
+    """Why a job ended, as far as its logs show."""
 
     failure: str
     """The class of the failure, such as `infra-node`, `job-oom` or `unknown`."""
@@ -74,7 +74,7 @@ class Classification:
     device: str | None
     """The device that is suspected."""
     rank: int | None
-    """The rank that failed first, where that is known."""
+    """The rank that failed first, if known."""
     suspects: tuple[Suspect, ...]
     """The hardware that the logs name, the decisive first; without errors that training
     survived."""
@@ -102,7 +102,7 @@ class Classification:
     deadline_reached: bool
     """Whether the deadline passed before the end of the logs; the rest was not read."""
     next_command: str | None
-    """The command to run next; null where there is nothing to do."""
+    """The command to run next; null if nothing is left to do."""
     exit_code: int = 0
 
     @property

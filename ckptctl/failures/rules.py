@@ -17,17 +17,16 @@ from ckptctl.failures.evidence import Role
 
 @dataclass(frozen=True)
 class Rule:
-    """Patterns in the text of a line, and what they are evidence of.
+    """Patterns in the text of a line, and the evidence that they give.
 
-    One of `patterns` is searched for, ignoring case, in the message: timestamps, rank
-    prefixes and logger names are removed before. Groups `host`, `device` and `rank` name
-    what failed. `literals` are texts in lower case; the patterns are tried only on a line
-    that holds one of them. `quotable`: the form itself is proof, so it counts inside quotes
-    and advice too. `level` is the lowest level of a logging line that counts: 10 debug,
-    20 info, 30 warning, 40 error. `reporter`: the process that prints it waited for another, so
-    its rank and host are not those that failed. `check` names a further
-    condition in `matching`. `restart` and `action` are given where they
-    differ from those of the class.
+    One of `patterns` is searched for, ignoring case, in the message, without timestamps,
+    rank prefixes and logger names. Groups `host`, `device` and `rank` name what failed.
+    `literals` are texts in lower case; the patterns are tried only on a line that contains
+    one of them. `quotable`: the form itself is proof, so it also counts inside quotes and
+    advice. `level` is the lowest level of a logging line that counts: 10 debug, 20 info, 30
+    warning, 40 error. `reporter`: the process that prints it waited for another, so its
+    rank and host are not those that failed. `check` names a further condition in
+    `matching`. `restart` and `action` are set if they differ from those of the class.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Compare the flight-recorder dumps of all ranks: which collective did not complete, and why.
+"""Compare the flight-recorder dumps of all ranks: which collective stalled, and why.
 
-Three observations name a rank. It *never joined* a collective that other members of the
-group wait in, and waits for nobody itself. It is *behind*: a collective that its peers
-completed is still pending there, so its device or its watchdog stopped. Its call *differs*
-from those of its peers under the same sequence number. A rank that waits for another is a
-consequence.
+Three observations name a rank. It *never joined* a collective in which other members of the
+group wait, and does not wait for any rank itself. It is *behind*: a collective that its
+peers completed is still pending there, so its device or its watchdog stopped. Its call
+*differs* from those of its peers under the same sequence number. A rank that waits for
+another is a consequence.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_REPORTED = 50
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What the dumps have in common.
+    """What the dumps show together.
 
     `never_joined`, `behind` and `differing` are ranks. `in_cycle`: ranks that wait for each
-    other. `without_dump`: members of the groups that left no dump.
+    other. `without_dump`: members of the groups without a dump.
     """
 
     collectives: tuple[StalledCollective, ...]
@@ -41,16 +41,20 @@ class Stall:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the dumps give a reason to suspect, in order."""
+        """The suspected ranks, in order."""
         return tuple(sorted({*self.never_joined, *self.behind}))
 
 
 def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
-    """What the dumps are evidence of; `file` is where they lie."""
+    """The evidence from the dumps; `file` is their location."""
     if not stall.collectives and not stall.ranks:
         return
     absent = f"{_ranks(stall.never_joined)} never joined" if stall.never_joined else ""
-    behind = f"{_ranks(stall.behind)} did not complete what others did" if stall.behind else ""
+    behind = (
+        f"{_ranks(stall.behind)} did not complete collectives that others did"
+        if stall.behind
+        else ""
+    )
     if stall.differing:
         found = (
             "mismatch",
@@ -84,7 +88,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def described(stalled: StalledCollective) -> str:
-    """A stalled collective in one line: group, operation, number, shape, and who is where."""
+    """A stalled collective in one line: group, operation, number, shape, ranks."""
     parts = {
         "joined": stalled.joined,
         "missing": stalled.missing,
@@ -115,7 +119,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A process group: its members, and what each member with a dump asked of it."""
+    """A process group: its members, and the calls of each member with a dump."""
 
     name: str
     description: str
@@ -131,15 +135,15 @@ class _Group:
         return call is not None and not call.done
 
     def completed(self, rank: int, sequence: int) -> bool:
-        """Whether the rank reached the collective, and it is not pending there.
+        """Whether the rank reached the collective, and it is no longer pending there.
 
-        Dumps of pending calls only leave out what was completed.
+        Dumps of pending calls only omit completed ones.
         """
         return self.last(rank) >= sequence and not self.pending(rank, sequence)
 
 
 def compare_dumps(dumps: Sequence[Dump]) -> Stall:
-    """Compare the dumps, one for each rank; of several for one rank the last counts.
+    """Compare the dumps, one per rank; of several for one rank the last counts.
 
     Cost: linear in the recorded calls.
     """
@@ -165,7 +169,7 @@ def compare_dumps(dumps: Sequence[Dump]) -> Stall:
 
 
 def _explains_little(stalled: StalledCollective) -> tuple[int, int]:
-    """A sort key: what names ranks comes first, of those the largest groups."""
+    """A sort key: collectives that name ranks first, then the largest groups."""
     kind = 0 if stalled.differing else 1 if stalled.missing else 2 if stalled.behind else 3
     return kind, -len(stalled.joined)
 
@@ -179,7 +183,7 @@ def _groups(dumps: Mapping[int, Dump]) -> Iterator[_Group]:
             members[name].add(ranks)
         for call in dump.calls:
             described[call.group] = call.description
-            # Parts of a coalesced operation have the same number: the last is the whole.
+            # Parts of a coalesced operation share a number: the last one is the whole.
             collectives = calls[call.group][rank]
             if call.pair is None:
                 collectives[call.sequence] = call
@@ -199,9 +203,9 @@ def _recorded(
 
 
 def _stalled(group: _Group) -> StalledCollective | None:
-    """The first collective of the group that is pending and that not all members joined alike.
+    """The first pending collective of the group that not all members joined alike.
 
-    Where all joined alike, the last that is pending on every member.
+    If all joined alike, the last one that is pending on every member.
     """
     sequences = sorted(
         {
@@ -241,7 +245,7 @@ def _collective(group: _Group, sequence: int) -> StalledCollective:
 
 
 def _differing(calls: Mapping[int, Call], n_members: int) -> tuple[int, ...]:
-    """The ranks whose call is not that of most; all of them where no call is that of most."""
+    """The ranks whose call differs from the majority; all ranks if there is no majority."""
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, call in calls.items():
         same_shape = call.operation in _SAME_SHAPE
@@ -272,13 +276,13 @@ def _behind(group: _Group) -> Iterator[int]:
 def _waits(
     stalled: Sequence[StalledCollective], groups: Sequence[_Group], dumps: Mapping[int, Dump]
 ) -> Mapping[int, set[int]]:
-    """For each rank that waits, the ranks that it waits for."""
+    """For each waiting rank, the ranks that it waits for."""
     waits: dict[int, set[int]] = defaultdict(set)
     for each in stalled:
         for rank in each.joined:
             waits[rank] |= {*each.missing, *each.without_dump} - {rank}
     members = {(group.name, rank): group.members for group in groups for rank in group.calls}
-    # Each rank counts its point-to-point operations for itself, so the numbers of two ranks
+    # Each rank counts its own point-to-point operations, so the numbers of two ranks
     # cannot be compared; how many are pending can.
     pending = Counter(
         (rank, sender, receiver)

@@ -1,7 +1,7 @@
-"""Name the nodes and devices that evidence against hardware points at.
+"""The nodes and devices named by evidence against hardware.
 
-A node's name may end up in a command that takes the node out of the pool, and a log is
-written by anybody: a name that is no host name is not a name.
+A node's name may end up in a command that drains the node, and a log is untrusted: text
+that is not a host name is never used as one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_NODES = 64
 
 
 def suspects_in(evidence: Iterable[Evidence]) -> tuple[Suspect, ...]:
-    """One suspect for each node, in the order of the evidence; one more for those unnamed."""
+    """One suspect per node, in the order of the evidence; one more without a node."""
     found: dict[str | None, tuple[dict[str, None], dict[int, None]]] = {}
     for each in evidence:
         for node in host_names(each.host or "") or (None,):
@@ -32,7 +32,7 @@ def suspects_in(evidence: Iterable[Evidence]) -> tuple[Suspect, ...]:
     return tuple(
         Suspect(node, tuple(devices), tuple(ranks))
         for node, (devices, ranks) in found.items()
-        # A device that is named with its node and without it is one device.
+        # The same device may be named with and without its node.
         if node is not None or len(found) == 1 or devices.keys() - _devices_elsewhere(found)
     )
 

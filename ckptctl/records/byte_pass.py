@@ -1,11 +1,11 @@
 """Read every byte of many files once, as fast as the storage delivers them.
 
-Runs of bytes are handed out whole, the largest first, and their bytes are passed in
-pieces to whoever asked for them. On file systems each thread reads into a buffer of
-its own; on an object store several requests are in flight, and one thread takes what
-arrives. This module does not interpret the bytes.
+Runs of bytes are assigned whole, the largest first, and their bytes are passed in pieces to
+their consumers. On file systems each thread reads into its own buffer; on an object store
+several requests are in flight, and one thread consumes what arrives. This module does not
+interpret the bytes.
 
-No `mmap`: a file that is truncated under it would end the process.
+`mmap` is not used: a file that is truncated while mapped would end the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECT_PIECE_BYTES = 4 << 20
 """Bytes a request to an object store: with 16 in flight they take up 64 MiB."""
 
 MAX_JOBS = 8
-"""More threads than this seldom read a file system faster."""
+"""More threads than this rarely read a file system faster."""
 
 _PROGRESS_EVERY_S = 0.1
 
@@ -41,10 +41,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` bytes from `start` of the file on, which are read at once.
+    """`length` bytes from `start` of the file, read at once.
 
-    `ahead`: the bytes are read again later, and count only then. `into` is the
-    memory that they are to be read into, where it is not a buffer of the thread's.
+    `ahead`: the bytes are read again later, and counted only then. `into` is the memory to
+    read them into, if not a buffer of the thread.
     """
 
     start: int
@@ -58,20 +58,20 @@ class Run(Protocol):
 
     @property
     def path(self) -> str:
-        """The file, from the store's root on."""
+        """The path of the file, relative to the store's root."""
         ...
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes there are to read."""
+        """The number of bytes to read."""
         ...
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """The reads, none longer than `limit`; asked for before earlier ones were taken."""
+        """The reads, none longer than `limit`; may be requested before earlier ones are taken."""
         ...
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        """Take the bytes of a piece. They are overwritten when this returns, but in its `into`."""
+        """Consume the bytes of a piece; they are overwritten after it returns, unless in `into`."""
         ...
 
 
@@ -79,7 +79,7 @@ class Run(Protocol):
 class Stop:
     """Ends a pass early, from another thread or a signal handler.
 
-    While `listening`, a pass ends within a piece or two of `ask`.
+    While `listening`, a pass ends within one or two pieces of `ask`.
     """
 
     listening: bool = False
@@ -91,13 +91,13 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether the pass is to end."""
+        """Whether the pass should end."""
         return self._asked.is_set()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a pass. `until_s` is by `time.monotonic`; `jobs` None chooses a good number."""
+    """Limits of a pass. `until_s` is by `time.monotonic`; `jobs` None chooses a suitable number."""
 
     jobs: int | None = None
     until_s: float | None = None
@@ -107,7 +107,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Board:
-    """What the threads of a pass share."""
+    """State that the threads of a pass share."""
 
     limits: Limits
     waiting: SimpleQueue[Run] = field(default_factory=SimpleQueue)
@@ -130,14 +130,14 @@ class _Board:
 def read_runs(
     store: Store, runs: Sequence[Run], limits: Limits, *, to_the_last: bool = False
 ) -> int:
-    """Read all runs, and pass them their bytes; returns how many bytes were read.
+    """Read all runs and pass them their bytes; returns how many bytes were read.
 
-    Ends early when the time is up or `limits.stop` was asked; what was begun is then
-    left where it is. Storage errors pass through, and what a run raises: at once, or
-    `to_the_last` when no thread reads into anybody's memory any more.
+    Ends early at `limits.until_s` or after `limits.stop.ask()`, without completing runs in
+    progress. Storage errors and exceptions of a run are raised: at once, or with
+    `to_the_last` when no thread reads into shared memory any more.
 
-    Cost: every byte once; a buffer of 1 MiB for each thread on a file system, and
-    64 MiB in all on an object store.
+    Cost: every byte once; a buffer of 1 MiB per thread on a file system, and 64 MiB in all
+    on an object store.
     """
     board = _Board(limits)
     for run in sorted(runs, key=lambda run: -run.n_bytes):
@@ -169,7 +169,7 @@ def read_runs(
 
 
 def _start(store: Store, board: _Board, n_wanted: int) -> int:
-    """Start the threads; how many there are. Fewer than wanted read it all the same."""
+    """Start the threads; returns how many. Fewer threads than intended still read everything."""
     board.n_read = [0] * n_wanted
     read = _read_objects if store.kind is Kind.OBJECT else _read_files
     for number in range(n_wanted):

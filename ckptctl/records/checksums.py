@@ -50,6 +50,6 @@ class ElementChecksum:
             if self._left:
                 return
         found = combined_crc(self._parts, self._n_bytes)
-        # Parts that do not fit together prove nothing: they count as a mismatch.
+        # Parts with gaps or overlaps prove nothing and count as a mismatch.
         if found != self._expected:
             self._mismatch(-1 if found is None else found)

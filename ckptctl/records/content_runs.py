@@ -1,9 +1,9 @@
-"""Divide the records of a file into runs, and verify them as their bytes pass.
+"""Divide the records of a file into runs, and verify them as their bytes are read.
 
-Records that lie side by side are one run, which one thread reads: short ones whole,
-several at once; a long one in pieces, its end first, where its directory is. Runs end
-where the blocks of a file end, so that a seal's digests use the same reads; a record
-that spans two runs is verified in parts, and the last part completes it.
+Adjacent records form a run, which one thread reads: short ones whole, several at once; a
+long one in pieces, its end first, where its directory is. Runs end at block boundaries, so
+that a seal's digests use the same reads; a record that spans two runs is verified in parts,
+and the last part completes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptctl.storage.contract import Span
 _MAGIC_BYTES = 32
 
 Report = Callable[[int, Checked], None]
-"""Takes the result of a record, by its number: once for each, by one thread at a time."""
+"""Called with the number and result of each record, once each, by one thread at a time."""
 
 
 def record_runs(
@@ -47,17 +47,17 @@ def record_runs(
     *,
     nan_scan: bool = False,
 ) -> tuple[RecordRun, ...]:
-    """The runs that read the records in `by_file` whole; each result goes to `report`.
+    """The runs that read the records in `by_file` whole; each result is passed to `report`.
 
-    The numbers of each file are in the order in which the records lie in it. With
-    `nan_scan` the values of floating-point tensors are scanned for NaN and infinity.
+    The numbers of each file are in file order. With `nan_scan` the values of floating-point
+    tensors are scanned for NaN and infinity.
     """
     results = _Results(source, report, nan_scan=nan_scan)
     return tuple(run for numbers in by_file for run in _runs_of(results, numbers))
 
 
 class _Results:
-    """What the runs of one part share: its records, and the parts of those that span runs."""
+    """The shared state of the runs of one part: its records, and the parts of spanning records."""
 
     def __init__(self, source: RecordSource, report: Report, *, nan_scan: bool) -> None:
         self._store, self._folder, self.ranges = source
@@ -72,7 +72,7 @@ class _Results:
         return f"{self._folder}/{name}" if self._folder else name
 
     def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
-        """The directory of a record from its tail, of which more is read where it takes that."""
+        """The directory of a record from its tail, reading more of it if necessary."""
         length = self.ranges.lengths[number]
         end = self.ranges.starts[number] + length
 
@@ -90,7 +90,7 @@ class _Results:
         return FORMS.get(entry.dtype)
 
     def report(self, number: int, checked: Checked) -> None:
-        """Take the result of a record."""
+        """Report the result of a record."""
         with self._lock:
             self._report(number, checked)
 
@@ -106,9 +106,9 @@ class _Results:
 
 
 def _runs_of(results: _Results, numbers: Sequence[int]) -> Iterator[RecordRun]:
-    """Runs of records side by side, split where the blocks of the file end, as a seal has it.
+    """Runs of adjacent records, split at the block boundaries of the file.
 
-    `numbers` are records of one file, in the order in which they lie in it.
+    `numbers` are records of one file, in file order.
     """
     ranges = results.ranges
     run: list[int] = []
@@ -125,7 +125,7 @@ def _runs_of(results: _Results, numbers: Sequence[int]) -> Iterator[RecordRun]:
         end = stop
         cut = (start // BLOCK_BYTES + 1) * BLOCK_BYTES
         if end >= cut and ranges.owner(number).transforms:
-            yield RecordRun(results, run, start, end)  # they cannot be read from their middle on
+            yield RecordRun(results, run, start, end)  # they cannot be read from the middle
             run = []
         while run and end >= cut:
             yield RecordRun(results, run, start, cut)
@@ -144,7 +144,7 @@ class _Piece(Piece):
 
 
 class RecordRun:
-    """Records side by side in one file; of the first and the last it may hold a part."""
+    """Adjacent records in one file; the first and the last may be partial."""
 
     def __init__(self, results: _Results, numbers: Sequence[int], start: int, end: int) -> None:
         self._results = results
@@ -185,7 +185,7 @@ class RecordRun:
         number = self._numbers[place]
         ranges = self._results.ranges
         if ranges.owner(number).transforms:
-            # Its directory is known only when all of it was decompressed once.
+            # Its directory is known only after decompressing all of it once.
             yield from _in_turn(start, stop, limit, place, ahead=True)
         else:
             end = ranges.starts[number] + ranges.lengths[number]
@@ -241,13 +241,13 @@ def _in_turn(
 
 
 def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
-    """Whether a record is bytes of a planner's own, or in the form of torch before archives."""
+    """Whether a record is a planner's own bytes, or in torch's format before archives."""
     plain = is_plain_pickle(head, last) and isinstance(owner.entry, BytesEntry)
     return plain or is_before_archives(head)
 
 
 class _Passing:
-    """A long record, or a part of one, whose bytes pass in one thread."""
+    """A long record, or a part of one, whose bytes pass through one thread."""
 
     def __init__(self, results: _Results, number: int, start: int) -> None:
         self._results = results

@@ -16,7 +16,7 @@ from ckptctl.records.byte_pass import Piece, Run
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`length` bytes of a file, from `start` on: what has one digest. `path` is in the store."""
+    """`length` bytes of a file from `start`, with one digest. `path` is in the store."""
 
     path: str
     start: int
@@ -24,9 +24,9 @@ class Stretch:
 
 
 class DigestRun:
-    """Digests a stretch; see `byte_pass.Run`. `around` is the run that reads it anyway.
+    """Digests a stretch; see `byte_pass.Run`. `around` is the run that already reads it.
 
-    `beside` takes the same bytes, for a checksum of another kind.
+    `beside` receives the same bytes, for a checksum of another kind.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DigestRun:
 
     @property
     def digests(self) -> Digests | None:
-        """What the bytes came to; None where the pass ended before all of them were read."""
+        """The digest of the bytes; None if the pass ended before all were read."""
         return self._digester.digests() if self._n_taken == self.stretch.length else None
 
     def pieces(self, limit: int) -> Iterator[Piece]:
@@ -79,7 +79,7 @@ class DigestRun:
 
 
 class RecordRun(Run, Protocol):
-    """A run that reads records, from `start` of its file on."""
+    """A run that reads records, starting at `start` of its file."""
 
     @property
     def start(self) -> int:
@@ -90,7 +90,7 @@ class RecordRun(Run, Protocol):
 class BlockDigests:
     """Digests whole files block by block, in the pass that reads their records.
 
-    `sizes` are the files and their bytes; `folder` is where they lie in the store.
+    `sizes` maps files to their sizes; `folder` is their location in the store.
     """
 
     def __init__(self, folder: str, sizes: Mapping[str, int], algorithm: Algorithm) -> None:
@@ -100,7 +100,7 @@ class BlockDigests:
         self._runs: dict[str, list[DigestRun]] = {}
 
     def runs(self, others: Sequence[RecordRun] = ()) -> list[Run]:
-        """What to read: `others`, digested where they are blocks, and the blocks that are not."""
+        """The runs to read: `others`, wrapped to digest the blocks they cover, and the rest."""
         by_stretch = {Stretch(run.path, run.start, run.n_bytes): run for run in others}
         for path, size in self._sizes.items():
             self._runs[path] = [
@@ -112,7 +112,7 @@ class BlockDigests:
 
     @property
     def whole(self) -> bool:
-        """All of it was read."""
+        """Whether everything was read."""
         return all(digest is not None for found in self.found.values() for digest in found)
 
     @property

@@ -1,8 +1,8 @@
 """Read the elements of large records with several threads, and verify them on the way.
 
 The elements of a record are divided into runs, which `byte_pass` reads into an
-`ElementSink`. Where all bytes of a record are read, the checksums of the runs are
-combined and compared with the record's own.
+`ElementSink`. If all bytes of a record are read, the checksums of the runs are combined and
+compared with the record's own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
 RUN_BYTES = 32 << 20
 """Bytes that one thread reads before it takes the next run."""
 
-# A run may have gaps of any length; which of them are read is decided piece by piece.
+# A run may have gaps of any length; each piece decides which of them are read.
 _ANY_GAP = 1 << 62
 
 _NOTHING = ByteSlice(0, 0, TensorSlice((), ()), contiguous=True)
 
 
 class ElementSink(Protocol):
-    """Takes elements of one record, which has `shape` and row-major order.
+    """Receives elements of one record, which has `shape` and row-major order.
 
-    Those in `wanted` are kept; others may be handed over as well, and are dropped.
+    Those in `wanted` are kept; others may be passed as well and are dropped.
     """
 
     @property
@@ -60,7 +60,7 @@ class ElementSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _ElementPiece(Piece):
-    """A piece of a run; `in_place`: it is read to where its elements belong."""
+    """A piece of a run; `in_place`: it is read directly to its destination."""
 
     bytes_read: ByteSlice = _NOTHING
     in_place: bool = False
@@ -127,8 +127,8 @@ def element_runs(
 ) -> Iterator[ElementRun]:
     """The runs that read the wanted elements of a record; all elements with a `checksum`.
 
-    `first_byte` is where its first element lies in the file at `path`. Bytes that are not
-    wanted are read where there are at most `skip` of them in a row.
+    `first_byte` is where its first element lies in the file at `path`. Unwanted gaps of at
+    most `skip` bytes are read rather than skipped.
     """
     elements = sink.wanted if checksum is None else TensorSlice.whole(sink.shape)
     for run in byte_slices(sink.shape, elements, sink.item_bytes, most=RUN_BYTES, skip=_ANY_GAP):

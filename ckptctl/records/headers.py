@@ -9,17 +9,17 @@ from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Span, Store
 
 _FIRST_HEADER = 64 << 10
-"""Bytes of a file that are read for its header first."""
+"""The bytes of a file that are read first, for its header."""
 
 
 def read_headers(
     store: Store, folder: str, files: Sequence[FileInfo]
 ) -> Iterator[tuple[FileInfo, bytes]]:
-    """Each safetensors file with its header, the length in front of it included.
+    """Each safetensors file with its header, including the length in front of it.
 
-    A header that the file does not hold whole is given as far as it was read. Links and
-    what else is no regular file are left out. Storage errors pass through. Cost: one read
-    for each file; a second one for headers of more than 64 KiB.
+    A truncated header is returned as far as it goes. Links and other non-regular files are
+    left out. Storage errors are raised. Cost: one read per file; a second one for headers
+    of more than 64 KiB.
     """
     regular = [file for file in files if file.kind == "file" and file.path.endswith(SUFFIX)]
     yield from ((file, b"") for file in regular if file.size == 0)
@@ -40,9 +40,9 @@ def read_headers(
 def read_indexes(
     store: Store, folder: str, files: Sequence[FileInfo]
 ) -> Iterator[tuple[FileInfo, bytes]]:
-    """Each index of safetensors files with its content. Cost: one read for each.
+    """Each index of safetensors files with its content. Cost: one read each.
 
-    One of more than `MAX_HEADER` bytes, and one that is no regular file, is left out.
+    Indexes of more than `MAX_HEADER` bytes, and non-regular files, are left out.
     """
     for file in files:
         if file.path.endswith(INDEX_SUFFIX) and file.kind == "file" and file.size <= MAX_HEADER:

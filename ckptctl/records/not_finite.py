@@ -1,8 +1,8 @@
 """Count the NaN and infinite values of a tensor.
 
-Works without torch and numpy, at nearly the speed of reading: sign and most of the
-exponent of a value are in its highest byte, and only those bytes are searched. A value
-is decoded only where its highest byte can be that of a NaN or an infinity.
+Works without torch and numpy, at nearly the speed of reading: sign and most of the exponent
+of a value are in its highest byte, and only those bytes are searched. A value is decoded
+only if its highest byte can be that of a NaN or an infinity.
 
 Source of the float8 forms: OCP 8-bit floating point, and torch 2.13 `c10/util/Float8_*.h`.
 """
@@ -14,16 +14,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 MAX_COUNTED = 10_000
-"""So many values that are not finite are counted of one stretch of bytes; then it is enough."""
+"""The most non-finite values that are counted in one stretch of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a value of `size` bytes says that it is not finite.
+    """The encoding of non-finite values of `size` bytes.
 
-    `high` are the highest bytes that such a value can have. `exponent` is the mask of
-    its exponent, all ones in such a value, and `mantissa` that of its mantissa: zero
-    for an infinity. Without `exponent` each of `high` is a NaN.
+    `high` are the highest bytes that such a value can have. `exponent` is the mask of its
+    exponent, all ones in such a value, and `mantissa` that of its mantissa: zero for an
+    infinity. Without `exponent`, each of `high` is a NaN.
     """
 
     size: int
@@ -54,14 +54,14 @@ FORMS: Mapping[str, Form] = {
     "float8_e5m2fnuz": Form(1, b"\x80"),
     "float8_e8m0fnu": Form(1, b"\xff"),
 }
-"""By torch's dtype name; a complex number is two values. What is not here is always finite."""
+"""By torch's dtype name; a complex number is two values. Other dtypes are always finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
     """How many values were scanned, and how many of them are NaN or infinite.
 
-    With `more` there are more than were counted.
+    `more`: there are more than were counted.
     """
 
     n_values: int = 0
@@ -79,15 +79,15 @@ class Values:
 
     @property
     def finite(self) -> bool:
-        """None of them is NaN or infinite."""
+        """Whether none of them is NaN or infinite."""
         return not (self.n_nan or self.n_infinite)
 
 
 class FiniteScan:
-    """Takes bytes of one tensor's values in order, little-endian, in pieces of any length.
+    """Scans bytes of one tensor's values in order, little-endian, in pieces of any length.
 
-    The first of them is byte `at` of the tensor. Those before the first whole value are
-    left over, and those after the last one, for who has the bytes around them.
+    The first of them is byte `at` of the tensor. Bytes before the first whole value and
+    after the last one are left over, for the caller that has the adjacent bytes.
     """
 
     __slots__ = ("_form", "_lead", "_n_infinite", "_n_lead", "_n_nan", "_n_values", "_rest")
@@ -101,7 +101,7 @@ class FiniteScan:
 
     @property
     def values(self) -> Values:
-        """What the whole values so far came to."""
+        """The result for the whole values so far."""
         full = self._n_nan + self._n_infinite >= MAX_COUNTED
         return Values(self._n_values, self._n_nan, self._n_infinite, full)
 
@@ -116,7 +116,7 @@ class FiniteScan:
             n = self._n_lead - len(self._lead)
             self._lead += bytes(data[:n])
             data = data[n:]
-        # A slice with a step is ten times as fast of bytes as of a view.
+        # Slicing with a step is ten times as fast on bytes as on a view.
         piece = b"".join((self._rest, data))
         size = self._form.size
         n_whole = len(piece) // size * size
@@ -142,9 +142,9 @@ class FiniteScan:
 
 
 def joined(form: Form, scans: Iterable[FiniteScan]) -> Values:
-    """What the values of one tensor come to whose bytes passed in several scans, in order."""
+    """The result for one tensor whose bytes passed through several scans, in order."""
     total = Values()
-    # All that lies between what was left over are whole values.
+    # Everything between the leftovers is whole values.
     between = FiniteScan(form)
     for scan in scans:
         total += scan.values

@@ -1,9 +1,9 @@
 """Open a record: check its frame, and find the tensor or the pickle in it.
 
-The first and the last bytes of a record are enough. `open_record` returns what they
-say, or asks for more of them; every caller that needs a record (inspection, `Reader`,
-reshard, convert, diff, the comparison with the step before) opens it here. Whether the
-elements are the ones that were saved is checked in `verification`.
+The first and the last bytes of a record are enough. `open_record` returns the result or
+requests more bytes; every caller that needs a record (inspection, `Reader`, reshard,
+convert, diff, the comparison with the step before) opens it here. `verification` checks
+whether the elements are those that were saved.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ckptctl.formats.pickles.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 
 MAX_PICKLE_BYTES = 64 << 10
-"""The longest pickle that is read of a tensor or a wanted bytes entry.
+"""The longest pickle of a tensor or of a wanted bytes entry that is read.
 
-That of a tensor of 64 dimensions has less than 2 KiB.
+The pickle of a tensor of 64 dimensions has less than 2 KiB.
 """
 
 HEAD = 1024
@@ -45,7 +45,7 @@ _MAX_HEAD = 1 << 20
 _BEFORE_ARCHIVES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The magic number, pickled, that began every file of `torch.save` before torch 1.6."""
 
-# Names by which torch pickles tensors that are more than a storage, a shape and strides.
+# Names by which torch pickles tensors that have more than a storage, a shape and strides.
 _OTHER_TENSORS = tuple(
     f"c{module}\n{name}\n".encode()
     for module, name in (
@@ -59,7 +59,7 @@ _OTHER_TENSORS = tuple(
 
 
 class Unfit(Exception):
-    """A sound archive does not hold what it should; `code` is that of the finding."""
+    """A sound archive has unexpected content; `code` is that of the finding."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class WrongChecksum(Unfit):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How much of a record to read: so many bytes at its beginning and at its end."""
+    """How much of a record to read: bytes at its beginning and at its end."""
 
     head: int = HEAD
     tail: int = TAIL
@@ -99,9 +99,10 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenRecord:
-    """A record with a sound frame: where its members lie, and the tensor that it describes.
+    """A record with a sound frame: its members, and the tensor that it describes.
 
-    `stub` is None for a bytes entry; `byte_order` (`little` or `big`) if it names none.
+    `stub` is None for a bytes entry; `byte_order` is `little` or `big` if the record states
+    it.
     """
 
     directory: RecordDirectory
@@ -123,16 +124,16 @@ class OpenRecord:
 def open_record(
     view: View, expected: Expected | None, *, with_pickle: bool = False
 ) -> OpenRecord | Need:
-    """What the record in `view` holds, or how much more of it must be read first.
+    """The content of the record in `view`, or how much more of it must be read first.
 
-    It should hold the tensor that is `expected`, or a bytes entry if that is None, whose
-    pickle is read too `with_pickle`. Members that were read whole match their checksums.
-    Raises `RecordUnreadable` and `Unfit` otherwise.
+    The record should hold the tensor `expected`, or a bytes entry if that is None, whose
+    pickle is also read with `with_pickle`. Members that were read whole match their
+    checksums; otherwise raises `RecordUnreadable` or `Unfit`.
     """
     if is_before_archives(view.head):
         raise Unfit(
             "format.unsupported",
-            "it is in the form that torch.save wrote before torch 1.6, with no checksum in it",
+            "it has the format of torch.save before torch 1.6, which has no checksums",
         )
     needed = tail_needed(view.tail, view.length)
     if needed > len(view.tail):
@@ -155,7 +156,7 @@ def open_record(
 
 
 def open_whole(data: bytes, expected: Expected | None) -> tuple[View, OpenRecord]:
-    """What a record holds whose bytes are all there; raises as `open_record`."""
+    """The content of a record whose bytes are all present; raises as `open_record`."""
     view = View(len(data), data, data)
     found = open_record(view, expected)
     assert not isinstance(found, Need)  # noqa: S101 - all of it is there
@@ -188,14 +189,14 @@ def is_before_archives(head: bytes) -> bool:
 
 
 def is_plain_pickle(head: bytes, tail: bytes) -> bool:
-    """Whether a record is bytes of a planner's own, which torch does not frame."""
+    """Whether a record is a planner's own bytes, which torch does not frame."""
     return head[:1] == b"\x80" and head[1:2] <= b"\x05" and tail.endswith(b".")
 
 
 def elements_crc(tail: bytes, length: int) -> int | None:
     """The checksum of a tensor's elements, from the last bytes of its record.
 
-    None if the tail does not tell: more of it is needed, it is damaged, or there is none.
+    None if the tail is too short or damaged, or if there is no checksum.
     """
     try:
         if tail_needed(tail, length) > len(tail):
@@ -211,20 +212,20 @@ def tensor_in(directory: RecordDirectory, view: Readable) -> TensorStub:
     """The tensor that a record describes; raises `Unfit` if it describes none."""
     pickle = read_member(directory, "data.pkl", view)
     if pickle is None or len(pickle) > MAX_PICKLE_BYTES:
-        raise _mismatch("its pickle is too long to be that of a tensor")
+        raise _mismatch("its pickle is too long for a tensor")
     try:
         return _decoded(pickle)
     except MetadataUnreadable as error:
         raise _mismatch(f"it holds no tensor: {error.message}") from error
     except MetadataUnsafe as error:
         if any(name in pickle for name in _OTHER_TENSORS):
-            raise Unfit("format.unsupported", "it is a tensor of a class of its own") from error
+            raise Unfit("format.unsupported", "it is a tensor subclass") from error
         raise Unfit("record.unsafe", error.message) from error
 
 
 @lru_cache(maxsize=512)
 def _decoded(pickle: bytes) -> TensorStub:
-    # Thousands of records hold equal pickles: those of equally sharded tensors.
+    # Equally sharded tensors have equal pickles in thousands of records.
     return decode_tensor_pickle(pickle)
 
 
@@ -233,12 +234,12 @@ def check_tensor(stub: TensorStub, directory: RecordDirectory, expected: Expecte
     sizes = expected.sizes
     n_elements = prod(stub.shape)
     if stub.dtype != expected.dtype:
-        raise _mismatch(f"it holds {stub.dtype}, its metadata says {expected.dtype}")
+        raise _mismatch(f"it holds {stub.dtype}, but its metadata has {expected.dtype}")
     if stub.shape != sizes and (n_elements or prod(sizes)):
-        raise _mismatch(f"it holds a tensor of shape {stub.shape}, its metadata says {sizes}")
+        raise _mismatch(f"it holds a tensor of shape {stub.shape}, but its metadata has {sizes}")
     member = directory.find(f"data/{stub.storage_key}")
     if member is None:
-        raise _mismatch(f"it holds no elements: data/{stub.storage_key} is not there")
+        raise _mismatch(f"it holds no elements: data/{stub.storage_key} is missing")
     item_size = DTYPE_SIZES.get(stub.dtype)
     n_bytes = stub.n_elements_in_storage * (item_size or 0)
     if item_size is not None and member.size != n_bytes:

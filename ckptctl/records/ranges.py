@@ -1,8 +1,8 @@
-"""The byte ranges that the metadata of a part names, and whose they are.
+"""The byte ranges that the metadata of a part names, and their owners.
 
-One table in columns serves all checks: half a million ranges are common, and an object
-for each would cost more than reading the metadata. A range is a number here; `owner`
-returns the entry it belongs to.
+One table in columns serves all checks: half a million ranges are common, and an object for
+each would cost more than reading the metadata. A range is a number here; `owner` returns
+the entry it belongs to.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ckptctl.model import NO_FILE, BytesEntry, Metadata, TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a range is: chunk number `chunk` of a tensor, or a bytes entry."""
+    """The owner of a range: chunk number `chunk` of a tensor, or a bytes entry."""
 
     entry: TensorEntry | BytesEntry
     chunk: int
 
     @property
     def name(self) -> str:
-        """The FQN, and where the chunk begins where the tensor has several."""
+        """The FQN, with the offsets of the chunk if the tensor has several."""
         if isinstance(self.entry, TensorEntry) and len(self.entry.chunks) > 1:
             return f"{self.entry.fqn} at {self.entry.chunks.offsets_of(self.chunk)}"
         return self.entry.fqn
 
     @property
     def transforms(self) -> tuple[str, ...]:
-        """What the bytes of the range went through when they were written."""
+        """The transforms that were applied to the bytes of the range when it was written."""
         if isinstance(self.entry, TensorEntry):
             return self.entry.chunks.transforms.get(self.chunk, ())
         return self.entry.byte_range.transforms if self.entry.byte_range else ()
@@ -41,9 +41,9 @@ class Ranges:
     """The byte ranges of all metadata of one part, in columns.
 
     Range `i` is the `lengths[i]` bytes from `starts[i]` on in the file
-    `file_names[files[i]]`; `files[i]` is `NO_FILE` where the metadata names no
-    range. The ranges of one entry follow each other, its chunks in order.
-    Several metadata are those of a step saved without collectives, one a rank.
+    `file_names[files[i]]`; `files[i]` is `NO_FILE` if the metadata names no range. The
+    ranges of one entry follow each other, in the order of its chunks. A step that was saved
+    without collectives has one metadata file per rank.
     """
 
     def __init__(self, metadatas: Sequence[Metadata]) -> None:
@@ -92,8 +92,8 @@ class Ranges:
         return self._numbers.setdefault(file_name, len(self._numbers))
 
     def owner(self, number: int) -> Owner:
-        """Whose range `number` is."""
-        # Entries without any range share the next one's first: the last is meant.
+        """The owner of range `number`."""
+        # Entries without ranges share the next entry's first index: take the last one.
         at = bisect_right(self.first_range, number) - 1
         return Owner(self.entries[at], number - self.first_range[at])
 

@@ -1,8 +1,8 @@
 """Plan the reads that opening records takes: merged, in file order, of bounded length.
 
-Of each record the head and the tail are read. The tail of one record and the head of
-the next lie side by side and are read together; small records are read whole, several
-at once. What the bytes say is decided in `opening`.
+The head and the tail of each record are read. The tail of one record and the head of the
+next are adjacent and read together; small records are read whole, several at once.
+`opening` interprets the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _READ_THROUGH = 32 << 10
 """Bytes that are not needed but cost less to read than to skip."""
 
 LONGEST = 64 << 10
-"""Reads are merged up to this length in bytes, unless the caller says otherwise."""
+"""The default length in bytes up to which reads are merged."""
 
 Opened = TypeVar("Opened")
 
@@ -31,7 +31,7 @@ _USUAL = Need()
 
 @dataclass(slots=True)
 class Reading:
-    """What reading has cost so far."""
+    """The cost of reading so far."""
 
     n_reads: int = 0
     n_bytes: int = 0
@@ -77,11 +77,11 @@ def open_records(
     needs: Mapping[int, Need] | None = None,
     longest: int = LONGEST,
 ) -> Iterator[tuple[int, Opened]]:
-    """Each record in `by_file` with what `open_one` makes of it.
+    """Each record in `by_file` with the result of `open_one`.
 
-    `open_one` is called with more of a record if it returns a `Need`. `needs` are what
-    to read first, where that is not the usual; the cost is added to `reading`. Reads are
-    merged up to `longest` bytes. Storage errors, and what `open_one` raises, pass through.
+    `open_one` is called again with more of a record if it returns a `Need`. `needs`
+    overrides what is read first; the cost is added to `reading`. Reads are merged up to
+    `longest` bytes. Storage errors and exceptions of `open_one` are raised.
     """
     needs = needs or {}
     while any(by_file):
@@ -99,9 +99,9 @@ def open_records(
 def open_one_record(
     read: Callable[[int, int], bytes], length: int, open_one: Callable[[View], Opened | Need]
 ) -> Opened:
-    """What `open_one` makes of a single record of `length` bytes.
+    """The result of `open_one` for a single record of `length` bytes.
 
-    `read` returns bytes of the record, given where they begin and how many they are.
+    `read` returns bytes of the record, given their start and number.
     """
     found: Opened | Need = _USUAL
     while isinstance(found, Need):
@@ -121,7 +121,7 @@ def _read(
     reading: Reading,
     longest: int,
 ) -> Iterator[tuple[int, View]]:
-    """Each record with as much of it as is needed, in the order in which they lie in a file."""
+    """Each record with as much of it as is needed, in file order."""
     store, folder, ranges = source
     planned: deque[_Read] = deque()
 

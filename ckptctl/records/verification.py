@@ -1,8 +1,8 @@
 """Verify every byte of a record against its checksums and its frame.
 
-Bytes of large members only pass through the checksum, and through a scan for values
-that are not finite if one is asked for; everything around them is kept and compared.
-Parts of one record may pass in several threads; their checksums are combined.
+Bytes of large members only pass through the checksum, and through the scan for non-finite
+values if requested; everything around them is kept and compared. Parts of one record may
+pass through several threads; their checksums are combined.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ckptctl.records.opening import Expected, Unfit, check_tensor, tensor_in
 from ckptctl.records.ranges import Owner
 
 _KEPT = 4096
-"""Members up to so many bytes are kept: among them are those that torch reads as texts."""
+"""Members up to this size in bytes are kept, among them those that torch reads as text."""
 
 
 NO_CRCS = "saved without checksums"
 PLAIN = "saved as plain pickles, without frame and checksums"
-NO_ZSTD = "compressed, which takes the extra `zstd` to read"
-"""Why nothing in a record proves its bytes: the values of `Checked.unproven`."""
+NO_ZSTD = "compressed, which needs the extra `zstd`"
+"""Why a record's bytes are not proven: the values of `Checked.unproven`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrongBytes:
-    """Members of a record that do not match their checksums; the first with both of them."""
+    """Members of a record that do not match their checksums; both checksums of the first one."""
 
     names: tuple[str, ...]
     start: int
@@ -51,13 +51,12 @@ class WrongBytes:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of verifying every byte of a record; without fields, that they are proven.
+    """The result of verifying every byte of a record; without fields, its bytes are proven.
 
-    `unproven` is why nothing in it proves them; `unreadable` is why its frame is not as
-    torch writes it, or with the code `unfit` why it does not hold what the metadata says.
-    `folds` are what `serialization_id` says that the checksums come to, and what they do
-    come to; None where it says nothing. `values` are there of a sound record that was
-    scanned.
+    `unproven` is the reason why nothing proves them. `unreadable` is the reason why its
+    frame differs from torch's, or with the code `unfit`, why its content differs from the
+    metadata. `folds` are the combined checksum in `serialization_id` and the computed one;
+    None if the record has none. `values` are set for a sound record that was scanned.
     """
 
     unproven: str | None = None
@@ -69,9 +68,9 @@ class Checked:
 
 
 def check_whole(data: memoryview, form: Form | None = None) -> Checked:
-    """Verify a record that is in memory as a whole.
+    """Verify a record that is wholly in memory.
 
-    With `form` it is that of a tensor, whose values are scanned.
+    With `form`, the values of its tensor are scanned.
     """
     try:
         directory, _ = read_directory(lambda n: bytes(data[len(data) - n :]), len(data))
@@ -102,9 +101,9 @@ def _with_values(
     form: Form,
     scans: Iterable[FiniteScan],
 ) -> Checked:
-    """What was checked, with what the scans of all its bytes came to.
+    """The result, with the scans of all its bytes added.
 
-    Nothing for a record that is damaged, and for one of a big-endian machine.
+    Nothing is added for a damaged record or one of a big-endian machine.
     """
     if checked.unreadable is not None or checked.wrong is not None:
         return checked
@@ -150,10 +149,10 @@ def _wrong(members: Sequence[Member], wrong: Sequence[int], crcs: Sequence[int])
 
 @dataclass(slots=True)
 class Part:
-    """Bytes of a record that passed in one thread, from `start` to `end`.
+    """Bytes of a record that passed through one thread, from `start` to `end`.
 
-    `kept` are the bytes around the large members; `crcs` those of the large members,
-    as member, offset, length and CRC-32; `scans` those that were scanned, by member.
+    `kept` are the bytes around the large members; `crcs` those of the large members, as
+    member, offset, length and CRC-32; `scans` those that were scanned, by member.
     """
 
     start: int
@@ -166,7 +165,7 @@ class Part:
 class Passing:
     """Takes the bytes of a record from `start` on, in order.
 
-    With `form` it is that of a tensor, whose values are scanned.
+    With `form`, the values of its tensor are scanned.
     """
 
     def __init__(self, directory: RecordDirectory, start: int, form: Form | None = None) -> None:
@@ -174,7 +173,7 @@ class Passing:
         self._form = form
         self._elements = frozenset(_element_members(directory))
         large = [(n, m) for n, m in enumerate(directory.members) if m.size > _KEPT]
-        # Where bytes are kept and where they only pass, in turn.
+        # Ranges of kept and of passing bytes alternate.
         self._edges = [0, *(edge for _, m in large for edge in (m.start, m.end)), directory.length]
         self._large = [n for n, _ in large]
         self._part = Part(start, start)
@@ -222,10 +221,10 @@ def check_parts(
     form: Form | None = None,
     owner: Owner | None = None,
 ) -> Checked:
-    """Verify a record whose bytes have all passed, in parts, scanned if there is a `form`.
+    """Verify a record whose bytes have all passed, in parts; scanned if there is a `form`.
 
-    `tail` is the end of the record as it was when its directory was read. With an `owner`
-    the tensor in it is compared with the metadata: of a record that `structure` cannot read.
+    `tail` is the end of the record at the time its directory was read. With an `owner`, the
+    tensor is compared with the metadata, for a record that `structure` cannot read.
     """
     in_order = sorted(parts, key=lambda part: part.start)
     kept = _Kept([piece for part in in_order for piece in part.kept])

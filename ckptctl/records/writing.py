@@ -25,9 +25,9 @@ def block_of(data: memoryview) -> Block:
 def record_of(dtype: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> Iterator[memoryview]:
     """The bytes of a tensor's record, in order, as `torch.save` would write them.
 
-    `blocks` are all elements of the tensor. Each piece is taken before the next block is
-    asked for, so that blocks may share one buffer. `tensor_frame(dtype, shape).length` is
-    the size of the record.
+    `blocks` are all elements of the tensor. Each piece is consumed before the next block is
+    requested, so blocks may share one buffer. The size of the record is
+    `tensor_frame(dtype, shape).length`.
     """
     from zlib_ng.zlib_ng import crc32_combine
 

@@ -1,8 +1,8 @@
 """Decompress zstd records within a fixed memory limit.
 
-A few bytes of zstd can stand for gigabytes. Output is handed on in pieces and never
-kept; input is fed in slices so short that none can expand to more than some 32 MiB; a
-stream that exceeds its limit is refused.
+A few bytes of zstd can expand to gigabytes. Output is passed on in pieces and never kept;
+input is fed in slices so short that none expands to more than about 32 MiB; a stream that
+exceeds its limit is refused.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_WINDOW = 128 << 20
 """The largest window that is accepted, in bytes: the default of the zstd tool."""
 
 MAX_ENTRY_BYTES = 1 << 30
-"""What a compressed entry that is no tensor may expand to."""
+"""The size limit of a decompressed non-tensor entry."""
 
 FRAME_BYTES = 1 << 20
-"""What the archive around the elements of a tensor may take up."""
+"""The size limit of the archive around a tensor's elements."""
 
 _WIDEST_ITEM = 16
 
-# A block of 4 bytes can stand for 128 KiB.
+# A block of 4 bytes can expand to 128 KiB.
 _SLICE = 1 << 10
 
 
@@ -45,7 +45,7 @@ def require_zstd() -> None:
         import zstandard  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
-            "zstandard is not installed, which reads compressed records",
+            "reading compressed records needs zstandard, which is not installed",
             next_command="pip install 'ckptctl[zstd]'",
         ) from error
 
@@ -63,17 +63,17 @@ def tensor_limit(dtype: str, sizes: Sequence[int]) -> int:
 
 
 def check_transforms(transforms: Sequence[str]) -> None:
-    """Raise `Unfit` unless a record was written as it is, or compressed by zstd alone."""
+    """Raise `Unfit` unless a record was written unchanged or compressed with zstd alone."""
     if transforms and tuple(transforms) != (ZSTD,):
         through = ", ".join(transforms)
-        raise Unfit("format.unsupported", f"it went through {through} when it was saved")
+        raise Unfit("format.unsupported", f"it was transformed by {through} when it was saved")
 
 
 def unpack(packed: bytes, transforms: Sequence[str], limit: int) -> bytes:
-    """A record that was read whole, as it was before `transforms`, of at most `limit` bytes.
+    """The content of a compressed record, at most `limit` bytes.
 
-    Raises `RecordUnreadable` for a damaged one, `Unfit` where it went through something
-    other than zstd, `MissingExtra`.
+    Raises `RecordUnreadable` for a damaged one, `Unfit` for a transform other than zstd,
+    `MissingExtra`.
     """
     check_transforms(transforms)
     if not transforms:
@@ -112,7 +112,7 @@ class Unpacker:
             self.n_bytes += len(out)
             if self.n_bytes > self._limit:
                 raise RecordUnreadable(
-                    f"it decompresses to more than the {self._limit:,} bytes that it can hold"
+                    f"it decompresses to more than the {self._limit:,} allowed bytes"
                 )
             if out:
                 yield out
@@ -122,4 +122,4 @@ class Unpacker:
     def check_ended(self) -> None:
         """Raise `RecordUnreadable` if the frame is not complete."""
         if not self._stream.eof:
-            raise RecordUnreadable("its compressed bytes end too early")
+            raise RecordUnreadable("its compressed bytes are truncated")

@@ -152,7 +152,7 @@ def test_a_dtype_that_the_metadata_denies_is_a_mismatch(step: Step):
     n_chunks = len(step.metadata.tensors[fqn].chunks)
     findings = found(step.folder, step.with_tensor(fqn, dtype="float16"))
     assert [f.code for f in findings] == ["record.mismatch"] * n_chunks
-    assert findings[0].message.endswith(": it holds bfloat16, its metadata says float16")
+    assert findings[0].message.endswith(": it holds bfloat16, but its metadata has float16")
 
 
 def test_a_shape_that_the_metadata_denies_is_a_mismatch(step: Step):
@@ -315,8 +315,8 @@ def test_records_that_are_made_here_are_sound(tmp_path: Path):
         ({"strides": (-3, 1)}, "it holds no tensor: "),
         ({"offset": -1}, "it holds no tensor: "),
         ({"strides": (1,)}, "it holds no tensor: "),
-        ({"key": "1"}, "it holds no elements: data/1 is not there"),
-        ({"key": "../version"}, "it holds no elements: data/../version is not there"),
+        ({"key": "1"}, "it holds no elements: data/1 is missing"),
+        ({"key": "../version"}, "it holds no elements: data/../version is missing"),
     ],
 )
 def test_a_tensor_that_does_not_fit_its_elements_is_a_mismatch(
@@ -346,7 +346,7 @@ def test_a_pickle_too_long_for_a_tensor_is_a_mismatch(tmp_path: Path):
         members[0] = Made("data.pkl", bytes(n_bytes))
         (finding,) = found(tmp_path, part_of(tmp_path, (2, 3), archive(members)))
         assert finding.code == "record.mismatch"
-        assert "its pickle is too long to be that of a tensor" in finding.message
+        assert "its pickle is too long for a tensor" in finding.message
 
 
 def test_a_tensor_of_a_class_of_its_own_is_not_supported_and_not_unsafe(tmp_path: Path):
@@ -440,7 +440,9 @@ def test_records_that_went_through_something_unknown_cannot_be_verified(tmp_path
     (finding,) = found(tmp_path, part)
     assert finding.code == "format.unsupported"
     assert verdict_of([finding]) is Verdict.UNVERIFIABLE
-    assert finding.message.endswith("it went through stream.zstd/1, cipher/3 when it was saved")
+    assert finding.message.endswith(
+        "it was transformed by stream.zstd/1, cipher/3 when it was saved"
+    )
 
 
 def test_small_values_that_were_asked_for_are_handed_out(step: Step):

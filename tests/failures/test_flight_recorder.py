@@ -84,7 +84,7 @@ def test_a_rank_without_a_dump_is_possibly_at_fault_and_not_named(recorded, tmp_
     assert (stall.ranks, stall.without_dump) == ((), (2,))
     answer = ckptctl.classify(flight_recorder=str(tmp_path))
     assert answer.suspects == ()
-    assert "possibly others that left no dump" in answer.message
+    assert "possibly also ranks without a dump" in answer.message
 
 
 def test_a_rank_where_a_collective_is_pending_that_its_peers_completed_is_behind(recorded):

@@ -262,8 +262,8 @@ def test_compressed_records_are_read_through(tmp_path: Path, pieces: str):
 @pytest.mark.parametrize(
     ("shape", "dtype", "says"),
     [
-        (2001, "float32", "it holds a tensor of shape (2000,), its metadata says (2001,)"),
-        (2000, "int32", "it holds float32, its metadata says int32"),
+        (2001, "float32", "it holds a tensor of shape (2000,), but its metadata has (2001,)"),
+        (2000, "int32", "it holds float32, but its metadata has int32"),
     ],
 )
 def test_a_compressed_record_of_another_tensor_is_a_finding(

@@ -156,7 +156,7 @@ def test_two_records_in_each_others_place_are_refused(step: Path):
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     error = refused(step)
     assert (error.code, error.exit_code) == ("record.mismatch", 21)
-    assert "its metadata says" in error.message
+    assert "its metadata has" in error.message
 
 
 def test_a_slice_of_a_damaged_record_is_refused_where_every_record_is_proven(step: Path):
