@@ -1,7 +1,7 @@
-"""The names that a training script calls.
+"""The names that a training script uses.
 
-The public names. A name is imported when it is asked for: a script that only wants to
-know which job it is in does not load torch for that.
+Each name is imported on first use: a script that only needs the job's environment does not
+load torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> object:
         if (error.name or "").split(".")[0] != "torch":
             raise
         raise MissingExtra(
-            f"ckptctl.train.{name} takes torch, which is not installed",
+            f"ckptctl.train.{name} needs torch, which is not installed",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
     globals()[name] = value

@@ -1,7 +1,7 @@
-"""Rule out the steps that a resume abandons.
+"""Supersede the steps that a resume abandons.
 
-Who resumes from step N abandons the branch of newer steps: they are superseded, in every
-root of the run, so that no later resume takes one of them.
+Resuming from step N abandons the branch of newer steps: they are superseded in every root
+of the run, so that no later resume uses them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptctl.train.job import Job
 
 
 def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
-    """The steps that `pick` prefers to the one decided on, in each root; on rank 0 only."""
+    """The steps that `pick` prefers to the chosen one, in each root; on rank 0 only."""
     found = []
     preferred = True
     path = decision.path
@@ -52,10 +52,10 @@ def abandoned_branches(job: Job, decision: Decision) -> tuple[Branch, ...]:
 def supersede_all(
     job: Job, held: Held, decision: Decision, branches: Sequence[Branch]
 ) -> tuple[list[int], list[str]]:
-    """Record the resume, and rule out the abandoned steps of each root; numbers and warnings.
+    """Record the resume and supersede the abandoned steps of each root; numbers and warnings.
 
-    The record comes first: it rules out the steps of the other roots where a mark cannot be
-    written, and where this process is killed before the last mark.
+    The record comes first: it excludes the steps in roots where a mark cannot be written,
+    and those not yet marked when this process is killed.
     """
     if len(job.stores) > 1:
         others = (branch for branch in branches if branch.store is not job.store)
@@ -74,20 +74,20 @@ def supersede_all(
         if why is not None:
             warnings.append(
                 f"{branch.store.url}: steps that this resume abandons were not marked there "
-                f"({why}); {job.root} records them, and pick over these roots passes over them"
+                f"({why}); {job.root} records them, and pick over these roots skips them"
             )
     return sorted(numbers), warnings
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The root that an attempt holds, by its token; it may write there, and mark in others."""
+    """The root that an attempt holds by its token: it writes there, and marks in others."""
 
     store: Store
     token: Token
 
     def check(self) -> None:
-        """Raise `Fenced` where another attempt holds the root."""
+        """Raise `Fenced` if another attempt holds the root."""
         check_token(self.store, self.token)
 
     def mark(
@@ -102,7 +102,8 @@ class Held:
     ) -> None:
         """Mark the save that `report` describes, in any root; raises `Fenced`.
 
-        If another save replaces it meanwhile, the mark does not apply: it names the metadata.
+        The mark names the metadata, so it does not apply to a save that replaces this one
+        meanwhile.
         """
         by = f"attempt {self.token.attempt}"
         made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
@@ -112,10 +113,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class NewerStep:
-    """A step that `pick` would prefer to the one resumed from, as it was at the decision.
+    """A step that `pick` would prefer to the resumed one, as it was when that was decided.
 
-    `marks` are the ids of the marks that apply; `superseded` tells that one of them rules
-    the step out already.
+    `marks` are the ids of the marks that apply; `superseded`: one of them already excludes
+    the step.
     """
 
     name: str
@@ -125,7 +126,7 @@ class NewerStep:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Values that differ once somebody has saved, completed or marked the step."""
+        """Values that change when the step is saved, completed or marked."""
         return self.report.url, self.report.digests, self.marks
 
 
@@ -133,7 +134,7 @@ class NewerStep:
 class Branch:
     """The steps of one root that a resume abandons.
 
-    `warning` is why they are not known, for an optional root only.
+    `warning` is why they are unknown, for an optional root only.
     """
 
     store: Store
@@ -142,7 +143,7 @@ class Branch:
 
     @property
     def states(self) -> tuple[object, ...]:
-        """Values that differ once the branch has changed."""
+        """Values that change with the branch."""
         return tuple(one.state for one in self.steps)
 
 
@@ -156,10 +157,10 @@ def newer_steps(
 ) -> tuple[NewerStep, ...]:
     """The steps of a root that `pick` prefers to `step`, newest first; all for a fresh run.
 
-    Of one number the later attempt is preferred, and so is another save of it in a root
-    that is `preferred` to that of `path`; `digests` are those of the save at `path`. Raises
+    Of equal numbers, the later attempt is preferred, and so is a save in a root that is
+    `preferred` to that of `path`; `digests` are those of the save at `path`. Raises
     `StorageError` for a step that cannot be inspected. Cost: one listing, and an inspection
-    at `listing` for each of them.
+    at `listing` per step.
     """
     own = path is not None and path == join_url(store.url, base_name(path))
     chosen = step_name(base_name(path)) if path is not None and own else None
@@ -181,16 +182,20 @@ def newer_steps(
 
 
 def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
-    """Rule out the abandoned steps of one root; their numbers, oldest first.
+    """Supersede the abandoned steps of one root; their numbers, oldest first.
 
-    `branch` was read when the step to resume from was decided, so it excludes what a later
-    attempt has saved. A step with metadata is marked, and so is an interrupted save on an
-    object store, where its metadata may still be on the way. On a file system an interrupted
-    save is moved aside: a process that wakes up finds no folder to publish it in.
+    `branch` was read when the resumed step was decided, so it excludes saves of a later
+    attempt. A step with metadata is marked, and so is an interrupted save on an object
+    store, whose metadata may still arrive. On a file system an interrupted save is moved
+    aside, so that a process that wakes up cannot publish it.
 
-    Raises `Fenced` before a mark that would hit another attempt.
+    Raises `Fenced` before marking a step of another attempt.
     """
-    why = "the run began anew" if step is None else f"the run went on from step {step}"
+    why = (
+        "the run started again from step 0"
+        if step is None
+        else f"the run continued from step {step}"
+    )
     done = []
     for one in reversed(branch.steps):
         number = one.report.number
@@ -209,12 +214,12 @@ def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
 
 
 def move_aside(folders: Folders, token: Token, name: str) -> str:
-    """Rename a folder of the root into `.ckptctl/aside/`, durably; its path there."""
+    """Move a folder of the root into `.ckptctl/aside/`, durably; its new path."""
     target = f"{ASIDE_FOLDER}/{name}.{token.number:06}.{os.urandom(2).hex()}"
     folders.move(name, target)
     return target
 
 
 def inspect_listed(store: Store, named: StepName) -> Inspection:
-    """An inspection at `listing`, in which no unfinished save counts as running."""
+    """An inspection at `listing` that counts no unfinished save as running."""
     return inspect_step(OpenStep(store, named), Requirements(grace_s=0.0), level=Level.LISTING)

@@ -1,9 +1,9 @@
 """Decide the step to resume from, the same on every rank.
 
-Rank 0 decides as `pick` does; the others receive its decision, and each proves that it sees
-the same metadata bytes. Without a step to load, a run is fresh, or no step is usable, or the
-storage did not answer. The first is a decision, the other two are errors, and each is the
-same on every rank.
+Rank 0 decides as `pick` does; the others receive its decision, and each proves that it
+reads the same metadata. Without a step to load, either the run is fresh, or no step is
+usable, or the storage did not answer: the first is a decision, the others are errors, and
+each is the same on every rank.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ckptctl.selection.verifying import open_target, verify
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
 SETTLE_S = 60.0
-"""How long a rank waits to see what rank 0 saw: NFS caches the listing of a folder so long."""
+"""How long a rank waits to see the files of rank 0: NFS caches folder listings for that long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A newer step that was not taken, and why; `not_loaded` where loading it showed that."""
+    """A newer step that was not chosen, and why; `not_loaded` if loading it failed."""
 
     step: int | None
     path: str
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The roots, how rank 0 selects a step in them, and how long other ranks may lag behind."""
+    """The roots, the rules by which rank 0 selects a step, and how long ranks may lag behind."""
 
     roots: Roots
     policy: PickPolicy
@@ -79,17 +79,17 @@ class Selection:
     settle_s: float = SETTLE_S
 
     def older_than(self, step: int) -> Selection:
-        """The same for the steps before `step`, which also lie before the policy's own bound."""
+        """The same for steps before `step` that also respect the policy's own bound."""
         before = step if self.policy.before is None else min(step, self.policy.before)
         return replace(self, policy=replace(self.policy, before=before))
 
 
 def check_roots(selection: Selection) -> tuple[StepName, ...]:
-    """Raise where roots without steps are not those of a run that has saved nothing yet.
+    """Raise if roots without steps are not those of a run that has saved nothing yet.
 
-    Returns the steps of all roots, newest first. Called before anything is written there: a
-    root that ckptctl has marked would pass for one that is known. Raises `StorageError`,
-    `UsageError`. Cost: one listing of each root.
+    Returns the steps of all roots, newest first. Called before anything is written: a root
+    that ckptctl has marked would count as known. Raises `StorageError`, `UsageError`. Cost:
+    one listing of each root.
     """
     pattern = compile_pattern(selection.requirements.pattern)
     with ExitStack() as stack:
@@ -115,13 +115,13 @@ def decide(
     *,
     skip: Collection[int] = (),
 ) -> tuple[Decision, OpenStep | None]:
-    """What one process answers: a step, or a fresh run. `skip` are steps that did not load.
+    """The decision of one process: a step, or a fresh run. `skip` are steps that did not load.
 
-    The step comes with what was read of it, for a load in this process.
+    The step is returned open, for a load in this process.
 
     `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
-    `NothingToResume` where steps are there and none is usable (11), or one could not be
-    inspected (75), and for a named step that is not usable (its verdict's code).
+    `NothingToResume` if steps exist but none is usable (11) or one could not be inspected
+    (75), and for a named step that is not usable (its verdict's code).
     """
     wanted = wanted_step(resume_from, selection.roots)
     if wanted == "none":
@@ -137,7 +137,7 @@ def decide(
         except CkptctlError as error:
             if error.exit_code == Verdict.SUPERSEDED.exit_code:
                 raise  # another root may hold a copy without the mark
-            # The error of a step that exists explains more than that another root lacks it.
+            # The error of an existing step explains more than its absence in another root.
             if failed is None or isinstance(failed, UsageError):
                 failed = error
     assert failed is not None  # noqa: S101 - there is at least one root
@@ -145,7 +145,7 @@ def decide(
 
 
 def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
-    """What was asked for: `auto`, `none`, digits, or the path of a step.
+    """The requested step: `auto`, `none`, digits, or the path of a step.
 
     Raises `UsageError` for anything else.
     """
@@ -154,7 +154,7 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     if known or "/" in wanted or "@" in wanted or os.path.lexists(wanted):
         return wanted
     raise UsageError(
-        f"resume_from is {wanted!r}; it can be auto, none, a step number, or the path of a step",
+        f"resume_from is {wanted!r}; expected auto, none, a step number, or the path of a step",
         next_command=f"ckptctl scan {roots.words}",
     )
 
@@ -197,10 +197,10 @@ def _named(
     if not report.usable:
         raise _not_usable(report)
     if report.number is None:
-        raise UsageError(f"{report.url}: the name of the folder gives no step number")
+        raise UsageError(f"{report.url}: the folder name contains no step number")
     if report.number in skip:
         raise NothingToResume(
-            f"{report.url} was asked for, but it could not be loaded",
+            f"{report.url} was requested, but it could not be loaded",
             exit_code=11,
             next_command=f"ckptctl verify {shlex.quote(report.url)} --level content",
         )
@@ -209,9 +209,9 @@ def _named(
 
 def _not_usable(report: Report) -> CkptctlError:
     faults = report.with_severity(Severity.FAULT)
-    why = faults[0].message if faults else "a condition that was asked for does not hold"
+    why = faults[0].message if faults else "a requested condition does not hold"
     return NothingToResume(
-        f"{report.url} was asked for, and it is {report.verdict.value}: {why}",
+        f"{report.url} was requested, but it is {report.verdict.value}: {why}",
         exit_code=report.exit_code,
         next_command=f"ckptctl verify {shlex.quote(report.url)}",
     )
@@ -230,9 +230,9 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
 
 
 def opened_here(decision: Decision, selection: Selection, opened: OpenStep | None) -> OpenStep:
-    """The step that was decided on, as this rank reads it.
+    """The chosen step as this rank reads it.
 
-    `opened` is what this rank read when it decided; on the others nothing was read yet.
+    `opened` is what this rank read when it decided; the other ranks have read nothing yet.
     """
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
     if opened is not None and opened.url == decision.path:
@@ -242,9 +242,9 @@ def opened_here(decision: Decision, selection: Selection, opened: OpenStep | Non
 
 
 def prove_seen(decision: Decision, group: ProcessGroup, selection: Selection) -> None:
-    """Let every rank prove that it sees the metadata that rank 0 decided on.
+    """Let every rank prove that it reads the metadata on which rank 0 decided.
 
-    Raises the same error on every rank, which names the one that sees something else: its
+    Raises the same error on every rank, naming the rank that reads something else: its
     mount is stale or empty. Cost: one read of the metadata on each rank.
     """
     path = decision.path
@@ -255,10 +255,10 @@ def prove_seen(decision: Decision, group: ProcessGroup, selection: Selection) ->
 
 
 def changed(decision: Decision, selection: Selection) -> str | None:
-    """How the step that was decided on has changed; None where it has not.
+    """How the chosen step has changed; None if it has not.
 
-    Its metadata is read anew, whatever an `OpenStep` holds: the step may have been saved
-    over while it was loaded. Cost: one read of its metadata.
+    Reads its metadata again, bypassing any `OpenStep`: the step may have been overwritten
+    during the load. Cost: one read of its metadata.
     """
     if decision.path is None:
         return None
@@ -273,8 +273,8 @@ def _see(
     while (wrong := _differs(path, digests, selection)) is not None:
         if time.monotonic() + pause_s > until_s:
             raise StorageUnavailable(
-                f"{path}: {wrong}; this machine does not see what rank 0 sees, so no rank loads. "
-                "Its mount is stale, or it is not mounted there",
+                f"{path}: {wrong}; this machine does not see the files of rank 0, so no rank "
+                "loads; its mount is stale or missing",
                 next_command="findmnt --real",
             )
         time.sleep(pause_s)
@@ -289,7 +289,7 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], selection: Selecti
                 data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
                 found = hashlib.sha256(data).hexdigest()
                 if found != digest:
-                    return f"{file} has digest {found[:12]}…, and rank 0 read {digest[:12]}…"
+                    return f"{file} has digest {found[:12]}…, but rank 0 read {digest[:12]}…"
     except StorageError as error:
         return error.message
     return None
@@ -298,10 +298,10 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], selection: Selecti
 def prove_content(
     decision: Decision, group: ProcessGroup, selection: Selection
 ) -> LoadFailed | None:
-    """Compare every byte of the step where level `content` was asked for; all ranks share it.
+    """Verify every byte of the step if level `content` was requested; shared by all ranks.
 
-    Returns the failure that all ranks agree on, None for a sound step. Raises `StorageError`.
-    Cost: every byte of the step, read by one rank.
+    Returns the failure that all ranks agree on, None for a sound step. Raises
+    `StorageError`. Cost: every byte of the step, each read by one rank.
     """
     path = decision.path
     if path is None or selection.policy.level is not Level.CONTENT:
@@ -325,24 +325,24 @@ def prove_content(
 
 
 def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
-    """The error for several steps that were inspected as whole and did not load."""
+    """The error for several steps that passed inspection but did not load."""
     steps = ", ".join(str(step) for step in failed)
     return NothingToResume(
-        f"{len(failed)} steps passed inspection but did not load ({steps}): suspect the "
-        "storage before you trust an older step",
+        f"{len(failed)} steps passed inspection but did not load ({steps}): check the storage "
+        "before using an older step",
         exit_code=11,
         next_command=f"ckptctl scan {roots.words}",
     )
 
 
 def check_one_metadata(decision: Decision) -> None:
-    """Raise `UsageError` for a step with several metadata files, which is not loaded here."""
+    """Raise `UsageError` for a step with several metadata files, which is not supported here."""
     assert decision.path is not None  # noqa: S101 - asked for where there is a step
     files = [file for file, _ in decision.digests]
     if files != [METADATA]:
         raise UsageError(
             f"{decision.path} holds {len(files)} metadata files ({', '.join(files[:3])}); "
-            "Checkpointer loads steps with one. `resolve` gives its path to a script that loads "
-            "by itself",
+            "Checkpointer loads steps with one. use `resolve` for the path, and load the step in "
+            "the script",
             next_command=f"ckptctl show {shlex.quote(decision.path)}",
         )

@@ -1,6 +1,6 @@
 """Record an attempt of the job in the ledger, however it ends.
 
-The attempt records how far the training has come, and an exception that ends the process.
+The attempt records the training progress, and an exception that ends the process.
 `evidence` decides what the records mean for a step.
 """
 
@@ -24,7 +24,7 @@ PROGRESS_EVERY_S = 30.0
 """How often progress is recorded, in seconds."""
 
 RECORD_TIMEOUT_S = 5.0
-"""How long the one try to write a line in the background may take, and the wait at the end."""
+"""The timeout of a background write of one line, and of the wait at the end."""
 
 Hook = Callable[..., Any]
 
@@ -33,7 +33,7 @@ Hook = Callable[..., Any]
 class Attempt:
     """One attempt of the job, on one of its ranks.
 
-    `step` is how far the training has come, `saved` the newest step that is saved or is being
+    `step` is the current training step, `saved` the newest step that is saved or being
     saved.
     """
 
@@ -50,17 +50,17 @@ class Attempt:
 
     @property
     def origin(self) -> Origin:
-        """The attempt as the seals of its steps name it."""
+        """The description of the attempt in the seals of its steps."""
         job, node = (str(self.cluster.get(name) or "") for name in ("job", "node"))
         return Origin(self.token.attempt, self.resumed_from, job, node)
 
     def record(self, event: str, **fields: object) -> None:
-        """Have a thread write a line; the training does not wait, and no failure is raised."""
+        """Write a line in a thread; does not delay training and never raises."""
         with suppress(CkptctlError):
             self.ledger.add_later(event, rank=self.ledger.rank, **fields)
 
     def note(self, step: int, loss: float | None) -> None:
-        """Set how far the training has come; rank 0 records it from time to time."""
+        """Set the current step; rank 0 records it from time to time."""
         self.step = step
         if self.ledger.rank != 0:
             return
@@ -85,7 +85,7 @@ class Attempt:
         self._has_failed = True
 
     def watch(self) -> None:
-        """Record an exception that nobody catches, by a hook."""
+        """Install a hook that records an uncaught exception."""
         before = sys.excepthook
 
         def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:

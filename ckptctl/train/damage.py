@@ -1,4 +1,4 @@
-"""Describe a step of which a record could not be loaded.
+"""Describe a step with a record that could not be loaded.
 
 Turns an error during a load into the finding that `ckptctl verify` reports for the same
 damage. A storage that does not answer is not damage.
@@ -40,16 +40,16 @@ class Damage:
         return self.finding(Finding(code, self._file(number), message))
 
     def wrong_crc(self, number: int, member: Member) -> Callable[[int], None]:
-        """A callback for a member whose bytes have another checksum than was saved."""
+        """A callback for a member whose bytes do not match the saved checksum."""
 
         def wrong(found: int) -> None:
-            reason = f"{member.name} has CRC-32 {found:08x}, saved was {member.crc:08x}"
+            reason = f"{member.name} has CRC-32 {found:08x}, but {member.crc:08x} was saved"
             raise self.record(number, "record.crc", reason)
 
         return wrong
 
     def check_paths(self, numbers: Iterable[int]) -> None:
-        """Raise `StepDamaged` where the file of a record lies outside the step."""
+        """Raise `StepDamaged` if the file of a record lies outside the step."""
         for name in {self._file(number) for number in numbers}:
             reason = escape_reason(name)
             if reason is not None:
@@ -57,17 +57,19 @@ class Damage:
                 raise self.finding(Finding("path.escape", name, message))
 
     def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
-        """The error for a file that is missing, short or a link. Cost: one listing."""
+        """The error for a file that is missing, truncated or a link. Cost: one listing."""
         needed = {self._file(number) for number in numbers}
-        # Listed anew: what matters is what lies there after the read that failed.
+        # List again: the state after the failed read matters.
         for finding in check_presence(self.ranges, self.opened.list_again()):
             if finding.severity is Severity.FAULT and finding.where in needed:
                 return self.finding(finding)
-        message = f"it changed while it was loaded ({error}): someone writes or deletes here"
+        message = (
+            f"it changed while it was loaded ({error}): another process writes or deletes there"
+        )
         return self.finding(Finding("step.changed", "", message))
 
     def finding(self, finding: Finding) -> StepDamaged:
-        """A finding as an error, with the command that looks at all of the step."""
+        """A finding as an error, with the command that inspects the whole step."""
         url = self.opened.url
         command = f"ckptctl verify {shlex.quote(url)} --level content"
         return StepDamaged(url, replace(finding, next_command=command))

@@ -1,10 +1,10 @@
 """Reject a step after which two attempts failed in the same way.
 
-The step is marked rejected where both failures came soon after the attempts had resumed
-from it; it is passed over from then on, and stays where it is. Evidence names the digests
-of the metadata that was loaded, as marks do: a failure after an older save of the same
-number is no evidence against the present one. A failure that followed another step too is
-the script's. Signals, preemption and ends without a known cause do not count.
+The step is marked rejected if both failures came soon after resuming from it; it is skipped
+from then on, but not removed. Evidence names the digests of the loaded metadata, as marks
+do: a failure after an older save of the same number does not count against the present one.
+A failure that also followed another step is the script's. Signals, preemption and ends
+without a known cause do not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptctl.train.abandoning import Held, inspect_listed
 from ckptctl.train.ledger import Row
 
 WITHIN_STEPS = 20
-"""A failure so soon after a resume may be the fault of the step that was loaded."""
+"""A failure within this many steps of a resume may be caused by the loaded step."""
 
 NOT_FINITE = "non-finite loss"
 
@@ -36,9 +36,9 @@ _MESSAGES_OF_OTHERS = ("connection closed", "connection reset", "timed out", "gl
 
 
 def signature_of(error: BaseException) -> str | None:
-    """A description that is equal for two equal failures; None for one that proves nothing.
+    """A description that is equal for equal failures; None if it proves nothing.
 
-    A lost rank, a storage that fails and a lack of memory are no evidence against a step.
+    A lost rank, a failing storage and a lack of memory are no evidence against a step.
     """
     if not isinstance(error, Exception) or isinstance(error, (CkptctlError, OSError, MemoryError)):
         return None
@@ -52,7 +52,7 @@ def signature_of(error: BaseException) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed soon after it had resumed from `step`.
+    """An attempt that failed soon after resuming from `step`.
 
     `metadata` are the SHA-256 of the metadata files that it loaded, by path.
     """
@@ -64,7 +64,7 @@ class Failure:
 
 
 def failures_in(attempts: Attempts) -> Iterator[Failure]:
-    """Yield at most one failure for each attempt: the first that has evidence."""
+    """Yield at most one failure per attempt: the first that has evidence."""
     for attempt, events in attempts:
         resumed: Row = next((e for e in events if e.get("event") == "resumed"), {})
         step, metadata = resumed.get("step"), resumed.get("metadata")
@@ -81,7 +81,7 @@ def failures_in(attempts: Attempts) -> Iterator[Failure]:
 def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
     """By step: the failures of at least two attempts with equal evidence after one save of it.
 
-    Evidence that another step has too is left out.
+    Evidence that also applies to another step is left out.
     """
     steps_of: dict[str, set[int]] = {}
     held: dict[tuple[int, str, str], list[Failure]] = {}
@@ -99,9 +99,9 @@ def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
 def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[Report, bool], ...]:
     """Reject the steps of a root that the ledgers prove bad; each with whether it was marked.
 
-    A step that was accepted or rejected already keeps its mark. A root other than the held
-    one may be read-only; then nothing is marked. Raises `Fenced`, `StorageError`. Cost: an
-    inspection at `listing` and a write for each step that is marked.
+    An accepted or rejected step keeps its mark. A root other than the held one may be
+    read-only; then nothing is marked. Raises `Fenced`, `StorageError`. Cost: an inspection
+    at `listing` and a write per marked step.
     """
     against = proven(attempts)
     if not against:
@@ -121,7 +121,8 @@ def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[R
                 named.name,
                 report,
                 MarkKind.REJECTED,
-                reason=f"{len(failures)} attempts that resumed from it failed alike within "
+                reason=f"{len(failures)} attempts that resumed from it failed in the same way "
+                "within "
                 f"{WITHIN_STEPS} steps: {failures[0].evidence}",
                 evidence=[
                     join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
@@ -138,7 +139,7 @@ def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[R
 
 
 def _is_marked(store: Store, name: str) -> bool:
-    """Whether the step was accepted or rejected before, which takes precedence."""
+    """Whether the step is already accepted or rejected; that mark takes precedence."""
     try:
         entries = store.list_dir(f"{name}/{MARKS_FOLDER}")
     except StorageError:

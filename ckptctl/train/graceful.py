@@ -1,13 +1,13 @@
 """Stop all ranks at the same step when the scheduler asks the job to stop.
 
-A signal sets a flag. At a step boundary the ranks agree: a signal to one of them is
-enough, and all stop at the same step. A process that hangs after that is ended before the
-scheduler kills it, and prints where each thread was.
+A signal sets a flag. At a step boundary the ranks agree: a signal to one of them is enough,
+and all stop at the same step. A process that hangs after that is ended before the scheduler
+kills it, and prints the stack of each thread.
 
 SLURM (`--signal`, `KillWait`, 30 s) and Kubernetes (`terminationGracePeriodSeconds`, 30 s)
-do not tell a job how long they wait for it. torchrun passes a signal on to its processes and
-kills them 30 s later, whatever the scheduler would have granted. The time limit of a SLURM
-job is in its environment.
+do not tell a job how long they wait. torchrun passes a signal on to its processes and kills
+them 30 s later, whatever the scheduler grants. The time limit of a SLURM job is in its
+environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptctl.errors import UsageError
 from ckptctl.train.signals import Listener
 
 ECHO_S = 5.0
-"""A second signal within this time is the same stop: SLURM and torchrun both pass one on."""
+"""A second signal within this time is the same stop: SLURM and torchrun both send one."""
 
 _AFTER_THE_END_S = 27.0
 """How much of the 30 s between SIGTERM and SIGKILL at SLURM's time limit (`KillWait`) is used."""
@@ -35,7 +35,7 @@ _AFTER_THE_END_S = 27.0
 _STDERR = 2
 
 DEFAULT_DEADLINE_S = 600.0
-"""Where the time of the kill is unknown: long enough for a save, short enough for a hang."""
+"""If the time of the kill is unknown: long enough for a save, short enough for a hang."""
 
 _TORCHRUN_NOTICE_S = 30.0  # torch 2.13, distributed/run.py: --shutdown-timeout
 _SHARE = 0.9  # of the notice: a forced exit must come before the kill
@@ -43,7 +43,7 @@ _SHARE = 0.9  # of the notice: a forced exit must come before the kill
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """`seconds` from the signal to the kill, and `source`, the setting that gives them."""
+    """`seconds` from the signal to the kill, and `source`, the setting that defines them."""
 
     seconds: float
     source: str
@@ -51,9 +51,9 @@ class Notice:
 
 
 def notice_in(environment: Mapping[str, str], notice_s: float | None = None) -> Notice | None:
-    """The notice that the caller gives, or the one that torchrun gives; None where none is known.
+    """The notice that the caller or torchrun gives; None if unknown.
 
-    Raises `UsageError` for a notice that is not above 0.
+    Raises `UsageError` unless it is above 0.
     """
     if notice_s is not None:
         if not notice_s > 0:
@@ -71,9 +71,9 @@ def notice_in(environment: Mapping[str, str], notice_s: float | None = None) -> 
 
 
 def checked_deadline(deadline_s: float | None, notice: Notice | None) -> float:
-    """The deadline in seconds after the signal; nine tenths of the notice where none is given.
+    """The deadline in seconds after the signal; nine tenths of the notice by default.
 
-    Raises `UsageError` for one that lies after the kill, before which it must act.
+    Raises `UsageError` if it is not before the kill.
     """
     if deadline_s is None:
         return DEFAULT_DEADLINE_S if notice is None else notice.seconds * _SHARE
@@ -82,8 +82,8 @@ def checked_deadline(deadline_s: float | None, notice: Notice | None) -> float:
     if notice is not None and deadline_s >= notice.seconds and not math.isinf(deadline_s):
         raise UsageError(
             f"deadline_s is {deadline_s:g} s, and the kill comes {notice.seconds:g} s after the "
-            f"signal ({notice.source}): the forced exit would come too late, and a process that "
-            "hangs would be killed without a report of where",
+            f"signal ({notice.source}): a hung process would be killed before the forced exit "
+            "could report where it hangs",
             next_command=notice.next_command,
         )
     return deadline_s
@@ -152,19 +152,19 @@ class GracefulStop:
 
     @property
     def asked(self) -> bool:
-        """Whether this process got a signal; the other ranks may not know yet."""
+        """Whether this process got a signal; the other ranks may not have received it."""
         return self._received is not None
 
     @property
     def stopped_by(self) -> signal.Signals | None:
-        """The signal for which the ranks agreed to stop; None before they did."""
+        """The signal for which the ranks agreed to stop; None before that."""
         return signal.Signals(self._agreed) if self._agreed else None
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal after a stop, which schedulers take for a preemption; else 0.
+        """128 + the signal after a stop, which schedulers treat as preemption; else 0.
 
-        torchrun turns every code but 0 into 1; the ledger of the run holds the reason.
+        torchrun turns every nonzero code into 1; the ledger of the run records the reason.
         """
         return 128 + self._agreed if self._agreed else 0
 
@@ -174,7 +174,7 @@ class GracefulStop:
         return float("inf") if self._force_s is None else self._force_s - time.monotonic()
 
     def agreed(self) -> bool:
-        """Whether all ranks stop here, since one of them got a signal. Every rank calls it.
+        """Whether all ranks stop here, because one of them got a signal. Every rank calls it.
 
         Raises `RanksLost`.
         """
@@ -187,12 +187,12 @@ class GracefulStop:
             return False
         (self._agreed,) = self._group.most(self._received[0] if self._received else 0)
         if self._agreed and self._received is None:
-            # Another rank got the signal: the time runs here too.
+            # Another rank got the signal: start the deadline here too.
             self._set_deadline(time.monotonic())
         return bool(self._agreed)
 
     def document(self) -> dict[str, str | int | None]:
-        """How this attempt ended, for a record, since torchrun does not pass exit codes on."""
+        """How this attempt ended, for a record, because torchrun does not pass on exit codes."""
         return {
             "how": "preempted" if self._agreed else "finished",
             "signal": self.stopped_by.name if self.stopped_by else None,
@@ -216,11 +216,12 @@ class GracefulStop:
         self._force_s = now_s + deadline_s
         number = self._received[0] if self._received else self._agreed
         self._listener.call_at(
-            self._force_s, lambda: self._force(number, f"no end {deadline_s:g} s after the signal")
+            self._force_s,
+            lambda: self._force(number, f"still running {deadline_s:g} s after the signal"),
         )
 
     def _force(self, number: int, why: str) -> None:
-        """End the process from this thread, and print where each thread is."""
+        """End the process from this thread, after printing the stack of each thread."""
         message = f"ckptctl: {why}: ending now, with code {128 + number}\n"
         os.write(_STDERR, message.encode())
         faulthandler.dump_traceback(_STDERR)

@@ -1,4 +1,4 @@
-"""What a job resumes and saves with, and where it goes on."""
+"""The job that resumes and saves, and the point from which it continues."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckptctl.train.restoring import Inventory, Policies, Progress
 from ckptctl.train.state import Parts, RankPosition
 
 Tell = Callable[[str], None]
-"""Prints one line for the person who started the job."""
+"""Prints one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a job goes on: after `step`, which is 0 for a fresh run.
+    """Where a job continues: after `step`, which is 0 for a fresh run.
 
-    `path` is the step that was loaded, None for a fresh run. `tokens` and `samples` are
-    what the run had consumed, 0 where the step holds no count. `rejected` are the newer
-    steps that were not taken. `report` is the document at `report_path`. In a replay `last`
-    is the last step to train, and the report is written nowhere.
+    `path` is the loaded step, None for a fresh run. `tokens` and `samples` are the counts
+    that the run had consumed, 0 if the step has none. `rejected` are newer steps that were
+    not chosen. `report` is the document at `report_path`. In a replay `last` is the last
+    step to train, and no report is written.
     """
 
     step: int
@@ -39,17 +39,16 @@ class Start:
 
     @property
     def fresh(self) -> bool:
-        """Whether the run begins here."""
+        """Whether the run starts at step 0."""
         return self.path is None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a resume works with: the roots, the ranks, what they hold, and the caller's policies.
+    """The environment of a resume: roots, ranks, their objects, and the caller's policies.
 
-    `root` is the one that is held and saved to, `stores` are all roots by address, in
-    order of preference. `later` opens `root` with one short try, for what is written beside
-    training.
+    `root` is held and saved to; `stores` are all roots by address, in order of preference.
+    `later` opens `root` with a short timeout and no retries, for writes beside training.
     """
 
     root: str
@@ -64,13 +63,13 @@ class Job:
     stores: Mapping[str, Store]
 
     def tolerated(self, url: str) -> tuple[type[StorageError], ...]:
-        """The errors of a root that do not stop a resume: all of an optional one."""
+        """The errors of a root that do not prevent a resume: all those of an optional root."""
         return (StorageError,) if url in self.selection.roots.optional else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The step that was decided on, and is now in the objects of the script."""
+    """The chosen step, after it was restored into the objects of the script."""
 
     decision: Decision
     rejected: tuple[Rejected, ...]

@@ -1,8 +1,8 @@
 """Check that all ranks answer and that each GPU computes correctly.
 
-A dead peer shows up as a collective that times out half an hour later and names nobody.
-A ping has a timeout of its own and names the ranks that did not answer. It does not
-measure how fast a rank is.
+A dead peer shows up as a collective that times out half an hour later without naming a
+rank. A ping has its own timeout and names the ranks that did not answer. It does not
+measure the speed of a rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SIDE = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The result of checking one GPU: `fault` as text, None where nothing is wrong.
+    """The result of checking one GPU: `fault` as text, None for a healthy GPU.
 
-    `free` and `total` are bytes of its memory, None where they could not be read.
+    `free` and `total` are bytes of its memory, None if they could not be read.
     """
 
     device: str
@@ -80,8 +80,8 @@ class Liveness:
 def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
     """Seconds until every rank had answered. Every rank calls it.
 
-    First over gloo, which names the ranks that do not answer; then over the process group
-    that the training uses (NCCL). Raises `RanksLost` after `timeout_s`.
+    Uses gloo first, which names the ranks that do not answer; then the process group of the
+    training (NCCL). Raises `RanksLost` after `timeout_s`.
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s}; it must be above 0")
@@ -104,7 +104,7 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    # A group may have gloo for the CPU and NCCL for the GPU; the latter is what hangs.
+    # A group may have gloo for the CPU and NCCL for the GPU; the latter can hang.
     on_gpu = "cuda:nccl" in dist.get_backend_config(world) and torch.cuda.is_available()
     backend = "nccl" if on_gpu else dist.get_backend(world)
     one = torch.ones(1, device="cuda" if on_gpu else "cpu")
@@ -125,10 +125,10 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
 
 
 def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) -> GpuReport | None:
-    """Check that the GPU of this process computes, and in time; None without a GPU.
+    """Check that the GPU of this process computes correctly, and in time; None without a GPU.
 
-    Multiplies two matrices of small whole numbers, whose product is known exactly. A GPU that
-    hangs leaves a thread behind. Cost: some milliseconds, 1 MB of the GPU's memory.
+    Multiplies two matrices of small whole numbers, whose product is known exactly. A GPU
+    that hangs leaves a thread behind. Cost: some milliseconds, 1 MB of GPU memory.
     """
     import torch
 
@@ -153,7 +153,7 @@ def _poll(device: torch.device) -> GpuReport:
         expected = float(sum(number % 7 for number in range(_SIDE)))
         wrong = int((product != expected).sum().item())
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return GpuReport(str(device), f"failed: {first[:200]}")
     fault = f"computes wrongly: {wrong:,} of {_SIDE * _SIDE:,} numbers" if wrong else None

@@ -1,8 +1,8 @@
-"""Load the decided step, and check that every rank did.
+"""Load the chosen step, and check that every rank succeeded.
 
-Reads into the existing tensors of the job. Bytes that do not load are a reason to take an
-older step (`LoadFailed`). A storage that does not answer, too little memory and another
-model are errors that an older step would not avoid.
+Reads into the existing tensors of the job. Bytes that do not load are a reason to try an
+older step (`LoadFailed`). An unresponsive storage, lack of memory and a different model are
+errors that an older step would not avoid.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STORAGE_ERRNOS = frozenset(
 )
 
 _OTHER_MODEL = ("Missing key in checkpoint", "Size mismatch between saved")
-"""How torch's planner says that the step holds something else."""
+"""Messages of torch's planner for a step that does not match the state."""
 
 
 def saved_metadata(decision: Decision, opened: OpenStep) -> Metadata:
-    """The decoded metadata of the step. Cost: one read, none where it was read before."""
+    """The decoded metadata of the step. Cost: one read, or none if it was read before."""
     check_one_metadata(decision)
     return opened.metadata
 
@@ -59,7 +59,7 @@ def load_into(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
-    except CheckpointException as error:  # no Exception: it would pass by every other clause
+    except CheckpointException as error:  # not an Exception, so no other clause would catch it
         raise _meaning(error, decision) from error
     except RuntimeError as error:
         if group.size == 1:
@@ -85,11 +85,11 @@ def _meaning_of_one(rank: int, cause: BaseException, decision: Decision) -> Ckpt
     if isinstance(cause, CkptctlError):
         return cause
     if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
-        return ModelDiffers(f"{words}; there is too little memory to load it")
+        return ModelDiffers(f"{words}; there is not enough memory to load it")
     if any(mark in words for mark in _OTHER_MODEL):
-        return ModelDiffers(f"{words}; it was saved by another model, or another optimizer")
+        return ModelDiffers(f"{words}; it was saved by a different model or optimizer")
     if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRNOS:
-        return StorageUnavailable(f"{words}; nothing is known about the step", next_command=verify)
+        return StorageUnavailable(f"{words}; the state of the step is unknown", next_command=verify)
     if isinstance(cause, (TimeoutError, ConnectionError)):
         return StorageUnavailable(words, next_command=verify)
     return LoadFailed(words, next_command=verify)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_MIN_RECENT = 10  # fewer losses do not show what is usual
+_MIN_RECENT = 10  # fewer losses do not show the usual range
 
 
 class Action(str, Enum):
-    """What to do about a loss."""
+    """What to do about a bad loss."""
 
     GO_ON = "go-on"
     WARN = "warn"
@@ -52,8 +52,8 @@ class Kind(str, Enum):
 class LossVerdict:
     """What all ranks do about the loss of `step`.
 
-    `rank` is one on which it is bad, `in_a_row` how many steps up to this one were bad.
-    `rejected` are the addresses of the steps that were marked, on rank 0.
+    `rank` is one on which it is bad, `in_a_row` the number of consecutive bad steps up to
+    this one. `rejected` are the addresses of the steps that were marked, on rank 0.
     """
 
     step: int
@@ -67,12 +67,12 @@ class LossVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the loss is sound."""
+        """Whether the loss is good."""
         return self.kind is Kind.SOUND
 
     @property
     def skip(self) -> bool:
-        """Whether to leave out the update: zero the gradients and go on."""
+        """Whether to skip the update: zero the gradients and continue."""
         return self.action is Action.SKIP
 
     @property
@@ -139,12 +139,12 @@ class LossGuard:
     def check(self, step: int, loss: SupportsFloat) -> LossVerdict:
         """What to do about the loss of `step`, the same on every rank. Every rank calls it.
 
-        Raises `RanksLost` where a rank is gone.
+        Raises `RanksLost` if a rank is lost.
         """
         value = float(loss)
         own = self._kind(value)
         rank = self._group.rank
-        # One number carries kind and rank: the largest is the worst kind, on its last rank.
+        # One number encodes kind and rank: the largest is the worst kind, on its last rank.
         order = list(Kind).index(own)
         (worst,) = self._group.most(order * self._group.size + (rank if order else 0))
         kind = list(Kind)[worst // self._group.size]
@@ -165,7 +165,7 @@ class LossGuard:
         return Kind.SPIKE if limit is not None and value > limit else Kind.SOUND
 
     def _limit(self) -> float | None:
-        """A loss above this is a spike; None where that cannot be decided."""
+        """The limit above which a loss is a spike; None if it cannot be determined."""
         if not self._factor or len(self._recent) < _MIN_RECENT:
             return None
         highest = max(self._recent)
@@ -195,7 +195,7 @@ class LossGuard:
             try:
                 rejected = _reject_since(self._root, self._first_bad, reason, self._storage)
             except CkptctlError as error:
-                # The training stops all the same; a person has to write the mark.
+                # Training stops anyway; a person has to write the mark.
                 message += f": {error.message}"
                 command = error.next_command
         return LossVerdict(
@@ -206,7 +206,7 @@ class LossGuard:
 def _known(action: Action | str) -> Action:
     words = [one.value for one in Action if one is not Action.GO_ON]
     if action not in words:
-        raise UsageError(f"{str(action)!r} is no action; they are {', '.join(words)}")
+        raise UsageError(f"{str(action)!r} is not an action; expected one of {', '.join(words)}")
     return Action(action)
 
 
@@ -224,15 +224,15 @@ def _reject_since(
 ) -> tuple[str, ...]:
     """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
 
-    The loss of step N is computed with the weights that step N - 1 left: a step saved at
-    N - 1 or later is suspect. Without such a step, the newest one led to the bad loss and
-    would again. `ckptctl accept` undoes a rejection. Where this process has resumed from the
-    root, it rejects only as long as it holds it: the steps of a later attempt hold other
-    weights.
+    The loss of step N is computed with the weights that step N - 1 left: a step saved at N
+    - 1 or later is suspect. Without such a step, the newest one led to the bad loss and
+    would do so again. `ckptctl accept` undoes a rejection. If this process has resumed from
+    the root, it rejects only while it holds the root: the steps of a later attempt have
+    other weights.
 
-    Raises `StorageError` where the root cannot be listed or a mark cannot be written, with the
-    command that writes it, and `Fenced`. Cost: one listing, and for each step an inspection
-    and a write.
+    Raises `StorageError` if the root cannot be listed or a mark cannot be written, with the
+    command that writes it, and `Fenced`. Cost: one listing, and an inspection and a write
+    per step.
     """
     with open_store(root, storage) as store:
         steps = list_root(store).steps
@@ -260,7 +260,7 @@ def _reject_since(
 
 
 def _command_for(words: list[str], storage: StorageOptions) -> str:
-    """A command of ckptctl as a person types it, for the same storage."""
+    """A ckptctl command line for the same storage."""
     url = storage.endpoint_url
     endpoint = [] if url is None else ["--endpoint-url", url]
     return shlex.join(["ckptctl", *words, *endpoint])

@@ -1,7 +1,7 @@
-"""`Reader`: load a checkpoint with `dcp.load`, without running what is in it, and fast.
+"""Load a checkpoint with `dcp.load`, fast and without running code from it.
 
-It takes the place of torch's `FileSystemReader`: torch plans what each rank needs and
-reshards; here the metadata is decoded, and the bytes are read. `resume` chooses the step.
+`Reader` replaces torch's `FileSystemReader`: torch plans what each rank needs and reshards;
+this module decodes the metadata and reads the bytes. `resume` chooses the step.
 """
 
 from __future__ import annotations
@@ -37,26 +37,25 @@ if TYPE_CHECKING:
 
 
 _WAITING_BYTES = 64 << 20
-"""Bytes of tensors that a planner may have made for the load at once, and takes back."""
+"""The most bytes of tensors that a planner allocates for the load and takes back."""
 
 
 class Reader(StorageReader):
-    """Reads a checkpoint of DCP: `dcp.load(state, storage_reader=Reader(path))`.
+    """Reads a DCP checkpoint: `dcp.load(state, storage_reader=Reader(path))`.
 
-    `path` is a folder or any URL that ckptctl opens (`s3://bucket/run/step_100`). Nothing
-    from the checkpoint is run: metadata is decoded, tensors are not unpickled, other
-    entries are loaded by `weights_only=True`, with the types of `SAFE_TYPES` and those in
-    `safe_types`. Every record that is read as a whole is compared with its checksum; with
-    `verify="always"` records of which only a slice is needed are read whole for that.
+    `path` is a folder or any URL that ckptctl opens (`s3://bucket/run/step_100`). No code
+    from the checkpoint runs: metadata is decoded, tensors are not unpickled, other entries
+    are loaded with `weights_only=True`, with the types of `SAFE_TYPES` and of `safe_types`.
+    Every record that is read whole is compared with its checksum; with `verify="always"`,
+    records of which only a slice is needed are read whole for that.
 
-    Raises `StepDamaged` where the step is bad, `RecordUnsafe` for a type that is not
-    loaded, errors of storage where it cannot be read. Under `dcp.load` they arrive within
-    torch's `CheckpointException`, whose `failures` hold them by rank. After an error the
-    tensors may hold some of the bytes that were read.
+    Raises `StepDamaged` for a bad step, `RecordUnsafe` for a type that is not allowed, and
+    storage errors if it cannot be read. `dcp.load` wraps them in torch's
+    `CheckpointException`, whose `failures` hold them by rank. After an error the content of
+    the tensors is undefined.
 
-    `jobs` threads read; the fields of `storage` are keywords, too.
-    One reader serves any number of loads, one after the other. `loaded` says what the
-    last of them read.
+    `jobs` threads read; the fields of `storage` are also keywords. One reader serves any
+    number of loads, one after the other. `loaded` reports what the last one read.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Reader(StorageReader):
     ) -> None:
         super().__init__()
         if verify not in ("whole", "always"):
-            raise UsageError(f"verify is {verify!r}; it can be 'whole' or 'always'")
+            raise UsageError(f"verify is {verify!r}; expected 'whole' or 'always'")
         self._path = os.fspath(path)
         self._verify = verify
         self._safe_types = tuple(safe_types)
@@ -89,9 +88,9 @@ class Reader(StorageReader):
 
     @classmethod
     def of(cls, opened: OpenStep) -> Reader:
-        """A reader of a step that is open; what was read of it is not read again.
+        """A reader of an open step; what was already read is not read again.
 
-        Closing the reader leaves its store open.
+        Closing the reader leaves the store of the step open.
         """
         reader = cls(opened.url)
         reader._given = opened
@@ -99,12 +98,12 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The address of the step; torch names it in its logs."""
+        """The address of the step, which torch shows in its logs."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is an address that can be opened; nothing is asked of the storage."""
+        """Whether this is an address that can be opened; makes no request."""
         try:
             open_store(os.fspath(checkpoint_id)).close()
         except CkptctlError:
@@ -112,24 +111,25 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, of another step where `checkpoint_id` is given."""
+        """Begin a new load, of another step if `checkpoint_id` is given."""
         if checkpoint_id:
             self._path, self._given = os.fspath(checkpoint_id), None
         self.close()
 
     def close(self) -> None:
-        """Let go of connections and of what was read; a later load opens them again."""
+        """Close connections and release what was read; a later load opens them again."""
         if self._step is not None and self._step is not self._given:
             self._step.store.close()
         self._step = None
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> TorchMetadata:  # noqa: ARG002
-        """The metadata, decoded; `rank` is that of a process for its own in a rank-local step.
+        """The decoded metadata; `rank` selects the one of a process in a rank-local step.
 
-        `dcp.load` asks without a rank first. A step that was saved without collectives
-        then raises, and DCP asks each rank again. Its chunks are those of all ranks: it
-        loads at any world size, and what each rank saved for itself comes back to it.
+        `dcp.load` first calls it without a rank. For a step that was saved without
+        collectives this raises, and DCP calls it again on each rank. The chunks are those
+        of all ranks, so the step loads at any world size, and each rank gets back what it
+        saved for itself.
         """
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
@@ -155,14 +155,14 @@ class Reader(StorageReader):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Get ready to load; raises why the metadata could not be read."""
+        """Prepare the load; raises if the metadata could not be read."""
         if isinstance(metadata, RefusedMetadata):
             metadata.refuse()
         if self._metadata is None:
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check, before any tensor is written to, that the metadata has all that is planned."""
+        """Check, before any tensor is written to, that the metadata has everything in the plan."""
         metadata = self._decoded()
         for fqn in {item.storage_index.fqn for item in plan.items}:
             tensor = metadata.tensors.get(fqn)
@@ -172,13 +172,13 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load all items of the plan; the future is done."""
-        # torch's own planner hands out views of the state; one that takes tensors back
-        # may have made them for the purpose.
+        """Load all items of the plan; the returned future is already done."""
+        # torch's own planner returns views of the state; one that takes tensors back
+        # may have allocated them for this.
         makes_none = type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor
         loads = RecordLoads(
             self._opened(),

@@ -1,7 +1,7 @@
 """Load the records that a rank needs into its tensors.
 
-First the frame of every record is read, and short records as a whole, many with one read;
-then several threads read the elements of the long ones. torch plans what is needed;
+First the frame of every record is read, and short records whole, many with one read; then
+several threads read the elements of the long ones. torch plans what is needed;
 `records.element_reads` maps that to bytes.
 """
 
@@ -51,8 +51,8 @@ QUANTIZED = "quantized"
 class Reach:
     """What to read at once, in bytes.
 
-    Records up to `short` are read as a whole, in reads of up to `longest`. A gap of up to
-    `skip` between two rows of a slice is read rather than skipped.
+    Records up to `short` are read whole, in reads of up to `longest`. A gap of up to `skip`
+    between two rows of a slice is read rather than skipped.
     """
 
     short: int
@@ -70,9 +70,9 @@ _REACH = {
 
 @dataclass(slots=True)
 class Loaded:
-    """The bytes that one load read: `n_needed` are those of the elements that were asked for.
+    """The bytes that one load read: `n_needed` are those of the requested elements.
 
-    `n_read` counts all that were read, the frames of records included; `n_proven` those of
+    `n_read` counts all bytes read, including the frames of records; `n_proven` those of
     elements that were compared with the checksum of their record.
     """
 
@@ -86,7 +86,7 @@ class Loaded:
 class _Waiting:
     """An item whose elements are still to be read.
 
-    They are read into `buffer` where there is one, and copied into `target` afterwards with
+    They are read into `buffer` if there is one, and copied into `target` afterwards with
     the `signs` of the record.
     """
 
@@ -137,9 +137,9 @@ class RecordLoads:
     def load(self, wanted: Mapping[int, Sequence[ReadItem]]) -> Loaded:
         """Load the items of each record, by the number of its range.
 
-        Raises `StepDamaged` where the step is damaged, `RecordUnsafe` for an entry that may
-        not be unpickled. Other storage errors pass through. After an error the contents of
-        the tensors are undefined.
+        Raises `StepDamaged` for a damaged step, `RecordUnsafe` for an entry that may not be
+        unpickled. Other storage errors are passed on. After an error the content of the
+        tensors is undefined.
         """
         self._damage.check_paths(wanted)
         try:
@@ -157,7 +157,7 @@ class RecordLoads:
     def _records(
         self, wanted: Mapping[int, Sequence[ReadItem]]
     ) -> Iterator[tuple[int, tuple[View, OpenRecord]]]:
-        """Each record with its parsed frame, decompressed where it was compressed."""
+        """Each record with its parsed frame, decompressed if necessary."""
         by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
         for number in wanted:
             by_file[self._ranges.files[number]].append(number)
@@ -188,7 +188,7 @@ class RecordLoads:
             if tensor is None and is_plain_pickle(view.head, view.tail):
                 raise Unfit(
                     "format.unsupported",
-                    "it is a pickle of a planner's own, which cannot be read without running it",
+                    "it is a planner's own pickle, which cannot be read without running it",
                 )
             expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
             found = open_record(view, expected)
@@ -220,7 +220,7 @@ class RecordLoads:
             # A copy into a quantized tensor sets its scales too; an alias would keep its own.
             target = resolved if QUANTIZED in tensor.stub.signs else resolved.detach()
             if target.shape != item.lengths:
-                # The message of torch's own reader: the record is not at fault.
+                # Same message as torch's reader: the record is not damaged.
                 raise AssertionError(
                     f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
                 )
@@ -264,7 +264,7 @@ class RecordLoads:
             for at, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
         if QUANTIZED in stub.signs:
-            # The record holds its scales too; `open_record` has allowed every name in its pickle.
+            # The record also holds its scales; `open_record` has allowed every name in its pickle.
             source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
         else:
             source = elements(memoryview(data), dtype)
@@ -296,10 +296,10 @@ class RecordLoads:
         self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
     def _read_waiting(self) -> None:
-        """Read what is queued, and hand it to the planner."""
+        """Read the queued items, and pass them to the planner."""
         devices = {one.target.device for one in self._waiting if one.target.device.type == "cuda"}
         for device in devices:
-            torch.cuda.synchronize(device)  # so that no earlier kernel writes to the tensors
+            torch.cuda.synchronize(device)  # so that no earlier kernel still writes to the tensors
         # An older step may be loaded into the same tensors next: no thread may still write.
         limits = Limits(jobs=self._jobs)
         self.loaded.n_read += read_runs(self._source.store, self._runs, limits, to_the_last=True)
@@ -320,7 +320,7 @@ def _signed(elements: torch.Tensor, signs: tuple[str, ...]) -> torch.Tensor:
 def order_of(stub: TensorStub) -> tuple[int, ...] | None:
     """The dimensions of a tensor from the slowest to the fastest.
 
-    None where its elements do not fill their storage exactly once, from beginning to end.
+    None unless its elements fill their storage exactly once, from beginning to end.
     """
     if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
         return None

@@ -1,7 +1,7 @@
-"""Report a resume: the document that is kept, and the lines that rank 0 prints.
+"""Report a resume: the document, and the lines that rank 0 prints.
 
-The lines go to standard error unless the script gives a function of its own. No other
-module of `train/` prints.
+The lines go to standard error unless the script passes its own function. No other module of
+`train/` prints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_stderr(line: str) -> None:
 
 
 def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
-    """The report (schema `ckptctl.resume/1`) without what the attempt adds; on rank 0 only."""
+    """The report (schema `ckptctl.resume/1`) without the fields of the attempt; on rank 0 only."""
     decision, saved, rejected = restored.decision, restored.saved, restored.rejected
     advice = _advice(job, restored)
     return {
@@ -52,7 +52,7 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
 
 
 def _advice(job: Job, restored: Restored) -> Advice | None:
-    """What a load of this step reads, where the ranks are not those that saved it."""
+    """The reads that a load of this step takes, if the number of ranks has changed."""
     path = restored.decision.path
     if path is None or restored.saved.world_size in (None, job.group.size):
         return None
@@ -63,7 +63,7 @@ def _advice(job: Job, restored: Restored) -> Advice | None:
 def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:
     """The lines of a resume: its step and age, what was refused and why, and the inventory."""
     if report["step"] is None:
-        what = "no save was completed there" if report["rejected"] else "it holds no step"
+        what = "no save was completed in it" if report["rejected"] else "it contains no step"
         yield f"fresh run in {report['root']}: {what}"
     else:
         written_s = restored.decision.written_s

@@ -1,4 +1,4 @@
-"""Resolve the step for a script that loads by itself."""
+"""Resolve the step for a script that loads it itself."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def resolve(
     the path of a step, which must be usable. Every rank of the job calls this; without a
     process group the answer is that of one process. Nothing is written.
 
-    Raises `NothingToResume` where steps are there and none is usable (`exit_code` 11) or
-    where one could not be inspected (75), `StorageError` where the root could not be, or
-    where a rank sees another storage than rank 0 (`settle_s` seconds after the first try).
-    A run is never called fresh where that is not certain.
+    Raises `NothingToResume` if steps exist but none is usable (`exit_code` 11) or one could
+    not be inspected (75), `StorageError` if the root could not be inspected or a rank sees
+    another storage than rank 0 (`settle_s` seconds after the first attempt). The answer is
+    a fresh run only if that is certain.
 
-    With level `content` all ranks share the bytes, and steps that fail are passed over.
-    Each field of the three options objects is a keyword of this function, too.
+    With level `content` all ranks share the bytes, and steps that fail are skipped. Each
+    field of the three options objects is also a keyword of this function.
 
     Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
     """

@@ -1,7 +1,7 @@
 """Restore a loaded step into the objects of the script, and report what is lost.
 
-The policies of the job decide about state that another number of ranks cannot take over.
-State that would be lost without such a policy is an error.
+The policies of the job decide about state that another number of ranks cannot use. State
+that would be lost without such a policy is an error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What to do with state that does not fit the job as it is now.
+    """What to do with state that does not fit the present job.
 
     `rng`: at another number of ranks, `reseed` (from the run's seed, the step and the rank)
-    or `refuse`. `accept_repetition`: go on although samples would be repeated or skipped.
-    `accept_lost`: kinds of state that may be missing from the step.
+    or `refuse`. `accept_repetition`: continue although samples would be repeated or
+    skipped. `accept_lost`: kinds of state that may be missing from the step.
     """
 
     rng: str = "reseed"
@@ -34,15 +34,17 @@ class Policies:
 
     def __post_init__(self) -> None:
         if self.rng not in RNG_POLICIES:
-            raise UsageError(f"{self.rng!r} is no policy for rng; they are reseed and refuse")
+            raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
         unknown = [kind for kind in self.accept_lost if kind not in KINDS]
         if unknown:
-            raise UsageError(f"{unknown[0]!r} is no kind of state; they are {', '.join(KINDS)}")
+            raise UsageError(
+                f"{unknown[0]!r} is not a kind of state; expected one of {', '.join(KINDS)}"
+            )
 
 
 @dataclass(slots=True)
 class Inventory:
-    """What became of each kind of state; `notes` are for the person who starts the job."""
+    """The result for each kind of state; `notes` are for the operator."""
 
     restored: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
@@ -51,17 +53,17 @@ class Inventory:
 
     @property
     def lists(self) -> tuple[list[str], ...]:
-        """All of them, in order."""
+        """All lists, in order."""
         return (self.restored, self.derived, self.lost, self.notes)
 
     def document(self) -> dict[str, list[str]]:
-        """As in the report of a resume."""
+        """The form in the report of a resume."""
         return {"restored": self.restored, "derived": self.derived, "lost": self.lost}
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the saved run had come; None where the step holds no such number."""
+    """The progress of the saved run; None for numbers that the step does not contain."""
 
     step: int
     tokens: int | None = None
@@ -72,7 +74,7 @@ class Progress:
 
 
 def progress_of(loaded: Mapping[str, Any], step: int) -> Progress:
-    """The numbers that the step holds, with the step's own number where it holds none."""
+    """The progress in the step, with the step's own number as fallback."""
     numbers = loaded.get("train_state", {})
     names = ("tokens", "samples", "world_size", "dp_size", "seed")
     known = {name: int(numbers[name]) for name in names if name in numbers}
@@ -86,15 +88,15 @@ def restore(
     saved: Progress,
     policies: Policies,
 ) -> Inventory:
-    """Put everything back on this rank; what became of each kind of state.
+    """Restore everything on this rank; returns the result for each kind of state.
 
-    Raises `StateRefused` where something is lost that the policies do not allow.
+    Raises `StateRefused` if state would be lost that the policies do not allow.
     """
     return _Restore(loaded, parts, position, saved, policies).run()
 
 
 class _Restore:
-    """One restore on one rank, and what became of each kind of state so far."""
+    """One restore on one rank, with the results so far."""
 
     def __init__(
         self,
@@ -174,14 +176,14 @@ class _Restore:
             return
         consumed = "an unknown number of" if saved.samples is None else f"up to {saved.samples:,}"
         why = (
-            f"the position in the data was saved for {saved.dp_size} data-parallel ranks, and "
-            f"there are {position.dp_size} now: the data would start again, and {consumed} samples "
-            "be repeated"
+            f"the position in the data was saved for {saved.dp_size} data-parallel ranks, but "
+            f"there are {position.dp_size} now: the data would restart, repeating {consumed} "
+            "samples"
         )
         if not self._policies.accept_repetition:
             raise StateRefused(
                 f"{why}. Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose "
-                "position any number of ranks shares, or say accept_repetition=True"
+                "position is valid for any number of ranks, or pass accept_repetition=True"
             )
         self._inventory.notes.append(why)
 
@@ -190,21 +192,21 @@ class _Restore:
         now = loader.state_dict()
         if (state["n_samples"], state["fingerprint"]) != (now["n_samples"], now["fingerprint"]):
             why = (
-                f"the data set is not the one of the step: {state['fingerprint']} there, "
-                f"{now['fingerprint']} here; the same positions are other samples"
+                f"the data set differs from that of the step: {state['fingerprint']} there, "
+                f"{now['fingerprint']} here, so the same positions are other samples"
             )
             if not self._policies.accept_repetition:
-                raise StateRefused(f"{why}. accept_repetition=True goes on at the same position")
+                raise StateRefused(f"{why}. accept_repetition=True continues at the same position")
             notes.append(why)
         for name in ("global_batch", "num_workers", "seed"):
             if state[name] != now[name]:
-                kept = "; the saved one goes on" if name == "seed" else ""
+                kept = "; the saved one is used" if name == "seed" else ""
                 notes.append(f"{name} was {state[name]} and is {now[name]} now{kept}")
         loader.load_state_dict(dict(state))
         self._note("dataloader", restored=True)
         if self._saved.dp_size not in (None, self._position.dp_size):
             notes.append(
-                f"the data goes on at sample {loader.position:,}, in the same order, on "
+                f"the data continues at sample {loader.position:,}, in the same order, on "
                 f"{self._position.dp_size} ranks instead of {self._saved.dp_size}"
             )
 
@@ -220,7 +222,7 @@ class _Restore:
             self._note("rng", restored=own is not None)
             return
         why = (
-            f"random numbers were saved for {saved.world_size} ranks, and there are "
+            f"random numbers were saved for {saved.world_size} ranks, but there are "
             f"{position.world_size}"
         )
         if self._policies.rng == "refuse":
@@ -239,5 +241,5 @@ class _Restore:
             kinds = tuple(sorted({name.split()[0] for name in refused}))
             raise StateRefused(
                 f"step {self._saved.step} cannot restore {', '.join(refused)}: a resume would "
-                f"reset it without a trace. accept_lost={kinds} goes on"
+                f"silently reset it. accept_lost={kinds} allows this"
             )

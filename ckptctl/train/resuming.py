@@ -1,13 +1,13 @@
 """Resume a job from its root.
 
-`Resume.run` shows the stages in their order; every rank calls them. First the step is
-decided on, proven, loaded and restored, and nothing is written. Only then is the root taken
-over, by a job that has shown that it can resume: one that cannot must not end another that
-trains. The decision is made again where the root has changed until then. Last, the abandoned
-steps are superseded and the report is written.
+`Resume.run` lists the stages in order; every rank calls them. First the step is chosen,
+proven, loaded and restored, and nothing is written. Only then does the job take the root
+over: a job that cannot resume must not end another that trains. If the root changed in the
+meantime, the decision is repeated. Last, the abandoned steps are superseded and the report
+is written.
 
-A replay goes the same way and writes nothing: it does not take the root over, and leaves no
-mark.
+A replay goes through the same stages but writes nothing: it does not take the root over,
+and leaves no mark.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Resume:
         self._job = job
         self._resume_from = resume_from
         self._replays = False
-        self._branches: tuple[Branch, ...] = ()  # on rank 0, as they were at the decision
+        self._branches: tuple[Branch, ...] = ()  # on rank 0, at the time of the decision
         self._opened: OpenStep | None = None  # on rank 0, the step as it was inspected
 
     def run(self) -> tuple[Attempt, Start]:
@@ -83,14 +83,14 @@ class Resume:
         return attempt, _start(restored, report, path)
 
     def replay(self, n_steps: int) -> Start:
-        """Load and restore so that `n_steps` steps are trained again, and write nothing.
+        """Load and restore so that `n_steps` steps can be trained again; write nothing.
 
-        `auto` is the newest usable step that lies so many steps before the newest one. Raises
-        `NothingToResume` where there is none, else as `run` does.
+        `auto` is the newest usable step at least that many steps before the newest one.
+        Raises `NothingToResume` if there is none, else as `run` does.
         """
         job, self._replays = self._job, True
         if str(self._resume_from if self._resume_from is not None else "").strip() in ("none", ""):
-            raise UsageError("a replay begins at a step; it goes with resume_from 'auto' or a step")
+            raise UsageError("a replay starts from a step; resume_from must be 'auto' or a step")
         if str(self._resume_from).strip() == "auto":
             before = job.group.from_first(lambda: self._replay_before(n_steps))
             self._job = job = replace(job, selection=job.selection.older_than(before))
@@ -106,14 +106,14 @@ class Resume:
             urls = selection.roots.urls
             raise UsageError(
                 f"{', '.join(urls)} {'holds' if len(urls) == 1 else 'hold'} {len(steps)} steps, "
-                f"{steps[0].name} the newest; a run from the beginning needs a root of its own",
+                f"{steps[0].name} the newest; a run from step 0 needs its own root",
                 next_command=f"ckptctl scan {selection.roots.words}",
             )
 
     # Deciding, loading and restoring
 
     def _load_and_restore(self, passed_over: Collection[Rejected] = ()) -> Restored:
-        """Decide and load until a step loads on every rank, and restore it."""
+        """Choose and load until a step loads on every rank, and restore it."""
         job = self._job
         failed = {one.step: one for one in passed_over if one.step is not None}
         while True:
@@ -142,7 +142,7 @@ class Resume:
         return decision
 
     def _load(self, decision: Decision) -> dict[str, Any] | LoadFailed:
-        """What was loaded on this rank, or the failure that all ranks agree on."""
+        """The state loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
         opened = opened_here(decision, job.selection, self._opened)
         loaded: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class Resume:
             loaded.update(template(job.parts, job.position, saved))
 
         try:
-            # A model that differs must fail on every rank before any tensor is written to.
+            # A different model must fail on every rank before any tensor is written to.
             job.group.from_all(prepare)
             job.group.from_all(lambda: load_into(loaded, decision, job.group, opened))
         except LoadFailed as error:
@@ -190,14 +190,14 @@ class Resume:
                 attempt.ledger.add("failed", step=one.step, reason=one.reason, phase="loading")
 
     def _check_after(self, attempt: Attempt, restored: Restored) -> tuple[Rejected, ...] | None:
-        """None where the decision still holds, now that no other attempt writes to the root.
+        """None if the decision still holds, now that no other attempt writes to the root.
 
-        It has to be made again where the loaded step is gone, where the attempt before has
-        saved until its root was taken over, and where a step was marked or is rejected now.
-        Returns the rejected steps that could not be marked, which are passed over then.
+        It must be repeated if the loaded step is gone, if the earlier attempt saved before
+        its root was taken over, or if a step was marked or is rejected now. Returns the
+        rejected steps that could not be marked; they are skipped then.
         """
         job = self._job
-        # Read again: the attempt before may have failed or ended since.
+        # Read again: the earlier attempt may have failed or ended since.
         attempts = read_attempts(job.store)
         held = Held(job.store, attempt.token)
         rejected: list[tuple[Report, bool]] = []
@@ -206,7 +206,8 @@ class Resume:
                 rejected += reject_proven(held, store, attempts)
         if rejected:
             why = (
-                "two attempts that resumed from it failed alike, and its root cannot be written to"
+                "two attempts that resumed from it failed in the same way, and its root is not "
+                "writable"
             )
             unmarked = [report for report, marked in rejected if not marked]
             return tuple(Rejected(one.number, one.url, "rejected", why) for one in unmarked)
@@ -218,15 +219,15 @@ class Resume:
     def _complete(
         self, attempt: Attempt, restored: Restored, previous: str | None
     ) -> dict[str, Any]:
-        """Supersede what is abandoned, and write and print the report; on rank 0 only."""
+        """Supersede the abandoned steps, and write and print the report; on rank 0 only."""
         job, decision = self._job, restored.decision
         check_token(job.store, attempt.token)
-        # Without this check the newer steps would be superseded for one that is gone, and no
+        # Otherwise newer steps would be superseded in favour of one that is gone, and no
         # step would be left to resume from.
         difference = changed(decision, job.selection)
         if difference is not None:
             raise StorageUnavailable(
-                f"{decision.path} was removed or saved anew while it was loaded: {difference}; no "
+                f"{decision.path} was removed or overwritten while it was loaded: {difference}; no "
                 "step was marked",
                 next_command=f"ckptctl pick {job.selection.roots.words}",
             )
@@ -240,7 +241,7 @@ class Resume:
             "cluster": attempt.cluster,
         }
         put_report(job.store, attempt.token.attempt, report)
-        # The sentinel before the ledger, which names the step too.
+        # The sentinel before the ledger, which also names the step.
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], decision.step)
         attempt.ledger.add(
             "resumed",
@@ -257,12 +258,12 @@ class Resume:
     # Replaying
 
     def _replay_before(self, n_steps: int) -> int:
-        """The bound below which a replay's step lies, so that the run has all of its steps."""
+        """The upper bound for a replay's step, so that the run has all of its steps."""
         selection = self._job.selection
         newest = decide("auto", selection)[0].step
         if newest is None:
             raise NothingToResume(
-                f"{self._job.root} holds no whole step, so there is nothing to train again",
+                f"{self._job.root} contains no complete step, so no steps can be replayed",
                 exit_code=11,
                 next_command=f"ckptctl scan {selection.roots.words}",
             )
@@ -273,15 +274,15 @@ class Resume:
             if error.exit_code != 11:
                 raise
             raise NothingToResume(
-                f"{self._job.root}: step {newest} is the newest, and no usable step lies "
-                f"{n_steps} steps or more before it: ask for fewer, or keep more steps",
+                f"{self._job.root}: no usable step lies {n_steps} or more steps before step "
+                f"{newest}, the newest; request fewer, or keep more steps",
                 exit_code=11,
                 next_command=error.next_command,
             ) from error
         return before
 
     def _report_replay(self, restored: Restored, n_steps: int) -> dict[str, Any]:
-        """Print how the replay begins; on rank 0 only. Its report is returned and not kept."""
+        """Print how the replay begins; on rank 0 only. Its report is returned, not stored."""
         job = self._job
         cluster = cluster_context().placed(job.group.rank, job.group.size)
         report = resume_document(job, restored) | {

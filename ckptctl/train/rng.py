@@ -1,9 +1,9 @@
 """Save and restore the random state of this rank.
 
-The states of Python, numpy (where it was imported), torch and every CUDA device are plain
-values that a `weights_only` load accepts. Each rank has its own key: under a shared one
-DCP would save the state of one rank only. At another number of ranks nothing can be
-restored, and new states are derived.
+The states of Python, numpy (if imported), torch and every CUDA device are plain values that
+a `weights_only` load accepts. Each rank has its own key: under a shared one, DCP would save
+the state of one rank only. At another number of ranks nothing can be restored, and new
+states are derived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
-    """Set all generators to a saved state; describes what could not be set."""
+    """Set all generators to a saved state; returns what could not be set."""
     import torch
 
     lost: list[str] = []
@@ -63,14 +63,14 @@ def _as_tuples(value: Any) -> Any:
 def reseed(seed: int, step: int, rank: int) -> None:
     """Set all generators to a state derived from the run's seed, the step and the rank.
 
-    The same three give the same numbers; other ranks and steps get others.
+    Equal arguments give equal numbers; other ranks and steps get others.
     """
     import torch
 
     words = hashlib.sha256(f"ckptctl {seed} {step} {rank}".encode()).digest()
     derived = int.from_bytes(words[:8], "big")
     random.seed(derived)
-    torch.manual_seed(derived % 2**63)  # seeds every CUDA device, too
+    torch.manual_seed(derived % 2**63)  # also seeds every CUDA device
     if "numpy" in sys.modules:
         import numpy as np
 

@@ -1,8 +1,8 @@
-"""Load a pickled entry without executing what is in it.
+"""Load a pickled entry without running code from it.
 
-`torch.load(weights_only=True)` creates numbers, strings, containers and tensors; this module
-lists the further types that it may create. torch's planner unpickles what it gets without
-restrictions, so it gets a new pickle of the value that was loaded safely.
+`torch.load(weights_only=True)` creates numbers, strings, containers and tensors; this
+module lists the further types that it may create. torch's planner unpickles its input
+without restrictions, so it gets a new pickle of the safely loaded value.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ SAFE_TYPES: tuple[type, ...] = (
     complex,
     set,
 )
-"""Beside what torch allows (tensors, numbers, strings, bytes, dict, list, tuple, set,
+"""In addition to what torch allows (tensors, numbers, strings, bytes, dict, list, tuple, set,
 `OrderedDict`, `Counter`, `torch.Size`, dtypes, devices): plain values, none of which calls
-anything when it is made. NumPy's arrays and numbers too, where NumPy is installed.
+anything when created. NumPy's arrays and numbers too, if NumPy is installed.
 The last four are torch's own from 2.5 on, but for bytes of length 0, which no torch takes."""
 
 _MAKES_BYTES = codecs.encode
-"""How protocol 2 makes bytes, and with them dates and arrays; torch's own from 2.5 on."""
+"""Pickle protocol 2 creates bytes, dates and arrays with it; torch allows it from 2.5 on."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.<>]+)|add_safe_globals`,? but got <class '([\w.<>]+)'>")
 _NUMBERS = "?bhilqBHILQefdgFDGSUVMm"
-"""Codes of NumPy's dtypes: numbers, texts, records and times, and no objects."""
+"""Codes of NumPy's dtypes: numbers, texts, records and times, but not objects."""
 
 
 def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.BytesIO:
-    """A record of our own of the value in `record`, an archive as `torch.save` writes it.
+    """A record that ckptctl writes of the value in `record`, an archive of `torch.save`.
 
-    Raises `RecordUnsafe` for a value that takes a type which is neither known to be safe
-    nor among `safe_types`.
+    Raises `RecordUnsafe` for a value with a type that is neither known to be safe nor in
+    `safe_types`.
     """
     value = _value(record, fqn, [_MAKES_BYTES, *_known(), *safe_types])
     copy = io.BytesIO()
@@ -71,7 +71,7 @@ def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.Byt
 
 
 def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
-    # A value that lay on a device which is not here is loaded all the same.
+    # A value from a device that this machine lacks is loaded on the CPU.
     where = None if torch.cuda.is_available() else "cpu"
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(allowed)
@@ -83,12 +83,12 @@ def _value(record: bytes, fqn: str, allowed: list[Any]) -> Any:
             first, *_ = str(error).splitlines() or [""]
             raise RecordUnsafe(
                 f"entry {fqn} cannot be loaded safely ({type(error).__name__}: {first[:200]}); "
-                "nothing of it has run"
+                "no code from it was run"
             ) from error
         name = refused[1] or refused[2]
         raise RecordUnsafe(
-            f"entry {fqn} asks for {name}, which may run code and is not loaded; nothing of it "
-            "has run. A type of your own, in a step of your own, can be allowed: "
+            f"entry {fqn} asks for {name}, which may run code, so it was not loaded and did not "
+            "run. You can allow your own type in your own step: "
             f"Reader(..., safe_types=[{name}])"
         ) from error
     finally:
@@ -118,13 +118,13 @@ def _known() -> tuple[Any, ...]:
 
 
 def _named(make: Callable[..., object], module: str, name: str) -> object:
-    """What allows `make` under a name that is not its own."""
+    """Allows `make` under a name that differs from its own."""
     if hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
         return make, f"{module}.{name}"
 
     def of_that_name(*args: object) -> object:
         return make(*args)
 
-    # torch before 2.6 asks what is allowed for its name.
+    # torch before 2.6 looks up allowed types by name.
     of_that_name.__module__, of_that_name.__name__ = module, name
     return of_that_name

@@ -1,11 +1,11 @@
 """Samplers and loaders whose order does not depend on the number of ranks.
 
 A position counts the samples of the whole run, over all ranks and epochs. The sample at a
-position depends on the seed only, so that a run goes on at its position on any number of
+position depends on the seed only, so a run continues from its position on any number of
 ranks, and no sample is repeated or left out. The digest of the consumed samples does not
 depend on the number of ranks either.
 
-`GlobalLoader` is the class to use: an endless loader that knows its position.
+`GlobalLoader`, an endless loader that keeps its position, is the class to use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDS = 4
 
 
 class Order:
-    """A shuffled order of `n_samples`, a new one in each epoch, computed without a table.
+    """A shuffled order of `n_samples`, new in each epoch, computed without a table.
 
     A Feistel network over the next power of four, applied until the result is in range: the
     same on every machine and in every version of torch, in microseconds per sample.
@@ -32,7 +32,7 @@ class Order:
 
     def __init__(self, n_samples: int, seed: int, *, shuffle: bool = True) -> None:
         if n_samples < 1:
-            raise UsageError(f"the data set has {n_samples} samples; there is nothing to train on")
+            raise UsageError(f"the data set has {n_samples} samples")
         self.n_samples = n_samples
         self.seed = seed
         self.shuffle = shuffle
@@ -73,8 +73,8 @@ def _mixed(word: int) -> int:
 def share_of(start: int, n: int, rank: int, n_ranks: int) -> range:
     """The positions of a global batch, `n` from `start` on, that one of `n_ranks` takes.
 
-    Each rank gets neighbouring positions, as evenly as possible; in the order of the ranks
-    they are the global batch.
+    Each rank gets adjacent positions, as evenly as possible; in rank order they form the
+    global batch.
     """
     return range(start + n * rank // n_ranks, start + n * (rank + 1) // n_ranks)
 
@@ -83,7 +83,7 @@ class SamplesDigest:
     """The digest of the samples consumed in one step, by position and index.
 
     Each rank adds its own samples; the digests of all ranks are added with `+`. It depends
-    on the order of the samples, and not on the number of ranks.
+    on the order of the samples, but not on the number of ranks.
     """
 
     __slots__ = ("value",)
@@ -112,7 +112,7 @@ def samples_digest(start: int, samples: Iterable[int]) -> str:
 
 
 class _Batches:
-    """The batches of one rank from a position on, as a DataLoader asks for them."""
+    """The batches of one rank from a position on, as a DataLoader requests them."""
 
     def __init__(self, loader: GlobalLoader) -> None:
         self._loader = loader
@@ -126,11 +126,11 @@ class _Batches:
 
 
 class GlobalLoader:
-    """Batches of a data set, in an order that any number of ranks share.
+    """Batches of a data set, in an order that any number of ranks can share.
 
     Each step takes `global_batch` samples, of which every rank gets its share. `position`
     counts what the whole run has consumed; a batch counts when it is returned, not when a
-    worker has fetched it ahead. The data ends after `n_epochs`; None is endless. `rank` and
+    worker has prefetched it. The data ends after `n_epochs`; None is endless. `rank` and
     `n_ranks` are those among the data-parallel ranks, by default of the whole job. All
     other options are those of `torch.utils.data.DataLoader`.
 
@@ -152,7 +152,7 @@ class GlobalLoader:
         **options: Any,
     ) -> None:
         if not isinstance(dataset, Sized):
-            raise UsageError("the data set has no length; positions in it mean nothing")
+            raise UsageError("the data set has no length, so positions in it are undefined")
         self.rank, self.n_ranks = _place(rank, n_ranks)
         if global_batch < self.n_ranks:
             raise UsageError(
@@ -174,7 +174,7 @@ class GlobalLoader:
         return self.position // self.order.n_samples
 
     def batch_at(self, position: int) -> int:
-        """How many samples the global batch at a position has; 0 at the end of the data.
+        """The number of samples in the global batch at a position; 0 at the end of the data.
 
         A last batch that is too small to give every rank a sample is left out.
         """
@@ -224,7 +224,7 @@ class GlobalLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a saved position, with the seed that the order was made with."""
+        """Continue at a saved position, with the seed that the order was created with."""
         self.position = int(state["position"])
         self.order = Order(self.order.n_samples, int(state["seed"]), shuffle=bool(state["shuffle"]))
 

@@ -1,9 +1,8 @@
 """Save one step so that an interrupted save is recognized as one.
 
-`StepSave.run` shows the stages in their order. Shards go into a folder that did not exist,
-on an object store under names that no other attempt uses; then the metadata; then, with the
-folders flushed, the seal. Before each of them the attempt checks that it still holds the
-root.
+`StepSave.run` lists the stages in order. Shards go into a new folder, on an object store
+under names that no other attempt uses; then the metadata; then, with the folders flushed,
+the seal. Before each stage the attempt checks that it still holds the root.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from ckptctl.train.abandoning import move_aside
 from ckptctl.train.writing import WrittenFile, describe_failures, write_state
 
 _NO_GRACE_S = 0.0
-"""Nobody else can be saving: the attempt holds the root, so what is unfinished stays so."""
+"""The attempt holds the root, so no unfinished save can be in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """The root that an attempt saves into, and how its steps are named and sealed there."""
+    """The root that an attempt saves to, and how its steps are named and sealed there."""
 
     store: Store
     group: ProcessGroup
@@ -69,13 +68,13 @@ class SaveTarget:
         name = self.step_format.format(number)
         if self.store.folders is not None:
             return name
-        # An object store cannot rename what is there, and an upload of an older attempt that
-        # arrives late would replace it: each attempt writes under names of its own.
+        # An object store cannot rename existing objects, and an upload of an older attempt that
+        # arrives late would replace them: each attempt writes under its own names.
         return name_of_attempt(name, self.token.number)
 
 
 def check_step_format(step_format: str) -> None:
-    """Raise `UsageError` for a form of names that `pick` would not recognize as steps."""
+    """Raise `UsageError` for a format of names that `pick` would not recognize as steps."""
     try:
         name = step_format.format(1200)
     except (IndexError, KeyError, ValueError):
@@ -84,14 +83,14 @@ def check_step_format(step_format: str) -> None:
     if named is None or named.number != 1200 or named.bare or "/" in name:
         raise UsageError(
             f"{step_format!r} makes names such as {name!r}, which are no steps; "
-            "'step_{}' is the usual form"
+            "'step_{}' is the usual format is 'step_{{}}'"
         )
 
 
 class StepSave:
-    """One save of one step. Every rank makes one and calls `run`.
+    """One save of one step. Every rank creates one and calls `run`.
 
-    `moved_aside` is the new address of an unfinished or rejected step that was in the way.
+    `moved_aside` is the new address of an unfinished or rejected step of the same name.
     """
 
     def __init__(self, target: SaveTarget, number: int) -> None:
@@ -110,13 +109,13 @@ class StepSave:
     def run(self, state: dict[str, Any]) -> None:
         """Write `state` as this step, durably, and seal it.
 
-        Raises `SaveFailed`, `Fenced` where another attempt holds the root, `UsageError` where
-        a whole step of that number exists, `RanksLost`.
+        Raises `SaveFailed`, `Fenced` if another attempt holds the root, `UsageError` if a
+        complete step of that number exists, `RanksLost`.
         """
-        with self._failing("was not saved", "older steps are as they were"):
+        with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(state)
-        with self._failing("was written, and is not sealed", "it may be whole"):
+        with self._failing("was written but not sealed", "it may be complete"):
             self._group.from_first(self._flush)
             if self._target.seals:
                 self._seal(written)
@@ -124,7 +123,7 @@ class StepSave:
     # Making room
 
     def _make_place(self) -> str | None:
-        """Create the step directory; what was moved aside for it. On rank 0 only."""
+        """Create the step directory; returns what was moved aside for it. On rank 0 only."""
         self._check_token()
         moved = None
         folders = self._store.folders
@@ -136,8 +135,8 @@ class StepSave:
             verify = f"ckptctl verify {shlex.quote(report.url)}"
             if report.verdict in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
                 raise UsageError(
-                    f"{report.url} is there already, and it is {report.verdict.value}: it is "
-                    "not written over",
+                    f"{report.url} already exists and is {report.verdict.value}: it is not "
+                    "overwritten",
                     next_command=verify,
                 )
             if report.verdict is Verdict.UNKNOWN:
@@ -150,11 +149,11 @@ class StepSave:
                 moved = self._move_aside(folders, found.name)
             elif found.name == self.name and report.digests:
                 raise SaveFailed(
-                    f"step {self.number} was not saved: {report.url} exists from this attempt, "
-                    f"and it is {report.verdict.value}",
+                    f"step {self.number} was not saved: {report.url} exists from this attempt and "
+                    f"is {report.verdict.value}",
                     next_command=verify,
                 )
-        # What cannot be aborted now is aborted by `prune`, or by a rule of the bucket.
+        # Uploads that cannot be aborted now are left to `prune` or a bucket rule.
         with suppress(StorageError):
             for upload in abandoned_uploads(self._store, number=self.number):
                 self._store.abort_upload(upload)
@@ -171,7 +170,7 @@ class StepSave:
     # Writing
 
     def _write(self, state: dict[str, Any]) -> Mapping[str, WrittenFile]:
-        """Write shard files and metadata; the files of this rank, digested."""
+        """Write shard files and metadata; returns the files of this rank, digested."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
@@ -195,8 +194,8 @@ class StepSave:
         """The meaning of a `CheckpointException`, which is raised on every rank alike."""
 
         def check_still_held() -> None:
-            # A step that another attempt moved aside fails with a missing file. A storage that
-            # does not answer leaves the failure of the save.
+            # A step that another attempt moved aside fails with a missing file. If the storage
+            # does not answer, the failure of the save is reported.
             with suppress(StorageError):
                 self._check_token()
 
@@ -209,7 +208,7 @@ class StepSave:
         if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
             return self._disk_full(why)
         failed = SaveFailed(
-            f"step {self.number} was not saved: {why}; older steps are as they were",
+            f"step {self.number} was not saved: {why}; older steps are unchanged",
             next_command=f"ckptctl scan {shlex.quote(self._store.url)}",
         )
         if any(isinstance(cause, AccessDenied) for cause in causes):
@@ -217,7 +216,7 @@ class StepSave:
         return failed
 
     def _disk_full(self, why: str) -> SaveFailed:
-        """Remove what was written: a repeated try would have even less space."""
+        """Remove what was written: a retry would have even less space."""
 
         def clear() -> str:
             try:
@@ -225,8 +224,8 @@ class StepSave:
                 self._check_token()
                 remove_step(self._store, self.name)
             except StorageError as error:
-                return f"what was written of it is still there ({error.message})"
-            return f"{n_bytes:,} bytes of it were written, and are removed again"
+                return f"what was written of it could not be removed ({error.message})"
+            return f"{n_bytes:,} written bytes were removed"
 
         cleared = self._group.from_first(clear)
         folders = self._store.folders
@@ -240,13 +239,13 @@ class StepSave:
     # Sealing
 
     def _flush(self) -> None:
-        """Make the names durable: in the step first, then that of the step itself."""
+        """Make the names durable: first those in the step, then that of the step itself."""
         if self._store.folders is not None:
             self._store.folders.sync_folder(self.name)
             self._store.folders.sync_folder("")
 
     def _seal(self, written: Mapping[str, WrittenFile]) -> None:
-        """Inspect the step and seal it. Each rank gives the digests of what it wrote."""
+        """Inspect the step and seal it. Each rank contributes the digests of what it wrote."""
         files = self._group.from_first(
             lambda: [file for file in list_step(self._store, self.name) if is_sealed(file)]
         )
@@ -269,8 +268,8 @@ class StepSave:
             one = written[file.path]
             if file.size != one.size:
                 raise SaveFailed(
-                    f"step {self.number} was not saved: {file.path} is {file.size:,} bytes, and "
-                    f"{one.size:,} were written to it; older steps are as they were",
+                    f"step {self.number} was not saved: {file.path} is {file.size:,} bytes, but "
+                    f"{one.size:,} were written to it; older steps are unchanged",
                     next_command=f"ckptctl verify {shlex.quote(self.url)}",
                 )
             checksum = best_of(kept, lambda algorithm: algorithm == ours)
@@ -283,10 +282,10 @@ class StepSave:
         return (*sealed, *more), (*damaged, *wrong)
 
     def _put_seal(self, sealed: tuple[SealedFile, ...], damaged: Sequence[Finding]) -> None:
-        """Write the seal of a step that is whole; on rank 0 only."""
+        """Write the seal of a complete step; on rank 0 only."""
         if damaged:
             raise SaveFailed(
-                f"step {self.number} was written, and is not sealed: {damaged[0].message}",
+                f"step {self.number} was written but not sealed: {damaged[0].message}",
                 next_command=f"ckptctl verify {shlex.quote(self.url)} --level content",
             )
         # Level `listing`: the bytes were digested while they were written, and all ranks wait.
@@ -299,8 +298,8 @@ class StepSave:
         if report.verdict not in (Verdict.COMPLETE, Verdict.UNVERIFIABLE):
             faults = report.with_severity(Severity.FAULT)
             raise SaveFailed(
-                f"step {self.number} was written, and is {report.verdict.value}: "
-                f"{faults[0].message}; it is not sealed, and will not be taken",
+                f"step {self.number} was written but is {report.verdict.value}: "
+                f"{faults[0].message}; it is not sealed, and no resume will use it",
                 next_command=f"ckptctl verify {shlex.quote(report.url)}",
             )
         made = Seal(
@@ -316,7 +315,7 @@ class StepSave:
             self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._target.key))
         except StorageError as error:
             raise SaveFailed(
-                f"step {self.number} is whole and was not sealed: {error.message}",
+                f"step {self.number} is complete but was not sealed: {error.message}",
                 next_command=f"ckptctl seal {shlex.quote(report.url)}",
             ) from error
 
@@ -333,8 +332,8 @@ class StepSave:
     def _failing(self, what: str, left: str) -> Iterator[None]:
         """Turn errors of the storage and of files into a `SaveFailed` with its cause.
 
-        The message ends with `left`, what is left of the step. `Fenced`, `RanksLost` and
-        `UsageError` mean something else, and pass.
+        The message ends with `left`, the state of the step. `Fenced`, `RanksLost` and
+        `UsageError` pass unchanged, because they mean something else.
         """
         try:
             yield

@@ -1,14 +1,14 @@
 """Receive signals while the main thread is blocked in a collective.
 
-A Python handler runs when the main thread returns to the interpreter, which it does not
-do in a hung collective. Therefore the interpreter's wakeup descriptor wakes a thread, which
-keeps the time and can end the process. The earlier handlers are restored at the end.
+A Python handler runs when the main thread returns to the interpreter, which does not happen
+in a hung collective. Therefore the interpreter's wakeup descriptor wakes a thread, which
+keeps the deadline and can end the process. The earlier handlers are restored at the end.
 
 Processes that are forked meanwhile (the workers of a `DataLoader`) share neither the
-handlers nor the pipe. Where a scheduler signals every process of a job, a worker that
-died of the signal would end the training before it has stopped by itself. Therefore a
-worker survives a signal that its trainer got too, and dies of one that it got alone. torch
-sets its own handler for SIGTERM in its workers; `outlive_stop` replaces it.
+handlers nor the pipe. If a scheduler signals every process of a job, a worker that dies of
+the signal would end the training before its graceful stop. Therefore a worker survives a
+signal that its trainer also got, and dies of one that it got alone. torch sets its own
+handler for SIGTERM in its workers; `outlive_stop` replaces it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Listener:
     def start(self) -> None:
         """Set the handlers. Raises `UsageError` outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signal handlers can be set in the main thread of a program only")
+            raise UsageError("signal handlers can only be set in the main thread")
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._listen, name="ckptctl-stop", daemon=True)
@@ -107,7 +107,7 @@ class Listener:
         self.outlive()
 
     def outlive(self) -> None:
-        """In a forked process: handle the signals as a worker."""
+        """In a forked process: handle signals as a worker."""
         for each, before in self._before.items():
             default = before in (signal.SIG_DFL, None)
             signal.signal(each, self._in_child if default else before)

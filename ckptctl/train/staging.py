@@ -1,7 +1,7 @@
 """Copy a state, so that training can continue while it is saved.
 
-Copied to the memory of this machine, into buffers that are used again: asynchronous saves
-cost one copy of what this rank holds, however many they are.
+The copy is in main memory, in reused buffers: asynchronous saves cost one copy of what this
+rank holds, however many there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Stager:
-    """Copies states of one form; a copy is valid until the next one is made."""
+    """Copies states of the same structure; a copy is valid until the next one is made."""
 
     def __init__(self) -> None:
         self._stager: Any = None

@@ -25,20 +25,20 @@ from ckptctl.train.samples import GlobalLoader
 
 
 class Stateful(Protocol):
-    """Anything that gives its state as a dict and takes it back."""
+    """Any object that returns its state as a dict and can restore it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state back."""
+        """Restore a state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The objects of a training script whose state is saved; None for what it does not have."""
+    """The objects of a training script whose state is saved; None for those it lacks."""
 
     model: Any = None
     optimizer: Any = None
@@ -49,12 +49,12 @@ class Parts:
 
     @property
     def has_global_loader(self) -> bool:
-        """Whether the position in the data is one that any number of ranks can share."""
+        """Whether the data position is valid for any number of ranks."""
         return isinstance(self.dataloader, GlobalLoader)
 
     @property
     def keeps_data(self) -> bool:
-        """Whether the dataloader can give its position."""
+        """Whether the dataloader can report its position."""
         return hasattr(self.dataloader, "state_dict")
 
 
@@ -82,7 +82,7 @@ GLOBAL_DATA = "global"
 
 
 def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -> dict[str, Any]:
-    """The state of this rank, as it is given to DCP. Every rank calls it."""
+    """The state of this rank, in the form that DCP takes. Every rank calls it."""
     state = _sharded(parts)
     for name in ("scheduler", "grad_scaler"):
         part = getattr(parts, name)
@@ -129,9 +129,9 @@ def loader_generator(parts: Parts) -> Any:
 
 
 def give_generator(parts: Parts, position: RankPosition, seed: int) -> None:
-    """Give a dataloader without a generator one of its own.
+    """Give a dataloader its own generator if it has none.
 
-    `iter(loader)` draws a seed for its workers. From the global generator, that draw would
+    `iter(loader)` draws a seed for its workers. Drawn from the global generator, this would
     shift the random numbers of the training by one at every resume.
     """
     loader = parts.dataloader
@@ -150,15 +150,15 @@ def _kept(value: Any) -> tuple[Any]:
 
 
 def _extra(state: dict[str, Any]) -> Any:
-    """The state as it is where it holds tensors, else as one value."""
+    """The state unchanged if it contains tensors, else as one value."""
     return state if any(True for _ in _tensors(state, "")) else _kept(state)
 
 
 def check_readable(state: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a value or a tensor that `Reader` could not load again.
+    """Raise `UsageError` for a value or tensor that `Reader` could not load again.
 
-    `Reader` loads plain values and tensors, and runs nothing from a checkpoint. Cost: a copy
-    of the small entries in memory, and of tensors of an unusual class.
+    `Reader` loads plain values and tensors, and runs no code from a checkpoint. Cost: a
+    copy of the small entries in memory, and of tensors of an unusual class.
     """
     import io
 
@@ -173,7 +173,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
         except Exception as error:
             raise UsageError(
                 f"the state of {name} cannot be saved: it would not load again with "
-                f"weights_only=True ({str(error).splitlines()[0][:160]}); give plain values"
+                f"weights_only=True ({str(error).splitlines()[0][:160]}); use plain values"
             ) from error
     for name in ("model", "optimizer", "extra"):
         for fqn, leaf in _leaves(state.get(name, {}), name):
@@ -202,9 +202,9 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
             except Exception as error:
                 why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
                 raise UsageError(
-                    f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which could "
-                    f"be saved and never loaded ({why[:160]}): give a plain tensor, "
-                    "or register it with persistent=False"
+                    f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can be "
+                    f"saved but not loaded ({why[:160]}): use a plain tensor, or register it with "
+                    "persistent=False"
                 ) from error
     elif leaf is not None and type(leaf) not in (bool, int, float, str):
         buffer = io.BytesIO()
@@ -214,13 +214,13 @@ def _check_leaf(fqn: str, leaf: Any) -> None:
         except Exception as error:
             why = (str(error).splitlines() or [""])[0]
             raise UsageError(
-                f"{fqn} is a {type(leaf).__name__}, which could be saved and never loaded "
-                f"({why[:160]}); give plain values and tensors"
+                f"{fqn} is a {type(leaf).__name__}, which can be saved but not loaded "
+                f"({why[:160]}); use plain values and tensors"
             ) from error
 
 
 def _local_tensors(tensor: Any) -> Iterator[Any]:
-    """The parts of a tensor that lie on this rank, and are written by it."""
+    """The parts of a tensor on this rank, which it writes."""
     if hasattr(tensor, "local_shards"):  # ShardedTensor of FSDP1
         for shard in tensor.local_shards():
             yield from _local_tensors(shard.tensor)
@@ -254,8 +254,8 @@ def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
 def template(parts: Parts, position: RankPosition, saved: Metadata) -> dict[str, Any]:
     """The state that DCP loads into on this rank: the tensors, and a placeholder per value.
 
-    It names only what the step holds. Raises `ModelDiffers` where a tensor of the model
-    or the optimizer is not in the step, or has another shape there.
+    It names only what the step contains. Raises `ModelDiffers` if a tensor of the model or
+    the optimizer is not in the step, or has another shape there.
     """
     state = _sharded(parts)
     for name in list(state):
@@ -299,12 +299,12 @@ def check_fits(state: Mapping[str, Any], saved: Metadata) -> None:
     if differing:
         raise ModelDiffers(
             f"{len(differing)} tensors have another shape in the step: {differing[0]}; it was "
-            "saved by another model"
+            "saved by a different model"
         )
     if missing:
         raise ModelDiffers(
-            f"{len(missing)} tensors of this job are not in the step, {missing[0]} for one; it "
-            "was saved by another model, or another optimizer"
+            f"{len(missing)} tensors of this job are not in the step, such as {missing[0]}; it "
+            "was saved by a different model or optimizer"
         )
 
 

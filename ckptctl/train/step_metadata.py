@@ -1,7 +1,7 @@
 """Read the metadata of a step for the rank that loads it.
 
-A step has one `.metadata`, or one file for each rank where it was saved without
-collectives. It is decoded once, and damage raises the finding of `ckptctl verify`.
+A step has one `.metadata`, or one file per rank if it was saved without collectives. It is
+decoded once, and damage raises the finding of `ckptctl verify`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RankLocal:
     by_rank: Mapping[int, Metadata]
 
     def seen_by(self, rank: int | None) -> Metadata:
-        """The chunks of all ranks in one metadata; of what several ranks saved, that of `rank`.
+        """The chunks of all ranks in one metadata; of shared names, the entry of `rank`.
 
-        Raises `StepDamaged` without a rank, since the values differ by rank.
+        Raises `StepDamaged` without a rank, because the values differ by rank.
         """
         if rank is None:
-            message = "the step was saved without collectives, and has one metadata a rank"
+            message = "the step was saved without collectives and has one metadata file per rank"
             raise StepDamaged(self.url, Finding("metadata.missing", METADATA, message))
         own = [self.by_rank[rank]] if rank in self.by_rank else []
         others = [metadata for other, metadata in self.by_rank.items() if other != rank]
@@ -59,9 +59,9 @@ class RankLocal:
 def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
     """The metadata of a step.
 
-    Raises `StepDamaged` where there is none that can be read, `PathNotFound` where there
-    is no such folder. Other storage errors pass through.
-    Cost: one read; a listing more, and all metadata files, where there is no `.metadata`.
+    Raises `StepDamaged` if none can be read, `PathNotFound` if the folder does not exist.
+    Other storage errors are passed on. Cost: one read; without a `.metadata`, also a
+    listing and all metadata files.
     """
     try:
         return opened.metadata
@@ -73,8 +73,8 @@ def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
     files = opened.files
     if any(file.path.endswith(".safetensors") for file in files) and not _has_metadata(files):
         message = (
-            "its tensors are in safetensors files, without metadata of DCP; "
-            "torch's HuggingFaceStorageReader loads them"
+            "its tensors are in safetensors files, without DCP metadata; torch's "
+            "HuggingFaceStorageReader loads them"
         )
         raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
     part = Part("", PartFormat.DCP, tuple(files))
@@ -86,7 +86,7 @@ def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
             command = found.next_command or f"ckptctl pick {shlex.quote(parent_url(opened.url))}"
             raise StepDamaged(opened.url, replace(found, next_command=command)) from error
     if not by_rank:
-        message = f"it changed while it was read ({error.message}): someone writes here"
+        message = f"it changed while it was read ({error.message}): another process writes there"
         raise StepDamaged(opened.url, Finding("step.changed", METADATA, message)) from error
     return RankLocal(opened.url, by_rank)
 
@@ -96,7 +96,7 @@ def _has_metadata(files: Sequence[FileInfo]) -> bool:
 
 
 def _joined(metadatas: Sequence[Metadata]) -> Metadata:
-    """One metadata of several; of two chunks with equal offsets the first counts."""
+    """One metadata made of several; of two chunks with equal offsets the first counts."""
     tensors: dict[str, list[TensorEntry]] = {}
     bytes_entries: dict[str, BytesEntry] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -120,7 +120,7 @@ def _joined_tensor(tensors: Sequence[TensorEntry]) -> TensorEntry:
     first = tensors[0]
     chunks: dict[tuple[int, ...], Chunk] = {}
     for tensor in tensors:
-        # A rank may have saved an own tensor of any shape under a name that all ranks use.
+        # A rank may have saved its own tensor of any shape under a name that all ranks use.
         if (tensor.shape, tensor.dtype) == (first.shape, first.dtype):
             for chunk in tensor.chunks:
                 chunks.setdefault(chunk.offsets, chunk)

@@ -1,8 +1,8 @@
-"""Put the elements of a record into a tensor.
+"""Copy the elements of a record into a tensor.
 
-They are read straight into the tensor's memory where it has the same layout as the
-record; otherwise torch copies (and casts) them from a buffer. `records.element_reads`
-decides which bytes are read, and verifies them.
+They are read directly into the tensor's memory if it has the same layout as the record;
+otherwise torch copies (and casts) them from a buffer. `records.element_reads` decides which
+bytes are read, and verifies them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether memory holds the values as they are: no subclass, not sparse, no pending sign."""
+    """Whether memory holds the values unchanged: no subclass, not sparse, no pending sign."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -48,11 +48,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class TensorSink:
-    """Puts the elements in `wanted` of one record into a tensor; see `ElementSink`.
+    """Copies the elements in `wanted` of one record into a tensor; see `ElementSink`.
 
     `shape` and `wanted` are given with the record's dimensions, and `order` names these
-    from the slowest to the fastest. The attributes `shape` and `wanted` are in that
-    order, with as few dimensions as the memory of the tensor allows.
+    from the slowest to the fastest. The attributes `shape` and `wanted` are in that order,
+    with as few dimensions as the memory of the tensor allows.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Convert decoded metadata to the classes of torch's planners.
 
-From `model.Metadata` to torch's own classes, in the version that is installed. Only the
-planner uses them; byte ranges are read from the decoded metadata.
+From `model.Metadata` to torch's own classes, in the installed version. Only the planner
+uses them; byte ranges are read from the decoded metadata.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def to_torch(metadata: Metadata, load_id: str) -> torch_metadata.Metadata:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name; None where the installed torch has none."""
+    """The dtype of that name; None if the installed torch lacks it."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -59,7 +59,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 def _tensor(entry: TensorEntry) -> torch_metadata.TensorStorageMetadata:
     chunk, size = torch_metadata.ChunkStorageMetadata, torch.Size
     chunks = entry.chunks
-    # Most chunks of a tensor are of one size.
+    # Most chunks of a tensor have the same size.
     sizes: dict[tuple[int, ...], torch.Size] = {}
     return torch_metadata.TensorStorageMetadata(
         torch_metadata.TensorProperties(
@@ -82,7 +82,7 @@ def _tensor(entry: TensorEntry) -> torch_metadata.TensorStorageMetadata:
 
 
 class StorageData(Mapping[torch_metadata.MetadataIndex, "_StorageInfo"]):
-    """Where each chunk and each bytes entry lies, by torch's index."""
+    """The position of each chunk and each bytes entry, by torch's index."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata

@@ -1,9 +1,9 @@
 """Write a state with `dcp.save`, and compute the digests of its files on the way.
 
 torch's `FileSystemWriter` takes a file system object (`FileSystemBase`). The classes here
-stand in its place: `DigestedFiles` digests what torch hands over, so that a seal covers
-what the training held and nothing has to be read back; `Uploads` writes to an object
-store. `saving` decides what is written when.
+implement it: `DigestedFiles` digests what torch writes, so that a seal covers what the
+training held and nothing is read back; `Uploads` writes to an object store. `saving`
+decides what is written when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """Size in bytes and digests of a file; `checksum` is the store's kind of one, in hex."""
+    """Size in bytes and digests of a file; `checksum` is of the store's kind, in hex."""
 
     size: int
     digests: Digests
@@ -73,7 +73,7 @@ def write_state(
 
 
 def describe_failures(error: BaseException) -> str:
-    """What went wrong on which ranks of a `CheckpointException`, in one line."""
+    """The failures in a `CheckpointException` with their ranks, in one line."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     described = [
         f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
@@ -84,10 +84,10 @@ def describe_failures(error: BaseException) -> str:
 
 
 class DigestedFiles:
-    """A file system of torch's writer (see its `FileSystemBase`) whose new files are digested.
+    """A file system of torch's writer (see its `FileSystemBase`) that digests new files.
 
-    `written` are those that were written from front to end, by name. `checksum` names a
-    checksum that is computed beside the digests.
+    `written` are those that were written sequentially, by name. `checksum` names a checksum
+    that is computed in addition.
     """
 
     def __init__(self, files: Any, algorithm: Algorithm, checksum: str | None = None) -> None:
@@ -118,8 +118,9 @@ class DigestedFiles:
 class DigestingStream(io.BufferedIOBase):
     """A file that is digested while it is written; closing it closes `file`.
 
-    The digests hold only for a file that was written in order, which `in_order` tells once
-    it is closed. Any other file has to be read back. `checksum` takes all bytes as well.
+    The digests are valid only for a file that was written sequentially, which `in_order`
+    reports after closing. Any other file has to be read back. `checksum` also takes all
+    bytes.
     """
 
     def __init__(
@@ -148,14 +149,14 @@ class DigestingStream(io.BufferedIOBase):
         return int(self._file.tell())
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to another position, after which the digests do not hold."""
+        """Move to another position, which invalidates the digests."""
         before = self.tell()
         here = int(self._file.seek(offset, whence))
         self._moved |= here != before
         return here
 
     def truncate(self, size: int | None = None) -> int:
-        """Cut the file off, after which the digests do not hold."""
+        """Truncate the file, which invalidates the digests."""
         self._moved = True
         return int(self._file.truncate(size))
 
@@ -164,11 +165,11 @@ class DigestingStream(io.BufferedIOBase):
         return True
 
     def seekable(self) -> bool:
-        """As the file is."""
+        """Whether the file is."""
         return bool(self._file.seekable())
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system."""
+        """Pass what is buffered to the operating system."""
         if not self._file.closed:
             self._file.flush()
 
@@ -177,7 +178,7 @@ class DigestingStream(io.BufferedIOBase):
         return int(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file, and find out whether it was written in order."""
+        """Close the file, and determine whether it was written sequentially."""
         if not self._file.closed:
             self._file.flush()
             # A write through the descriptor makes the file longer than what passed here.
@@ -194,10 +195,10 @@ class DigestingStream(io.BufferedIOBase):
 class Uploads:
     """Files below a root in an object store; see torch's `FileSystemBase`.
 
-    Each file is first written to an unnamed file of this machine: memory does not grow with
-    the model, an upload that failed can be repeated, and an object is there whole or not at
-    all. A temporary name (`.tmp`) is held until it is renamed, since an object store has no
-    rename. torch writes its metadata that way, and shards never.
+    Each file is first written to an unnamed local file: memory does not grow with the
+    model, a failed upload can be repeated, and an object is published whole or not at all.
+    A temporary name (`.tmp`) is held until it is renamed, because an object store has no
+    rename. torch writes its metadata that way, but never shards.
     """
 
     def __init__(self, store: Store) -> None:
@@ -210,14 +211,14 @@ class Uploads:
         assert mode == "wb", mode  # noqa: S101 - torch's writer opens files for writing only
         try:
             with tempfile.TemporaryFile() as spool:
-                # torch closes its stream, and an unnamed file is gone once it is closed.
+                # torch closes its stream, but an unnamed file disappears when closed.
                 with os.fdopen(os.dup(spool.fileno()), "wb") as stream:
                     yield stream
                 self._upload(path, spool)
         except OSError as error:
             raise StorageUnavailable(
                 f"{path} could not be written to {tempfile.gettempdir()} before its upload: "
-                f"{error.strerror}; TMPDIR names another folder for that"
+                f"{error.strerror}; set TMPDIR to another folder"
             ) from error
 
     def _upload(self, path: str, spool: BinaryIO) -> None:
@@ -235,7 +236,7 @@ class Uploads:
         self._store.put_pieces(path, pieces, size)
 
     def rename(self, path: str, new_path: str) -> None:
-        """Upload what was held; raises `AlreadyExists` where something has that name."""
+        """Upload what was held; raises `AlreadyExists` if the name exists."""
         self._store.put(new_path, self._held.pop(path))
 
     def concat_path(self, path: str, suffix: str) -> str:
@@ -246,5 +247,5 @@ class Uploads:
         """Do nothing: an object store has no folders."""
 
     def exists(self, path: str) -> bool:  # noqa: ARG002 - torch asks every file system
-        """False, so that torch removes nothing; `rename` finds out what exists."""
+        """False, so that torch removes nothing; `rename` detects existing objects."""
         return False

@@ -101,7 +101,7 @@ def test_random_numbers_that_are_forgotten_show_in_the_losses(unbroken, half):
 def test_a_step_that_is_forgotten_shows_when_it_is_saved_again(half):
     job = Job(half)
     job.resume()
-    with pytest.raises(UsageError, match="step 3 cannot be saved: the run is at step 6"):
+    with pytest.raises(UsageError, match="step 3 cannot be saved: the run is already at step 6"):
         job.train(1, 3)
     job.die()
 
@@ -218,7 +218,7 @@ def test_another_data_set_is_told_before_it_does_harm(half):
             return 90
 
     other = Job(half, dataloader=GlobalLoader(Fewer(), 8, seed=3))
-    with pytest.raises(StateRefused, match="the data set is not the one of the step"):
+    with pytest.raises(StateRefused, match="the data set differs from that of the step"):
         other.resume()
     other.die()
     told = Job(half, dataloader=GlobalLoader(Fewer(), 8, seed=3), accept_repetition=True)
@@ -231,7 +231,7 @@ def test_another_global_batch_and_another_seed_are_told(half):
     job = Job(half, dataloader=GlobalLoader(Lines(), 6, seed=4))
     job.resume()
     assert "note: global_batch was 8 and is 6 now" in job.said
-    assert "note: seed was 3 and is 4 now; the saved one goes on" in job.said
+    assert "note: seed was 3 and is 4 now; the saved one is used" in job.said
     assert job.loader.order.seed == 3
     job.die()
 
@@ -408,7 +408,7 @@ def test_a_named_step_that_does_not_load_is_not_replaced_by_another(root):
 
 @pytest.mark.parametrize("word", ["latest", "newest", "-1", "step_9"])
 def test_a_word_that_names_no_step_is_refused_with_those_that_do(root, word):
-    wanted = f"resume_from is '{word}'; it can be auto, none, a step number, or the path of a step"
+    wanted = f"resume_from is '{word}'; expected auto, none, a step number, or the path of a step"
     with pytest.raises(UsageError, match=wanted) as refused:
         resolve(word, str(root))
     assert refused.value.next_command == f"ckptctl scan {root}"
@@ -564,7 +564,7 @@ def test_a_whole_step_is_not_written_over(root):
     job = Job(root)
     job.resume(6)
     ckptctl.mark(str(root / "step_9"), "accepted")
-    with pytest.raises(UsageError, match="step_9 is there already, and it is complete"):
+    with pytest.raises(UsageError, match="step_9 already exists and is complete"):
         job.train(7, 9)
     assert ckptctl.verify(str(root / "step_9"), level="content", require_seal=True).usable
     job.die()

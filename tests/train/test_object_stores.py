@@ -168,7 +168,7 @@ def test_a_whole_step_is_not_saved_again(s3: S3Server, root: str):
     job.resume()
     job.ckpt._attempt.saved = 0  # a script that counts its steps wrongly
     before = keys(s3, root)
-    with pytest.raises(UsageError, match=r"step_3\.attempt-1 is there already, and it is complete"):
+    with pytest.raises(UsageError, match=r"step_3\.attempt-1 already exists and is complete"):
         job.ckpt.save(3)
     assert keys(s3, root) == before
     job.die()

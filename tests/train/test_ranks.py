@@ -130,7 +130,7 @@ def test_a_rank_that_sees_an_empty_mount_is_named_and_nobody_loads(folder, tmp_p
     assert codes_of(done) == [75]
     for said in said_by_all(done, 3):
         assert said.startswith("StorageUnavailable: rank 1 on ")
-        assert "this machine does not see what rank 0 sees" in said
+        assert "this machine does not see the files of rank 0" in said
     assert [path.name for path in sorted((folder / "run").glob("step_*"))] == ["step_3", "step_6"]
 
 
