@@ -1,1 +1,1 @@
-"""Known mistakes in job scripts, environments and storage."""
+"""Diagnose job scripts, environments and storage: known mistakes."""

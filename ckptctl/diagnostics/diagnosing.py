@@ -35,10 +35,11 @@ def doctor(
     """Diagnose `what`: `slurm` with a job script, `env`, or `storage` with a root.
 
     A script is read, not run. The environment is that of this process; variables that begin
-    with `CKPTCTL_` and are not in `known_variables` count as misspelt, where it is given. For
-    a storage, small files are written to a folder under the root's `.ckptctl/`, and removed.
+    with `CKPTCTL_` and are not in `known_variables`, if given, are reported as misspelt.
+    For a storage, small files are written to a folder under the root's `.ckptctl/` and
+    removed.
 
-    Raises `UsageError` for another subject and for a wrong number of targets, and
+    Raises `UsageError` for another subject or a wrong number of targets, and
     `StorageError`.
     """
     if what not in SUBJECTS:
@@ -47,7 +48,7 @@ def doctor(
             next_command="ckptctl doctor env",
         )
     if (what == "env") != (target is None):
-        needs = "takes nothing else" if what == "env" else "needs one more word"
+        needs = "takes no more arguments" if what == "env" else "needs one more argument"
         example = {"env": "", "slurm": " JOB.sh", "storage": " ROOT"}[what]
         raise UsageError(f"doctor {what} {needs}", next_command=f"ckptctl doctor {what}{example}")
     if target is None:

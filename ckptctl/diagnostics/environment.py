@@ -1,6 +1,6 @@
 """Find settings of an environment that make checkpointing fail.
 
-Versions are read from the metadata of the installed packages; nothing is imported, since
+Versions are read from the metadata of the installed packages; nothing is imported, because
 importing torch takes seconds. `storage_traits` tests the storage.
 """
 
@@ -30,14 +30,14 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         ("0",),
         Severity.FAULT,
-        "a rank whose peer died waits for ever",
+        "a rank whose peer died waits forever",
         "unset it: 3 is torch's default",
     ),
     (
         "NCCL_ASYNC_ERROR_HANDLING",
         ("0",),
         Severity.FAULT,
-        "a rank whose peer died waits for ever",
+        "a rank whose peer died waits forever",
         "unset it",
     ),
     (
@@ -51,28 +51,28 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
         "PYTHONOPTIMIZE",
         (),
         Severity.WARNING,
-        "assert does nothing, in torch's checks of a load too",
+        "assert is disabled, including torch's checks during a load",
         "unset it",
     ),
     (
         "CUDA_LAUNCH_BLOCKING",
         ("1",),
         Severity.WARNING,
-        "every kernel is waited for: training is slow, and hangs look otherwise",
-        "unset it after the search for an error",
+        "every kernel launch blocks: training is slow, and hangs show up differently",
+        "unset it after debugging",
     ),
     (
         "NCCL_DEBUG",
         ("TRACE",),
         Severity.WARNING,
-        "NCCL writes a line for each call",
+        "NCCL logs every call",
         "NCCL_DEBUG=WARN",
     ),
     (
         "TORCHELASTIC_USE_AGENT_STORE",
         _OFF,
         Severity.REMARK,
-        "the store of the ranks dies with rank 0",
+        "the rendezvous store ends with rank 0",
         "unset it",
     ),
 )
@@ -119,7 +119,7 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
                 "package.old",
                 Severity.FAULT,
                 name,
-                f"{name} {version} is older than {wanted}, the oldest that ckptctl works with",
+                f"{name} {version} is older than {wanted}, the oldest supported version",
                 f"pip install '{name}>={wanted}'",
             )
     fsspec, s3fs = versions["fsspec"], versions["s3fs"]
@@ -128,7 +128,7 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
             "package.pair",
             Severity.FAULT,
             "s3fs",
-            f"s3fs {s3fs} was made for fsspec {s3fs}, and fsspec {fsspec} is installed",
+            f"s3fs {s3fs} requires fsspec {s3fs}, but fsspec {fsspec} is installed",
             f"pip install 's3fs=={fsspec}'",
         )
     for name, extra in _EXTRAS.items():
@@ -137,7 +137,7 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
                 "package.absent",
                 Severity.REMARK,
                 name,
-                f"{name} is not installed; commands that need it end with an error that names it",
+                f"{name} is not installed; commands that need it fail with an error that names it",
                 f"pip install 'ckptctl[{extra}]'",
             )
 
@@ -152,7 +152,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
             "variable.half",
             Severity.FAULT,
             "RANK",
-            f"RANK={environment['RANK']} without WORLD_SIZE: each process takes itself for a job",
+            f"RANK={environment['RANK']} without WORLD_SIZE: each process acts as a job of its own",
             "unset RANK, or start with torchrun",
         )
     if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
@@ -160,7 +160,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
             "variable.buffered",
             Severity.REMARK,
             "PYTHONUNBUFFERED",
-            "Python holds its output back: the last lines before a kill are lost",
+            "Python buffers its output: the last lines before a kill are lost",
             "export PYTHONUNBUFFERED=1",
         )
     folder = environment.get("TMPDIR")
@@ -181,7 +181,7 @@ def _own_variables(environment: Mapping[str, str], known: frozenset[str]) -> Ite
                 "variable.unknown",
                 Severity.FAULT,
                 name,
-                f"ckptctl has no variable {name}: it is not read",
+                f"ckptctl has no variable {name}: it has no effect",
                 "correct it: docs/reference.md lists them all",
             )
 

@@ -12,12 +12,12 @@ EXIT_MISTAKES = 2
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One mistake or remark, and what to do about it."""
+    """One mistake or note, and what to do about it."""
 
     name: str
     """Its stable name, such as `signal.no-trap`."""
     severity: Severity
-    """How bad it is."""
+    """The severity."""
     where: str
     """A line of the script, a variable, a package, or a capability."""
     message: str
@@ -28,12 +28,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was inspected, what is wrong, worst first, and what was found to be right."""
+    """What was inspected, the mistakes, worst first, and the facts found."""
 
     what: str
     """What was examined: `slurm`, `env` or `storage`."""
     target: str
-    """The script or the root as it was named."""
+    """The script or the root as given."""
     advice: tuple[Advice, ...]
     """The advice, worst first."""
     facts: tuple[tuple[str, str], ...]

@@ -1,11 +1,11 @@
 """Find the known mistakes in a SLURM batch script.
 
-Each check is a way in which jobs were lost that a resume should have saved: a signal that
-did not reach Python, an exit code that a pipe hid, a step that was chosen by its mtime. Only
-what the text of the script proves is a fault.
+Each check covers a way in which jobs were lost that a resume should have saved: a signal
+that did not reach Python, an exit code that a pipe hid, a step that was chosen by its
+mtime. Only what the text of the script proves is a fault.
 
-Source: sbatch and srun of SLURM 25.05 (`--signal`, `--requeue`, `--kill-on-bad-exit`);
-bash 5.2, "Signals": a trap runs when the foreground command has ended.
+Source: sbatch and srun of SLURM 25.05 (`--signal`, `--requeue`, `--kill-on-bad-exit`); bash
+5.2, "Signals": a trap runs when the foreground command has ended.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
         yield _fault(
             "script.shebang",
             f"{name}:1",
-            "the first line names no shell: sbatch refuses the script",
-            "begin it with #!/bin/bash",
+            "the first line names no shell: sbatch rejects the script",
+            "start it with #!/bin/bash",
         )
     if any(line.endswith("\r") for line in script.lines[:1]):
         yield _fault(
             "script.line-ends",
             f"{name}:1",
-            "the lines end as on Windows: the shell takes the CR for part of each word",
+            "the script has Windows line ends: the shell treats CR as part of each line",
             "sed -i 's/\\r$//' FILE",
         )
     for each in script.late_options:
         yield _fault(
             "sbatch.ignored",
             f"{name}:{each.line}",
-            f"#SBATCH {each.text}: behind the first command, SLURM does not read it",
+            f"#SBATCH {each.text}: SLURM ignores directives after the first command",
             "move it above the first command",
         )
     for each in script.options:
@@ -80,9 +80,9 @@ def _form(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "sbatch.variable",
                 f"{name}:{each.line}",
-                f"#SBATCH {each.text}: no shell reads these lines, the variable stays as it is",
-                "write the value, or give it to sbatch on the command line; in file names %j is "
-                "the job",
+                f"#SBATCH {each.text}: variables in #SBATCH lines are not expanded",
+                "write the value, or pass it to sbatch on the command line; in file names, %j is "
+                "the job id",
             )
 
 
@@ -92,7 +92,7 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
         yield _warning(
             "signal.none",
             f"{name}:1",
-            "no --signal: at the time limit a job has the 30 s of KillWait, whatever a save takes",
+            "no --signal: at the time limit a job has only the 30 s of KillWait to save",
             "#SBATCH --signal=TERM@300 with srun, or --signal=B:TERM@300 with a trap that passes "
             "it on",
         )
@@ -112,7 +112,7 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
                 "signal.no-step",
                 where,
                 f"--signal={value} goes to job steps, and line {each.line} starts "
-                f"{each.launcher} without srun: nobody gets it",
+                f"{each.launcher} without srun: no process receives it",
                 f"start it with srun, or use --signal=B:{signal}@{seconds} and exec",
             )
 
@@ -120,7 +120,7 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
 def _to_shell(
     name: str, where: str, script: Script, training: Training, signal: str
 ) -> Iterator[Advice]:
-    # exec gives Python's process the place of the shell, and with it its signals.
+    # exec replaces the shell with Python, which then receives its signals.
     if training.is_exec and not training.in_pipeline:
         return
     trap = script.search(rf"\btrap\b.*\b(?:SIG)?{re.escape(signal)}\b")
@@ -128,9 +128,9 @@ def _to_shell(
         yield _fault(
             "signal.no-trap",
             where,
-            f"B: sends {signal} to the batch shell alone, which has no trap for it and dies: "
-            "Python never gets it",
-            f"leave B: out (--signal={signal}@300 signals the step), or trap it and pass it on",
+            f"B: sends {signal} only to the batch shell, which has no trap for it and dies: "
+            "Python never receives it",
+            f"remove B: (--signal={signal}@300 signals the step), or trap it and pass it on",
         )
         return
     if not training.in_background:
@@ -138,8 +138,8 @@ def _to_shell(
             "signal.foreground",
             f"{name}:{training.line}",
             f"the trap of line {trap[0]} runs only after this command has ended: bash waits for "
-            "what runs in the foreground",
-            'put & behind it, keep its process id (pid=$!), and: wait "$pid"',
+            "foreground commands",
+            'add & after it, keep its process id (pid=$!), then: wait "$pid"',
         )
     elif training.in_pipeline and re.search(r"\$\{?!|\$pid|\$\{?PID|\$child", _traps(script)):
         yield _fault(
@@ -152,8 +152,8 @@ def _to_shell(
         yield _fault(
             "signal.no-wait",
             f"{name}:{training.line}",
-            "nothing waits for the command in the background: the script ends, and the job with it",
-            'wait "$pid" behind it, and once more after the trap has run',
+            "nothing waits for the background command: the script ends, and the job with it",
+            'add wait "$pid" after it, and again after the trap has run',
         )
 
 
@@ -171,7 +171,7 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
                     "signal.notice-short",
                     where,
                     f"the notice is {seconds} s, and line {each.line} gives the save up to "
-                    f"{match[1]} s ({match[0].split('=')[0].split()[0]}): the kill comes first",
+                    f"{match[1]} s ({match[0].split('=')[0].split()[0]}): the job is killed first",
                     f"@{int(match[1]) + 60} or more: SLURM may signal up to a minute late",
                 )
     if seconds < _LEAST_NOTICE_S:
@@ -179,7 +179,7 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
             "signal.notice-short",
             where,
             f"the notice is {seconds} s; a save of many ranks takes longer",
-            "@300, or what `ckptctl cost` says of your saves and a minute more",
+            "@300, or the save time that `ckptctl cost` reports plus a minute",
         )
 
 
@@ -190,13 +190,13 @@ def _wrapped(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "signal.wrapped",
                 f"{name}:{each.line}",
-                "srun signals the shell of bash -c, and that does not pass it on to Python",
-                "exec before the last command inside of the quotes",
+                "srun signals the shell of bash -c, which does not pass the signal on to Python",
+                "add exec before the last command inside the quotes",
             )
 
 
 def _is_list(text: str) -> bool:
-    # bash execs a lone command by itself.
+    # bash execs a single command without being told.
     return bool(re.search(r"[;&|\n]", text))
 
 
@@ -206,15 +206,15 @@ def _requeue(name: str, script: Script) -> Iterator[Advice]:
         yield _warning(
             "requeue.none",
             f"{name}:1",
-            "neither --requeue nor scontrol requeue: after a node failure or a preemption nobody "
-            "starts it again",
+            "neither --requeue nor scontrol requeue: after a node failure or a preemption the job "
+            "is not restarted",
             "#SBATCH --requeue",
         )
     elif script.option("--open-mode") is None and given is not None:
         yield _warning(
             "requeue.log-lost",
             f"{name}:{given[0]}",
-            "a requeued job overwrites its log: the error of the first attempt is gone",
+            "a requeued job overwrites its log: the error of the first attempt is lost",
             "#SBATCH --open-mode=append",
         )
 
@@ -225,8 +225,8 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "resume.by-mtime",
                 f"{name}:{each.line}",
-                "the step is chosen by its mtime, which copies, rsync and touch change; and it "
-                "may be half written",
+                "the step is chosen by its mtime, which copies, rsync and touch change; it may "
+                "also be incomplete",
                 'step=$(ckptctl pick "$ROOT")',
             )
     for training in script.trainings:
@@ -235,7 +235,7 @@ def _resume(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "resume.absent",
                 f"{name}:{training.line}",
-                "nothing tells the training to resume: a requeued job begins at step 0",
+                "the training has no resume option: a requeued job starts at step 0",
                 'train.py --resume-from "$(ckptctl pick "$ROOT")", or --resume-from auto',
             )
 
@@ -258,8 +258,8 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "exit-code.swallowed",
                 where,
-                "|| true: the job ends with 0 whatever happened, and nobody restarts it",
-                "leave it out, or act on $?",
+                "|| true: the job always ends with 0 and is never restarted",
+                "remove it, or act on $?",
             )
         elif last is not None and last.line > each.line and not exits_on_error:
             kept = any(
@@ -286,7 +286,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "exit-code.pick",
                 f"{name}:{command.line}",
-                "nobody looks at the exit code of ckptctl: with 75 the path is empty, and the job "
+                "the exit code of ckptctl is ignored: with 75 the path is empty, and the job "
                 "starts fresh",
                 'step=$(ckptctl pick "$ROOT") || exit $?',
             )
@@ -298,9 +298,9 @@ def _masked(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "exit-code.masked",
                 f"{name}:{command.line}",
-                f"{command.text.split()[0]} has an exit code of its own, which hides that of "
-                "ckptctl, also under set -e",
-                'step=$(ckptctl pick "$ROOT") || exit $?, and export step behind it',
+                f"{command.text.split()[0]} has its own exit code, which hides that of ckptctl, "
+                "even under set -e",
+                'step=$(ckptctl pick "$ROOT") || exit $?, then export step',
             )
 
 
@@ -313,7 +313,7 @@ def _hangs(name: str, script: Script) -> Iterator[Advice]:
             yield _fault(
                 "srun.no-kill",
                 f"{name}:{each.line}",
-                "when one rank dies, the others wait for it until their timeout, or for ever",
+                "when one rank dies, the others wait until their timeout, or forever",
                 "srun --kill-on-bad-exit=1",
             )
 

@@ -44,7 +44,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A batch script taken apart. `options` are the `#SBATCH` lines that SLURM reads."""
+    """The parts of a batch script. `options` are the `#SBATCH` lines that SLURM reads."""
 
     lines: tuple[str, ...]
     options: tuple[Command, ...]
@@ -66,7 +66,7 @@ class Script:
         return found
 
     def search(self, pattern: str) -> tuple[int, re.Match[str]] | None:
-        """The first command in which the pattern is found, with its line."""
+        """The first command that matches the pattern, with its line."""
         for each in self.commands:
             match = re.search(pattern, each.text)
             if match:
@@ -75,7 +75,7 @@ class Script:
 
 
 def read_script(text: str) -> Script:
-    """Take the text of a batch script apart."""
+    """Parse the text of a batch script."""
     lines = tuple(line.removesuffix("\r") for line in text.split("\n"))
     commands = tuple(_commands(lines))
     first = commands[0].line if commands else len(lines) + 1

@@ -1,8 +1,7 @@
 """Test the properties of a storage that checkpoints need.
 
 Small files in a folder under `.ckptctl/` are written, listed, read, replaced and created by
-several writers at once, and removed again. Neither the speed of the storage nor large
-amounts of data are tested.
+several concurrent writers, and removed. Neither speed nor large amounts of data are tested.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def check_storage(
 ) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
     """The faults of the storage under a root, and facts about it.
 
-    Raises `StorageUnavailable` and `AccessDenied` where the storage did not answer or is not
-    writable, `PathNotFound` and `UsageError` where there is no such root. What was written is
-    removed in any case.
+    Raises `StorageUnavailable` and `AccessDenied` if the storage did not answer or is not
+    writable, `PathNotFound` and `UsageError` if the root does not exist. Written files are
+    always removed.
     """
     with open_store(url, storage) as store:
         begun = time.monotonic()
@@ -58,9 +57,9 @@ def _observations(
     store: Store, folder: str, facts: list[tuple[str, str]]
 ) -> Iterator[Advice | None]:
     for name, test in (
-        ("a listing shows what was just written", _listing),
-        ("a write over a file is seen by the next read", _overwriting),
-        ("one of several writers wins, the others get an error", _exclusive),
+        ("a listing shows new files at once", _listing),
+        ("a read after an overwrite returns the new bytes", _overwriting),
+        ("one of several concurrent writers succeeds, the others get an error", _exclusive),
         ("a reader sees the old file or the new one", _atomic),
         ("the clock agrees with this machine", _clock),
     ):
@@ -84,9 +83,9 @@ def _listing(store: Store, folder: str) -> Advice | None:
     return _fault(
         "storage.listing",
         store.url,
-        f"{missing} of {_ROUNDS} files that were just written are not in the listing: "
-        "a step looks incomplete although it is whole",
-        "turn the cache of listings off (s3fs: use_listings_cache=false; NFS: lookupcache=none)",
+        f"{missing} of {_ROUNDS} new files are missing from the listing: a complete step would "
+        "look incomplete",
+        "disable the cache of listings (s3fs: use_listings_cache=false; NFS: lookupcache=none)",
     )
 
 
@@ -98,8 +97,8 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
             return _fault(
                 "storage.stale",
                 store.url,
-                "a read after a write over the same file returned the old bytes",
-                "turn the cache of the mount off, or save every step under a name of its own",
+                "a read after an overwrite returned the old bytes",
+                "disable the cache of the mount, or save every step under its own name",
             )
     ((_, data),) = store.read_spans([Span(name, _BYTES - 10, 10)])
     if data != b"c" * 10:
@@ -119,7 +118,7 @@ def _exclusive(store: Store, folder: str) -> Advice | None:
                 "storage.exclusive",
                 store.url,
                 f"{len(won)} of {_WRITERS} writers of one new file succeeded",
-                "let only one process write to a root: the fence cannot separate two attempts",
+                "let only one process write to a root: fencing cannot separate two attempts",
             )
     return None
 
@@ -141,7 +140,7 @@ def _atomic(store: Store, folder: str) -> Advice | None:
             try:
                 data = store.read(name, limit=_BYTES)
             except PathNotFound:
-                wrong.append("the file was gone for a moment")
+                wrong.append("the file was briefly missing")
                 return
             if len(set(data)) != 1 or len(data) != _BYTES:
                 wrong.append("a reader saw part of the new file")
@@ -161,7 +160,7 @@ def _atomic(store: Store, folder: str) -> Advice | None:
         "storage.atomic",
         store.url,
         f"while a file was replaced, {wrong[0]}",
-        "never save over a step that is there, and let nothing read `latest` while it is moved",
+        "never overwrite an existing step, and do not read `latest` while it is replaced",
     )
 
 
@@ -176,9 +175,9 @@ def _clock(store: Store, folder: str) -> Advice | None:
         "storage.clock",
         Severity.WARNING,
         store.url,
-        f"a file that was just written has a time {at - before:+.0f} s from the clock of this "
-        "machine: a save in flight may be taken for an interrupted one",
-        "set the clocks (chronyc tracking), or give a longer --grace",
+        f"a new file has a time {at - before:+.0f} s from the clock of this machine: a save in "
+        "progress may be taken for an interrupted one",
+        "synchronize the clocks (chronyc tracking), or use a longer --grace",
     )
 
 
@@ -208,7 +207,7 @@ def _removed(
     folder: str,
     storage: StorageOptions,
 ) -> Advice | None:
-    """Remove what was written; the advice names what could not be removed."""
+    """Remove what was written; the advice lists what could not be removed."""
     try:
         if store.folders is not None:
             with suppress(PathNotFound):

@@ -1,1 +1,1 @@
-"""One verdict from many processes."""
+"""Process groups and launcher environments: one result from many processes."""

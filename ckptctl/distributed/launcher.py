@@ -1,9 +1,9 @@
 """Read the job and the rank of this process from its environment.
 
-SLURM, Kubernetes, torchrun, srun and mpirun set the variables. No command is run, no
-server is asked, and torch is not imported. A value that no variable gives is None, never
-a guess. Ranks that a script assigns itself (`mp.spawn`) are known to `torch.distributed`
-only; `Cluster.placed` takes them.
+SLURM, Kubernetes, torchrun, srun and mpirun set the variables. No command is run, no server
+is contacted, and torch is not imported. A value that no variable gives is None, never a
+guess. Only `torch.distributed` knows ranks that a script assigns itself (`mp.spawn`);
+`Cluster.placed` takes them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def sentence(self) -> str:
-        """All of it in one line, for the log of a job that starts."""
+        """A one-line summary for the log of a starting job."""
         job = {"slurm": "SLURM job", "kubernetes": "Kubernetes job"}.get(self.scheduler)
         named = f"{job} {self.job or 'without a name'}" if job else "no scheduler"
         again = [
@@ -89,11 +89,11 @@ class Cluster:
         return f"{named}{attempts}: {place}{by}, on {self.node}"
 
     def placed(self, rank: int, world_size: int) -> Cluster:
-        """The same with the rank and the world size of an existing process group."""
+        """The same with the rank and world size of an existing process group."""
         return replace(self, rank=rank, world_size=world_size)
 
     def document(self) -> dict[str, str | int | None]:
-        """The fields for ledgers, seals and reports; None where no variable gives a value.
+        """The fields for ledgers, seals and reports; None if no variable gives a value.
 
         `ends_s` becomes `ends_at`, RFC 3339 in UTC.
         """
@@ -105,8 +105,8 @@ class Cluster:
 def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     """The job, this process and its machine, as the environment describes them.
 
-    A variable that should hold a number and does not counts as unset: a stray variable
-    must not end a training job. Reads no file; every process reads its own environment.
+    A variable with an invalid number counts as unset: a stray variable must not end a
+    training job. Reads no file; every process reads its own environment.
 
     Source: `sbatch` and `srun` of SLURM 24.05; `torch/distributed/run.py` of torch 2.13;
     Kubernetes 1.31, which sets no variable for restarts.
@@ -143,8 +143,8 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
 class LaunchedRank:
     """The rank of this process among those that a launcher started for one command.
 
-    `address` is the host and port where they meet; None where torch reads it from the
-    environment itself.
+    `address` is the host and port where they meet; None if torch reads it from the
+    environment.
     """
 
     rank: int
@@ -153,10 +153,10 @@ class LaunchedRank:
 
 
 def launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank that torchrun or srun gave this process; None where it is the only one.
+    """The rank that torchrun or srun gave this process; None if it is the only one.
 
     Under srun only the variables of the job step count: a batch script has those of the
-    whole job, and is one process.
+    whole job, but is one process.
     """
     read = _Variables(environment)
     rank, size = read.number("RANK"), read.number("WORLD_SIZE")

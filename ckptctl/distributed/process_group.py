@@ -1,8 +1,8 @@
 """The processes that work on one result, and the collectives among them.
 
 A command that torchrun or srun starts several times joins its processes; a training job
-has a process group already, beside which `make_group` creates one with a timeout of its
-own. A single process is a group of one, which needs neither torch nor a network.
+already has a process group, beside which `make_group` creates one with its own timeout. A
+single process is a group of one, which needs neither torch nor a network.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done and the bytes in total."""
+"""Called with the bytes done and the bytes in total."""
 
 COMMAND_TIMEOUT_S = 300.0
-"""How long a process of a command waits for the slowest; one that died is noticed at once."""
+"""How long a process of a command waits for the slowest; a dead one is detected at once."""
 
 JOB_TIMEOUT_S = 1800.0
-"""The same among the ranks of a training job, of which one may still be loading."""
+"""The same for the ranks of a training job, one of which may still be loading."""
 
 BACKEND = "gloo"
-"""It needs no GPU, and notices a process that died by its closed connection."""
+"""It needs no GPU, and detects a dead process by its closed connection."""
 
 _MEET_EVERY_S = 1.0
 
@@ -52,7 +52,7 @@ class Outcome(Generic[T]):
         try:
             return cls(act())
         except RanksLost:
-            raise  # nothing can be communicated any more
+            raise  # communication is no longer possible
         except CkptctlError as error:
             return cls(error=(type(error), error.message, dict(error.__dict__)))
 
@@ -77,8 +77,8 @@ class _Stopped(CkptctlError):
 class ProcessGroup:
     """The processes that share one piece of work; by default this process alone.
 
-    Every method that communicates is called by every rank, in the same order. It raises
-    `RanksLost` where a process died, or did not answer within the group's timeout.
+    Every method that communicates must be called by every rank, in the same order. It
+    raises `RanksLost` if a process died or did not answer within the group's timeout.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ProcessGroup:
         return tuple(outcome.get() for _, outcome in outcomes)
 
     def most(self, *numbers: int) -> tuple[int, ...]:
-        """The largest of each number over all ranks: one small message, cheap at every step."""
+        """The maximum of each number over all ranks: one small message, cheap at every step."""
         if self.size == 1:
             return numbers
         import torch
@@ -146,18 +146,19 @@ class ProcessGroup:
     def dcp_arguments(self, call: Callable[..., object]) -> dict[str, Any]:
         """The arguments of `dcp.save` or `dcp.load` that make it use this group."""
         arguments: dict[str, Any] = {"process_group": self.handle}
-        # torch before 2.7 has no `no_dist` and finds out by itself.
+        # torch before 2.7 has no `no_dist` and detects it itself.
         if "no_dist" in inspect.signature(call).parameters:
             arguments["no_dist"] = self.size == 1
         return arguments
 
-    # Work that takes long, shared among the processes
+    # Long work, shared among the processes
 
     def watch(self, on_progress: OnProgress | None) -> OnProgress | None:
         """A callback for this process's progress, which reports that of all to `on_progress`.
 
-        The processes meet in it once a second: one that died ends the others with an error,
-        and is never taken for one that found nothing. `share` ends the meetings.
+        The processes synchronize in it once a second: if one has died, the others end with
+        an error, instead of counting it as one that found nothing. `share` ends the
+        synchronization.
         """
         if self.size == 1:
             return on_progress
@@ -165,9 +166,9 @@ class ProcessGroup:
         return self._report
 
     def share(self, act: Callable[[], T]) -> tuple[T, ...]:
-        """As `from_all`, for work after `watch`: meet the others until all of them are done.
+        """Like `from_all`, for work after `watch`: synchronize until all processes are done.
 
-        A group's timeout limits one meeting, not the work.
+        A group's timeout limits one synchronization, not the work.
         """
         outcome = Outcome.of(act)
         if self.size > 1:
@@ -181,8 +182,8 @@ class ProcessGroup:
     def agree(self, exit_code: int) -> int:
         """The exit code of rank 0, on every rank.
 
-        A process that failed before it shared anything waits for nobody and keeps its own:
-        the others notice that it is gone.
+        A process that failed before it shared anything does not wait and keeps its own: the
+        others detect that it has ended.
         """
         if self.size == 1 or not self._has_shared:
             return exit_code
@@ -213,7 +214,7 @@ class ProcessGroup:
     def _communicate(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
+        except RuntimeError as error:  # torch raises these for a lost peer and for a timeout
             raise ranks_lost(error) from error
 
 
@@ -221,7 +222,7 @@ def ranks_lost(error: BaseException) -> RanksLost:
     """The error for a collective that failed."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return RanksLost(
-        f"a rank of this job is gone, or did not answer in time ({first[:200]})",
+        f"a rank of this job has ended, or did not answer in time ({first[:200]})",
         next_command="ckptctl classify LOG",
     )
 
@@ -232,7 +233,7 @@ def joined(
 ) -> Iterator[ProcessGroup]:
     """The group of all processes that a launcher started for one command; all must call this.
 
-    Raises `MissingExtra` without torch, `RanksLost` where not all of them start in time.
+    Raises `MissingExtra` without torch, `RanksLost` if not all of them start in time.
     """
     if launched is None:
         yield ProcessGroup()
@@ -241,7 +242,7 @@ def joined(
         import torch.distributed as dist
     except ImportError as error:
         raise MissingExtra(
-            f"{launched.size} processes were started; they need torch to share the work",
+            f"{launched.size} processes were started, which need torch to share the work",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
     at = launched.address
@@ -265,9 +266,10 @@ def joined(
 def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> ProcessGroup:
     """A group of all ranks of the training job that this process belongs to.
 
-    It is beside the job's own process group: a collective that waits here does not hold one
-    of the training. Every rank calls it. Raises `UsageError` where a launcher started
-    several processes and no process group is initialized: each would act as the only one.
+    It is separate from the job's own process group: a collective that waits here does not
+    block one of the training. Every rank calls it. Raises `UsageError` if a launcher
+    started several processes and no process group is initialized, because each would act
+    alone.
     """
     try:
         import torch.distributed as dist

@@ -1,1 +1,1 @@
-"""Did the loss continue across a resume? Readers of logs, and the assessment."""
+"""Check whether the loss continued across a resume: readers of logs, and the assessment."""

@@ -197,8 +197,8 @@ def check_split(
         chosen = _chosen(parts, options, may_divide=may_divide)
     resume_point = options.resume_point
     if damage is not None and damage.at_end and resume_point is not None:
-        # The rows before the damage belong to an earlier resume; those of the resume that
-        # was asked for come after the damage.
+        # The rows before the damage belong to an earlier resume; those of the requested
+        # resume come after the damage.
         chosen = [each for each in chosen if each.after[-1].step > resume_point.step]
     if isinstance(options.which, int) and not chosen:
         n_resumes = max(0, parts.n_segments - 1)
@@ -373,7 +373,7 @@ def _no_loss(parts: Split) -> Finding:
     return Finding(
         "loss.none",
         "",
-        f"{what} in the logs; there is nothing to compare",
+        f"{what} in the logs, so nothing can be compared",
         expected="rows with a step and a loss",
         found=f"{parts.n_rows:,} rows, none with a loss",
     )
@@ -421,5 +421,5 @@ def _next_commands(
             shlex.join(["ckptctl", "pick", report.root]),
         )
     if verdict is LossVerdict.NO_JUMP:
-        return ("ckptctl loss --canary",)  # a replay is the proof that the log does not hold
+        return ("ckptctl loss --canary",)  # a replay provides the proof that the log lacks
     return (f"ckptctl explain {verdict.value if deciding is None else deciding.code}",)

@@ -55,7 +55,7 @@ def _where(row: Row) -> str:
 
 def _restarted(resume: Resume) -> Finding:
     row = resume.after[0]
-    order = ", or the logs were not named oldest first" if _joins(resume) else ""
+    order = ", or the logs were not given oldest first" if _joins(resume) else ""
     return Finding(
         "loss.restarted",
         _where(row),

@@ -141,7 +141,7 @@ def _missing(assessment: Assessment) -> Iterator[Missing]:
     if len(replay.rows) < MIN_ROWS:
         yield Missing(
             "steps that were logged twice",
-            "keep the log of the job that died (append, or a new file for each process); after a "
+            "keep the log of the failed job (append, or a new file for each process); after a "
             "clean stop, run ckptctl loss --canary",
         )
     elif len(replay.rows) < GOOD_ROWS:

@@ -31,7 +31,7 @@ from ckptctl.storage.opening import is_local
 POLL_S = 1.0
 _PIECE_BYTES = 1 << 20
 _ROWS_FOR_DISCONTINUOUS = 10
-# Findings that rest on an exact comparison: later rows cannot undo them.
+# Findings from exact comparisons, which later rows cannot change.
 _EXACT = frozenset(
     {
         "loss.restarted",

@@ -1,9 +1,9 @@
 """Draw the loss around a resume as SVG, HTML or PNG.
 
 `curve_of` chooses the points; the terminal draws the same ones. SVG and HTML are written
-here and refer to nothing outside themselves. PNG needs Pillow, an extra. The colours can
-be told apart with any kind of colour vision, and each kind of point also has its own form.
-Source of the colours: Okabe and Ito, Color Universal Design.
+here and reference no other files. PNG needs Pillow, an extra. The colours are
+distinguishable with any kind of colour vision, and each kind of point also has its own
+shape. Source of the colours: Okabe and Ito, Color Universal Design.
 """
 
 from __future__ import annotations

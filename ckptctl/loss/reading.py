@@ -34,7 +34,7 @@ FORMATS: tuple[str, ...] = (
 
 _BINARY = (EventFile, WandbFile, TrainerState)
 
-# The format of a file is detected from so many bytes, or from all that it has.
+# The format of a file is detected from this many bytes, or from the whole file.
 _HEAD_BYTES = 64
 
 
@@ -301,8 +301,6 @@ def _pattern_command(readers: Sequence[LogReader]) -> str | None:
     if not any(reader.n_bytes for reader in readers) or any(r.n_without_step for r in readers):
         return None
     if any(reader.format == "pattern" for reader in readers):
-        return (
-            "ckptctl loss --help"  # a pattern was given, and another guess would lead in a circle
-        )
+        return "ckptctl loss --help"  # a pattern was given; suggesting another would not help
     names = " ".join(shlex.quote(reader.name) for reader in readers[:3])
     return rf"ckptctl loss {names} --pattern 'step (?P<step>\d+).* loss (?P<loss>\S+)'"

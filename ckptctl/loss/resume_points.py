@@ -101,7 +101,7 @@ def read_resume_report(
         try:
             names = names or _newest_in(store, attempts)
             if not names and or_none:
-                store.list_dir()  # a root that does not exist is a mistake all the same
+                store.list_dir()  # a root that does not exist is still an error
                 return None
             if not names:
                 raise PathNotFound(folder)
@@ -112,7 +112,7 @@ def read_resume_report(
             raise UsageError(f"{url}: not a resume report: {error}") from error
         except PathNotFound as error:
             raise UsageError(
-                f"{path}: there is no resume report here; name the step of the checkpoint with "
+                f"{path}: no resume report found; name the step of the checkpoint with "
                 "--resume-step"
             ) from error
 

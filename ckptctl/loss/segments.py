@@ -178,7 +178,7 @@ class Splitter:
 
     def _is_copy(self, row: Row, segment: _OpenSegment) -> bool:
         """Whether a row has the step, the time and the values of a row that was read before."""
-        # The last step again is a matter of ranks that write to one log.
+        # Several ranks that write to one log may repeat the last step.
         if row.at is None or row.step >= segment.last.step:
             return False
         kept = (segment.row_of(row.step), *(_row_of(done.rows, row.step) for done in self._done))

@@ -287,9 +287,7 @@ def _decompressed(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
                 if stream is None:
                     # Zeros after the end are padding; anything else is damage.
                     if data.strip(b"\0"):
-                        raise LogUnreadable(
-                            f"{path}: there are bytes after the end of the compressed data"
-                        )
+                        raise LogUnreadable(f"{path}: bytes follow the end of the compressed data")
                     return
             yield from stream.decompress(data)
             data = b""

@@ -100,7 +100,7 @@ FORCES: Mapping[str, LossVerdict] = {
     "loss.interleaved": _OPEN,
     "loss.unread": _OPEN,
 }
-"""The verdict that each finding forces, most telling first; other findings force none."""
+"""The verdict that each finding forces, most specific first; other findings force none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def of_replay(resume: Resume, replay: Replay) -> Iterator[Finding]:
     if replay.agrees and replay.origin is Origin.COPIED:
         is_timed = resume.after[-1].step > resume.overwritten[-1].step
         why = (
-            "their times repeat, which those of another attempt would not"
+            "their times repeat, which would not happen in another attempt"
             if is_timed
             else "no step follows that was not logged before"
         )
@@ -334,7 +334,7 @@ def of_later(later: Resume, replay: Replay) -> Iterator[Finding]:
         yield Finding(
             "loss.later",
             finding.where,
-            f"{finding.message}; the steps before that agree, so look for what began there",
+            f"{finding.message}; the earlier steps agree, so the cause began there",
             finding.expected,
             finding.found,
         )

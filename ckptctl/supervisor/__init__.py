@@ -1,1 +1,1 @@
-"""Restarting a job as long as it makes progress."""
+"""Restart a job as long as it makes progress."""

@@ -18,27 +18,29 @@ from ckptctl.failures.results import Classification
 
 _UNKNOWN = "unknown"
 _DEADLINE_S = 30.0
-"""A restart does not wait longer than this for the cause."""
+"""The longest time that a restart waits for the cause."""
 _MOST_BYTES = 64 << 20
-"""How much is read of each log, from its end, where the cause of the end is."""
+"""How much of the end of each log is read."""
 
 
 class Logs:
-    """The logs of a job: files of this machine, which need not exist yet."""
+    """The logs of a job: local files, which need not exist yet."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = tuple(paths)
         self._sizes: dict[str, int] = {}
 
     def begin(self) -> None:
-        """An attempt begins; what the logs hold now belongs to earlier ones."""
+        """Start an attempt; the present content of the logs belongs to earlier ones."""
         self._sizes = {path: _size(path) for path in self._paths}
 
     def cause(self, exit_code: int) -> Classification | None:
-        """Why the attempt with this exit code failed; None where its logs do not show it."""
+        """Why the attempt with this exit code failed; None if its logs do not show it."""
         with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
             added = []
-            for n, path in enumerate(filter(os.path.isfile, self._paths)):  # a pipe would wait
+            for n, path in enumerate(
+                filter(os.path.isfile, self._paths)
+            ):  # opening a pipe would block
                 copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
                 # A log that cannot be read must not prevent a restart.
                 with suppress(OSError):
@@ -60,7 +62,7 @@ def _size(path: str) -> int:
 
 
 def _copy_from(path: str, start: int, copy: str) -> None:
-    """Copy the end of what was added; a log that is shorter than before was rewritten."""
+    """Copy the end of the added text; a log that became shorter was rewritten."""
     with open(path, "rb") as log, open(copy, "wb") as added:
         size = os.fstat(log.fileno()).st_size
         log.seek(max(start if size >= start else 0, size - _MOST_BYTES))

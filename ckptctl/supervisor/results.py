@@ -20,7 +20,7 @@ class Decision(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of the job: when it began, how long it ran, how it ended, what followed."""
+    """One attempt of the job: when it started, how long it ran, how it ended, what followed."""
 
     number: Positive
     """Counted from 1."""
@@ -59,11 +59,11 @@ class Supervised:
     command: tuple[str, ...]
     """The command of the job."""
     root: str
-    """The root where progress was measured."""
+    """The root in which progress was measured."""
     attempts: tuple[Attempt, ...]
     """Every attempt of the job, in order; none where it was not started."""
     warnings: tuple[str, ...]
-    """What prevents the progress of the job from being measured."""
+    """Why the progress of the job cannot be measured."""
     message: str
     """How it ended, in one line."""
     exit_code: ExitCode

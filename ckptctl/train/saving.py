@@ -82,8 +82,8 @@ def check_step_format(step_format: str) -> None:
     named = step_name(name)
     if named is None or named.number != 1200 or named.bare or "/" in name:
         raise UsageError(
-            f"{step_format!r} makes names such as {name!r}, which are no steps; "
-            "'step_{}' is the usual format is 'step_{{}}'"
+            f"{step_format!r} makes names such as {name!r}, which are not recognized as steps; "
+            "the usual format is 'step_{}'"
         )
 
 

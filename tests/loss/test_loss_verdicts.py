@@ -95,7 +95,7 @@ def test_a_job_that_started_from_the_beginning_is_reported():
 
 def test_logs_named_newest_first_are_distinguished_from_a_fresh_start():
     newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
-    assert newest_first.message.endswith("or the logs were not named oldest first")
+    assert newest_first.message.endswith("or the logs were not given oldest first")
     anew = check_rows([*rows(1, 100), *rows(1, 60, attempt=2)])
     assert anew.message.endswith("it did not resume")
 

@@ -44,7 +44,7 @@ PERMANENT: dict[str, tuple[Answer, type[StorageError], int, str, str]] = {
         Answer(403, "InvalidObjectState", "<StorageClass>GLACIER</StorageClass>"),
         ObjectArchived,
         75,
-        "is archived, and cannot be read before it is restored",
+        "is archived and cannot be read until it is restored",
         "aws s3api restore-object --bucket",
     ),
     "another region": (
@@ -95,7 +95,7 @@ PERMANENT: dict[str, tuple[Answer, type[StorageError], int, str, str]] = {
         Answer(403, "RequestTimeTooSkewed"),
         AccessDenied,
         77,
-        "clock .* too far apart",
+        "clocks .* differ too much",
         "timedatectl status",
     ),
     "suspended": (Answer(403, "UserSuspended"), AccessDenied, 77, "suspended", ""),

@@ -144,7 +144,7 @@ def test_steps_that_vanish_after_one_was_usable_end_with_75(job, source: Path, t
     shutil.copytree(source, tmp_path / "ckpt" / "step_100")
     found = kept_running(script(tmp_path, "rm -r ckpt/step_100; exit 1"), tmp_path)
     assert (found.exit_code, len(found.attempts), n_attempts(tmp_path)) == (75, 1, 1)
-    assert "step 100 was usable, and the root holds no step any more" in found.message
+    assert "step 100 was usable, but the root no longer contains a step" in found.message
     # The record remembers it for whoever asks next.
     assert ckptctl.pick(str(tmp_path / "ckpt"), allow_fresh=True).exit_code == 11
     assert kept_running(["touch", str(tmp_path / "ran")], tmp_path).exit_code == 11
@@ -182,7 +182,7 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
         mounting.join()
     assert (found.exit_code, n_attempts(tmp_path)) == ((0, 2) if comes_back else (75, 1))
     assert found.attempts[0].inspected is comes_back
-    assert ["existed, and does not exist any more" in line for line in said] == (
+    assert ["existed, but no longer exists" in line for line in said] == (
         [True] if comes_back else []
     )
 
@@ -394,7 +394,7 @@ def test_the_output_of_the_job_is_its_own_and_ours_is_beside_it(job, tmp_path: P
     command = ["sh", "-c", "echo loss 1.0"]
     done = run_ckptctl("run", "--root", tmp_path / "ckpt", "--", *command)
     assert (done.returncode, done.stdout) == (0, "loss 1.0\n")
-    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 attempt: it ended by itself"
+    assert done.stderr.splitlines()[-1] == "ckptctl: done after 1 attempt: the command succeeded"
     assert run_ckptctl("run", "--root", tmp_path / "ckpt", "-q", "--", *command).stderr == ""
 
 

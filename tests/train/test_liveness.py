@@ -66,7 +66,7 @@ except RanksLost as error:
     assert [code for code, _, _ in ended] == [0, 0], ended
     (lost,) = ended[0][1]
     assert "Ranks 2 failed to pass monitoredBarrier in 2000 ms" in lost
-    assert ended[1][1][0].startswith("lost a rank of this job is gone, or did not answer in time")
+    assert ended[1][1][0].startswith("lost a rank of this job has ended, or did not answer in time")
 
 
 @pytest.mark.slow

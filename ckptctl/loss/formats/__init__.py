@@ -1,1 +1,1 @@
-"""How does each program print its training log? One module for each family of formats."""
+"""Readers of the training logs of each program, one module per family of formats."""

@@ -1,4 +1,4 @@
-"""Recognise the lines that mark the start of a process.
+"""Recognize the lines that mark the start of a process.
 
 A trainer names the step either as the last one that the checkpoint holds, or as the first
 one that will run; the marker holds the former.
@@ -60,7 +60,7 @@ _PHRASES = (
     _phrase(r"Starting training: step=(?P<step>\d{1,12})"),
     # nanoGPT
     _phrase(r"Initializing a new model from scratch", fresh=True),
-    # RWKV: every process writes it, also one that resumes
+    # RWKV: every process writes it, even one that resumes
     _phrase(r"^\s*NEW RUN\b", fresh=True),
     # Custom training loops
     _phrase(
