@@ -268,15 +268,14 @@ class Store(Protocol):
 def parts_of(path: str) -> tuple[str, ...]:
     """The names along `path`; empty for the root, which is the empty path.
 
-    Raises `PathEscape` for a path that is absolute, or has `.`, `..`, an empty
-    name or a NUL in it; `PathNotFound` for a text that no storage can hold as a
-    name (a lone surrogate).
+    Raises `PathEscape` for a path that is absolute or contains `.`, `..`, an empty name or
+    a NUL; `PathNotFound` for a text that no storage can have as a name (a lone surrogate).
     """
     if not path:
         return ()
     parts = tuple(path.split("/"))
     if "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise PathEscape(f"{path!r} is not a plain path below the folder; it was not opened")
+        raise PathEscape(f"{path!r} is not a relative path below the folder; it was not opened")
     _check_encodable(path)
     return parts
 
@@ -284,13 +283,13 @@ def parts_of(path: str) -> tuple[str, ...]:
 def key_of(path: str) -> str:
     """The same check for a key below a prefix; keys may have empty names between slashes.
 
-    `.` and `..` mean nothing to an object store, but something to the HTTP
-    client and the proxies on the way to it.
+    Object stores give `.` and `..` no meaning, but the HTTP client and proxies on the way
+    may.
     """
     parts = path.split("/")
     around = parts[0] == "" or parts[-1] == ""
     if around or "\0" in path or "." in parts or ".." in parts:
-        raise PathEscape(f"{path!r} is not a plain path below the prefix; it was not asked for")
+        raise PathEscape(f"{path!r} is not a relative path below the prefix; it was not requested")
     _check_encodable(path)
     return path
 
@@ -299,4 +298,4 @@ def _check_encodable(path: str) -> None:
     try:
         path.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as exc:
-        raise PathNotFound(f"{path!r} is not a text that a storage can have as a name") from exc
+        raise PathNotFound(f"{path!r} cannot be a name on any storage") from exc

@@ -1,11 +1,12 @@
-"""Operations on the files of a mounted file system: list, publish, append, and what mounts it.
+"""Operations on the files of a mounted file system: list, publish, append, mounts.
 
-Listing and publishing work on descriptors, not on paths: whatever is renamed meanwhile, they
-concern one folder. A file is written aside, flushed, linked or renamed into place, and its
-folder is flushed, because a rename alone is atomic but may not survive a power loss.
+Listing and publishing use descriptors: a descriptor keeps referring to the same folder when
+names are changed, a path does not. A file is written under a temporary name, flushed,
+linked or renamed into place, and its folder is flushed, because a rename alone is atomic
+but may not survive a power loss.
 
-A line is appended under a lock with one write, so that it is in the file whole or not at all. A
-line that a crash truncated is closed off, never joined with the next.
+A line is appended under a lock with one write, so that it is written whole or not at all. A
+partial line that a crash left is ended first, so that the next line does not join it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, replace: bool) -> None:
-    """Create `name` in the folder `within` (a descriptor) with `data` in it, durably.
+    """Create `name` with `data` in the folder `within` (a descriptor), durably.
 
-    Raises `FileExistsError` where it is there and `replace` is not set, any other
-    `OSError` where the storage refuses. Nothing is left behind then.
+    Raises `FileExistsError` if it exists and `replace` is not set, or another `OSError` of
+    the storage. Leaves nothing behind then.
 
-    Without `replace` an existing file survives any race, except on a file system
-    without hard links (some FUSE mounts): there two writers of one name in the
-    same instant are not told apart.
+    Without `replace`, an existing file is never overwritten, except on a file system
+    without hard links (some FUSE mounts): there, two concurrent writers of one name may
+    both succeed.
     """
     aside = f".ckptctl-{os.urandom(8).hex()}.tmp"
     try:
@@ -53,10 +54,10 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
 
 
 def move(name: str, target: str, *, within: int, into: int) -> None:
-    """Rename what is `name` in one folder to `target` in another, durably.
+    """Rename `name` in one folder to `target` in another, durably.
 
-    Raises `FileExistsError` where there is something of that name. Two who move to one
-    name in the same instant are not told apart where the target is an empty folder.
+    Raises `FileExistsError` if the target exists. If the target is an empty folder, two
+    concurrent moves to it may both succeed.
     """
     with suppress(FileNotFoundError):
         os.stat(target, dir_fd=into, follow_symlinks=False)
@@ -67,7 +68,7 @@ def move(name: str, target: str, *, within: int, into: int) -> None:
 
 
 def make_folder(name: str, *, within: int) -> None:
-    """Make the folder `name`, durably, where it is not there yet."""
+    """Create the folder `name` durably if it does not exist."""
     try:
         os.mkdir(name, dir_fd=within)
     except FileExistsError:
@@ -76,7 +77,7 @@ def make_folder(name: str, *, within: int) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in the folder at `path` durable."""
+    """Make the entries of the folder at `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -94,7 +95,7 @@ def _write(aside: str, data: Iterable[bytes | memoryview], within: int) -> None:
                 beat()
         os.fsync(fd)
     finally:
-        # A network file system reports a failed write as late as here.
+        # A network file system may report a failed write only here.
         os.close(fd)
 
 
@@ -102,7 +103,7 @@ def _link(aside: str, name: str, within: int) -> None:
     try:
         os.link(aside, name, src_dir_fd=within, dst_dir_fd=within)
     except FileExistsError:
-        # Over NFS an answer may be lost: asked again, the server finds our own link.
+        # Over NFS an answer may be lost: when the request is repeated, our own link exists.
         if os.stat(aside, dir_fd=within).st_nlink < 2:
             raise
     except OSError as exc:
@@ -115,15 +116,15 @@ def _link(aside: str, name: str, within: int) -> None:
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The numbers of errors that mean it; the second one is a quota."""
+"""The error numbers of a full file system and of an exceeded quota."""
 
 
 def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageUnavailable:
-    """The error that says it of `what`. `folder` lies on the file system that is full."""
-    wanted = f"{n_bytes:,} bytes were to be written, " if n_bytes is not None else ""
+    """The error for `what`; `folder` is on the full file system."""
+    wanted = f"{n_bytes:,} bytes to write,  " if n_bytes is not None else ""
     if exc.errno == errno.EDQUOT:
         return StorageUnavailable(
-            f"{what}: {wanted}and the quota is used up ({exc.strerror})",
+            f"{what}: {wanted}the quota is exceeded ({exc.strerror})",
             next_command="quota -s",
         )
     return StorageUnavailable(
@@ -133,7 +134,7 @@ def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageUn
 
 
 def free_bytes(folder: str) -> int:
-    """How many bytes this user can still write there; raises `OSError`."""
+    """The number of bytes that this user can still write there; raises `OSError`."""
     about = os.statvfs(folder)
     return about.f_bavail * about.f_frsize
 
@@ -147,7 +148,7 @@ class Descriptor:
         self.fd = fd
 
     def close(self) -> None:
-        """Let go of it, if that was not done before."""
+        """Close it; closing twice is no error."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
@@ -160,26 +161,26 @@ class Descriptor:
 
 
 def scan(folder: Descriptor, parts: Sequence[str]) -> Iterator[FileInfo]:
-    """What is in the folder, in no order; `parts` are the names that lead to it.
+    """The entries of the folder, unordered; `parts` are the names that lead to it.
 
-    Raises `Transient` when a name vanishes meanwhile, so that the whole listing is
-    made again: the file may have been renamed to a name that was already passed.
+    Raises `Transient` if a name vanishes meanwhile, so that the whole listing is repeated:
+    the file may have been renamed to a name that the scan had already passed.
     """
     prefix = "".join(f"{part}/" for part in parts)
     with os.scandir(folder.fd) as entries:
         for entry in entries:
             beat()
-            # What NFS keeps of a file that was removed while somebody had it open.
+            # NFS keeps a file under this name if it was removed while open.
             if entry.name.startswith(".nfs"):
                 continue
             try:
                 yield _info(entry, folder, prefix)
             except FileNotFoundError as exc:
-                raise Transient("names in it vanished while it was listed") from exc
+                raise Transient("entries vanished during the listing") from exc
 
 
 def link_target(folder: Descriptor, name: str) -> str | None:
-    """Where the link `name` in the folder points to, None if it is no link."""
+    """The target of the link `name` in the folder; None if `name` is not a link."""
     try:
         return os.readlink(name, dir_fd=folder.fd)
     except OSError:
@@ -205,17 +206,17 @@ _APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 def append_line(path: str, line: bytes) -> None:
-    """Add `line`, which ends in a line end, to the file, and make it durable.
+    """Append `line`, which must end with a line end, durably.
 
-    The file is created where it is not there, its folder is not. Raises
-    `PathNotFound`, `AccessDenied`, `StorageUnavailable`.
+    Creates the file, but not its folder. Raises `PathNotFound`, `AccessDenied`,
+    `StorageUnavailable`.
     """
     try:
         with busy(path):
             is_new = not os.path.exists(path)
             fd = os.open(path, _APPENDED, 0o666)
             try:
-                # Over NFS two appends may land on each other; the lock keeps them apart.
+                # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 _append(fd, line)
             finally:
@@ -233,7 +234,7 @@ def _append(fd: int, line: bytes) -> None:
     if size and os.pread(fd, 1, size - 1) != b"\n":
         line = b"\n" + line
     if os.write(fd, line) != len(line):
-        # A part of a line would be damage to whoever reads it.
+        # Readers would take a partial line for damage.
         os.ftruncate(fd, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
@@ -242,7 +243,7 @@ def _append(fd: int, line: bytes) -> None:
 def _append_error(path: str, exc: OSError) -> StorageError:
     what = f"{path}: {exc.strerror or type(exc).__name__}"
     if exc.errno in (errno.ENOENT, errno.ENOTDIR):
-        return PathNotFound(f"{what}; the folder of the file must be there")
+        return PathNotFound(f"{what}; the folder of the file must exist")
     if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR):
         return AccessDenied(what)
     return StorageUnavailable(what)
@@ -258,7 +259,7 @@ _MOUNT_TABLE = "/proc/self/mounts"
 
 
 class Mount(NamedTuple):
-    """What is mounted where: `nfs:/export`, `/shared`, `nfs4`."""
+    """One mount: source, mount point and type (`nfs:/export`, `/shared`, `nfs4`)."""
 
     source: str
     at: str
@@ -266,7 +267,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(folder: str) -> Mount | None:
-    """The mount that `folder` lies on, None where there is no mount table to read (macOS)."""
+    """The mount on which `folder` lies; None without a mount table (macOS)."""
     try:
         with open(_MOUNT_TABLE, encoding="utf-8", errors="surrogateescape") as table:
             lines = table.read().splitlines()
@@ -280,21 +281,21 @@ def mount_of(folder: str) -> Mount | None:
             continue
         at = _unescaped(fields[1])
         inside = folder == at or folder.startswith(at.rstrip("/") + "/")
-        # Of mounts on one place, the last in the table lies on top.
+        # Of several mounts on one path, the last in the table is on top.
         if inside and (best is None or len(at) >= len(best.at)):
             best = Mount(_unescaped(fields[0]), at, fields[2])
     return best
 
 
 def kind_of(folder: str) -> Kind:
-    """`NETWORK` where a server or a FUSE process answers for `folder`, else `LOCAL`.
+    """`NETWORK` if a server or a FUSE process serves `folder`, else `LOCAL`.
 
-    `LOCAL` too where there is no mount table to read.
+    Also `LOCAL` without a mount table.
     """
     mount = mount_of(folder)
     if mount is None:
         return Kind.LOCAL
-    # `fuseblk` is a disk of this machine behind a driver in user space.
+    # `fuseblk` is a local disk behind a driver in user space.
     fuse = mount.type == "fuse" or mount.type.startswith("fuse.")
     return Kind.NETWORK if fuse or mount.type in _NETWORK_TYPES else Kind.LOCAL
 

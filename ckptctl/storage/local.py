@@ -1,9 +1,9 @@
-"""The store of a mounted file system.
+"""The store of a local or mounted file system.
 
-Every path is walked name by name from a descriptor of the root, and no name on
-the way may be a link: what was checked is what is read, whatever is renamed
-meanwhile. Only the root itself, which the user named, may be a link or lie
-behind one. `files` holds the operations on single files and folders.
+Every path is opened name by name from a descriptor of the root, and no name on the way may
+be a link: the file that was checked is the file that is read, even if names change
+meanwhile. Only the root itself, which the user named, may be a link or lie behind one.
+`publishing` writes files.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _PIECE = 1 << 30  # Linux reads less than 2 GiB a call
 
 
 class LocalStore:
-    """A folder on a mounted file system. Holds no descriptor between calls but in `open_file`.
+    """A folder on a local or mounted file system.
 
-    `root` is what is opened, `url` what the user wrote. A name that vanishes
-    while its folder is listed makes the listing start again: it may have been
-    renamed to one that was already passed.
+    Keeps no descriptor open between calls, except in `open_file`. `root` is the path that
+    is opened, `url` what the user typed. If a name vanishes during a listing, the listing
+    is repeated: the file may have been renamed to a name that the scan had already passed.
     """
 
     upload_checksum = None
@@ -76,7 +76,7 @@ class LocalStore:
 
     @property
     def kind(self) -> Kind:
-        """Whether a server answers for this folder, by the mount table."""
+        """Whether the folder is on a network file system, by the mount table."""
         if self._kind is None:
             with busy(self.url):
                 self._kind = kind_of(self._root)
@@ -100,7 +100,7 @@ class LocalStore:
         return self._tried(path, lambda: self._whole(path, limit))
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        """See `Store.read_spans`: in flight on a network, one after the other on a disk."""
+        """See `Store.read_spans`: concurrent on a network file system, sequential on a disk."""
         if self.kind is Kind.NETWORK:
             from ckptctl.storage.in_flight import read_in_flight
 
@@ -108,18 +108,18 @@ class LocalStore:
         return self._spans_in_turn(spans)
 
     def open_file(self, path: str) -> OpenFile:
-        """See `Store.open_file`: one descriptor, so that a piece costs one call of the system."""
+        """See `Store.open_file`: keeps one descriptor, so that a piece costs one system call."""
         return _LocalFile(self, path)
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
-        """See `Store.kept`: nothing, so that nothing is asked."""
+        """See `Store.kept`: a file system keeps no checksums."""
         for path in paths:
-            yield Kept(path, why_none="a file system keeps none")
+            yield Kept(path, why_none="a file system keeps no checksums")
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """See `Store.put`; makes missing folders, and the root where its parent is there.
+        """See `Store.put`; creates missing folders, and the root if its parent exists.
 
-        Not tried again: after a failed write nobody knows what reached the disk.
+        Not retried: after a failed write it is unknown what reached the disk.
         """
         self._publish(path, (data,), len(data), replace=replace)
 
@@ -129,7 +129,7 @@ class LocalStore:
         pieces: Callable[[], Iterator[memoryview]],
         size: int,
     ) -> None:
-        """See `Store.put_pieces`; not tried again, as `put` is not."""
+        """See `Store.put_pieces`; not retried, like `put`."""
         self._publish(path, pieces(), size, replace=True)
 
     def path_of(self, path: str) -> str:
@@ -151,7 +151,7 @@ class LocalStore:
     def append_line(self, path: str, line: bytes) -> None:
         """See `Folders.append_line`."""
         with self._writing(path), self._folder(parts_of(path)[:-1], make=True):
-            pass  # made, so that the file can be created there
+            pass  # creates the folder, so that the file can be created in it
         append_line(self.path_of(path), line)
 
     def move(self, path: str, target: str) -> None:
@@ -165,7 +165,7 @@ class LocalStore:
             move(old[-1], new[-1], within=within.fd, into=into.fd)
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder if it is empty; nothing where neither is there."""
+        """Remove a file or an empty folder; a missing one is no error."""
         parts = parts_of(path)
         with (
             self._writing(path),
@@ -180,9 +180,9 @@ class LocalStore:
     def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
         """See `Folders.remove_folder`.
 
-        Every folder on the way is opened as itself and emptied through its descriptor: one
-        that was replaced by a link raises `PathEscape`, and nothing behind the link is
-        removed.
+        Opens every folder on the way without following links, and empties it through its
+        descriptor: a folder that was replaced by a link raises `PathEscape`, and the target
+        of the link is not changed.
         """
         parts = parts_of(path)
         with self._writing(path), self._folder(parts[:-1]) as above:
@@ -194,7 +194,7 @@ class LocalStore:
             os.fsync(above.fd)
 
     def free_bytes(self) -> int:
-        """See `Folders.free_bytes`; of the parent where the root does not exist yet."""
+        """See `Folders.free_bytes`; of the parent if the root does not exist yet."""
         with busy(self.url):
             try:
                 return free_bytes(self._there())
@@ -210,7 +210,7 @@ class LocalStore:
         """See `Store.abort_upload`."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: no descriptor is kept open."""
 
     def __enter__(self) -> LocalStore:
         return self
@@ -221,7 +221,7 @@ class LocalStore:
     # Writing
 
     def _there(self) -> str:
-        """The root, or the folder that will hold it."""
+        """The root, or the folder in which it will be created."""
         return self._root if os.path.isdir(self._root) else os.path.dirname(self._root_to_be())
 
     def _publish(
@@ -248,7 +248,7 @@ class LocalStore:
                 os.fsync(inner.fd)
 
     def _empty(self, folder: Descriptor, *, depth: int) -> None:
-        """Remove everything in an open folder; a link is removed, and what it names stays."""
+        """Remove everything in an open folder; links are removed, not followed."""
         if depth > _MAX_DEPTH:
             raise OSError(errno.ELOOP, f"folders nested more than {_MAX_DEPTH} deep")
         with os.scandir(folder.fd) as entries:
@@ -293,7 +293,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError, PathEscape) as exc:
                 if parts == top:
                     raise
-                raise Transient("folders in it vanished while it was listed") from exc
+                raise Transient("folders vanished during the listing") from exc
             with folder:
                 for info in scan(folder, parts):
                     if info.kind == "dir":
@@ -307,14 +307,14 @@ class LocalStore:
         with self._file(path) as file:
             data = b""
             size = os.fstat(file.fd).st_size
-            # One byte more than there should be, to see whether the file grew.
+            # One byte more than expected, to detect that the file grew.
             while len(data) <= limit:
                 more = os.pread(file.fd, min(limit, size, _PIECE) + 1, len(data))
                 if not more:
                     return data
                 data = data + more if data else more
         size = max(size, len(data))
-        raise TooLarge(f"{self._named(path)} is {size:,} bytes; at most {limit:,} are read of it")
+        raise TooLarge(f"{self._named(path)} is {size:,} bytes; the limit is {limit:,}")
 
     def _spans_in_turn(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         path, file = "", Descriptor(-1)
@@ -328,7 +328,7 @@ class LocalStore:
                     with busy(self._named(path)):
                         data = self._exactly(file, span)
                 except OSError:
-                    # A descriptor does not heal; the path, opened again, may.
+                    # A stale descriptor stays stale; opening the path again may succeed.
                     data = self._span(span)
                 yield span, data
         finally:
@@ -342,7 +342,7 @@ class LocalStore:
         return self._tried(span.path, once)
 
     def _exactly(self, file: Descriptor, span: Span) -> bytes:
-        # The size bounds what is allocated: the length is whatever a metadata says.
+        # The size bounds the allocation: the length comes from metadata, which may be wrong.
         size = os.fstat(file.fd).st_size
         end = span.offset + span.length
         if span.offset < 0 or span.length < 0 or end > size:
@@ -358,7 +358,7 @@ class LocalStore:
     def _short(self, span: Span, size: int) -> ShortRead:
         return ShortRead(
             f"{self._named(span.path)} is {size:,} bytes; "
-            f"bytes {span.offset:,} to {span.offset + span.length:,} were asked for",
+            f"bytes {span.offset:,} to {span.offset + span.length:,} were requested",
             size=size,
         )
 
@@ -407,13 +407,13 @@ class LocalStore:
             raise PathNotFound(f"{self.url} does not exist") from exc
 
     def _root_to_be(self) -> str:
-        # A root that is a link stands for a folder elsewhere: its parent counts there.
+        # If the root is a link, the parent of its target counts.
         root = os.path.realpath(self._root)
         parent = os.path.dirname(root)
         if not os.path.isdir(parent):
             raise StorageUnavailable(
-                f"{self.url} does not exist, nor does {parent}, which would hold it; "
-                "is its file system mounted?",
+                f"{self.url} does not exist, nor does its parent {parent}; check that its file "
+                "system is mounted",
                 next_command="findmnt --real",
             )
         return root
@@ -428,7 +428,7 @@ class LocalStore:
             try:
                 return once()
             except OSError as exc:
-                # A disk's read error may pass once; asking on only takes time.
+                # A read error of a disk may be transient once; more retries only take time.
                 passing = exc.errno == errno.EIO and not read_error
                 read_error = exc.errno == errno.EIO
                 if exc.errno in _HEALS or passing:
@@ -464,7 +464,7 @@ class _LocalFile:
             with busy(self._store._named(self._path)):
                 self._fill(offset, buffer)
         except OSError:
-            # A descriptor does not heal; the path, opened again, may.
+            # A stale descriptor stays stale; opening the path again may succeed.
             self._store._tried(self._path, partial(self._fill_anew, offset, buffer))
 
     def _fill_anew(self, offset: int, buffer: memoryview) -> None:

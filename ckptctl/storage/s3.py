@@ -36,7 +36,7 @@ from ckptctl.storage.objects import CannotCreate
 from ckptctl.storage.retrying import Throttled, Transient
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-"""The variables that name an endpoint; the first that is set counts."""
+"""Variables for the endpoint, in order of precedence."""
 
 _SECRETS = {
     "key": "AWS_ACCESS_KEY_ID",
@@ -46,21 +46,21 @@ _SECRETS = {
     "secret_access_key": "",
     "session_token": "",
 }
-"""Options of the two clients for credentials, each with the variable that says the same."""
+"""Options of the two clients for credentials, each with the equivalent variable."""
 
 _REGIONS = {"region": "AWS_REGION", "region_name": "AWS_DEFAULT_REGION"}
 _REGION_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+\](:[0-9]*)?")  # obstore knows no zones
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+\](:[0-9]*)?")  # obstore does not support zones
 _FLAGS = {"true": True, "false": False}
 
 
 def checked_settings(options: Mapping[str, object]) -> dict[str, object]:
-    """The options without those that are None, and `anon` as a truth value.
+    """The options without those that are None, with `anon` as a bool.
 
-    Raises `UsageError` for an endpoint that is no URL, and for credentials, regions and
-    nested options that no client can mean, be they options or variables.
+    Raises `UsageError` for an endpoint that is not a URL, and for invalid credentials,
+    regions and nested options, whether from options or variables.
     """
     given = {name: value for name, value in options.items() if value is not None}
     nested = given.get("client_kwargs", {})
@@ -74,7 +74,7 @@ def checked_settings(options: Mapping[str, object]) -> dict[str, object]:
         _check_secret(source, value)
     for source, value in _named(given, nested if isinstance(nested, Mapping) else {}, _REGIONS):
         if not isinstance(value, str) or not _REGION_NAME.fullmatch(value):
-            raise UsageError(f"{source} is {value!r}, which is no name of a region (us-east-1)")
+            raise UsageError(f"{source} is {value!r}, which is not a region name such as us-east-1")
     source, endpoint = endpoint_of(given)
     if endpoint:
         check_endpoint(endpoint, source)
@@ -89,7 +89,7 @@ def checked_settings(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def endpoint_of(options: Mapping[str, object]) -> tuple[str, str]:
-    """Where the endpoint was set, and what it is; two empty texts where it was not."""
+    """Where the endpoint was set, and its value; two empty texts if it was not."""
     nested = options.get("client_kwargs")
     places = (
         *((f"the endpoint ({name})", options.get(name)) for name in ("endpoint_url", "endpoint")),
@@ -103,7 +103,7 @@ def endpoint_of(options: Mapping[str, object]) -> tuple[str, str]:
 
 
 def check_endpoint(endpoint: str, source: str) -> None:
-    """Raise `UsageError` where the endpoint is not the URL of a host, with or without a path."""
+    """Raise `UsageError` if the endpoint is not the URL of a host, with or without a path."""
     expected = "http://HOST:PORT or https://HOST is expected"
     try:
         parts = urlsplit(endpoint)
@@ -111,7 +111,7 @@ def check_endpoint(endpoint: str, source: str) -> None:
     except ValueError as exc:
         raise UsageError(f"{source} is {endpoint!r} ({exc}); {expected}") from exc
     if parts.username is not None or parts.password is not None:
-        raise UsageError(f"{source} has a user name in it; credentials are set by themselves")
+        raise UsageError(f"{source} contains a user name; set credentials separately")
     sound = _IPV6.fullmatch(parts.netloc) or _HOST.fullmatch(host)
     if (
         parts.scheme not in ("http", "https")
@@ -128,26 +128,26 @@ def check_endpoint(endpoint: str, source: str) -> None:
 def _named(
     options: Mapping[str, object], nested: Mapping[str, object], names: Mapping[str, str]
 ) -> Iterator[tuple[str, object]]:
-    """Each setting of these names, with the place that it was set in."""
+    """Each setting of these names, with its source."""
     for name, variable in names.items():
         if name in options:
             yield f"--storage-option {name}", options[name]
         if name in nested:
             yield f"client_kwargs' {name}", nested[name]
-        if os.environ.get(variable):  # set and empty is not set, to both clients
+        if os.environ.get(variable):  # both clients treat an empty variable as unset
             yield variable, os.environ[variable]
 
 
 def _check_secret(source: str, value: object) -> None:
     if not isinstance(value, str):
         raise UsageError(
-            f"{source} is read as {type(value).__name__}, and a text is expected; a value of "
-            "digits is quoted twice: --storage-option key='\"0123\"'"
+            f"{source} is read as {type(value).__name__}, but text is expected; quote a value of "
+            "digits twice: --storage-option key='\"0123\"'"
         )
     if not _PRINTABLE.fullmatch(value):
         raise UsageError(
-            f"{source} is empty or has white space or a control character in it, as a file with "
-            "Windows line ends leaves there; it is not shown"
+            f"{source} is empty or contains white space or a control character, often from a file "
+            "with Windows line ends (value not shown)"
         )
 
 
@@ -158,34 +158,34 @@ NO_CREDENTIALS = (
 
 
 class NoSuchBucket(PathNotFound):
-    """The one 404 that a listing may get: of a prefix without keys it is an empty one."""
+    """The only 404 that a listing may raise; a prefix without keys lists as empty."""
 
 
 class ChangedOnTheWay(Transient):
-    """The bytes that arrived are not those that were sent."""
+    """The storage received other bytes than were sent."""
 
 
 class NoSuchUpload(Transient):
     """The multipart upload has ended: completed, aborted, or expired by a lifecycle rule.
 
-    Seen by a writer whose answer to completing it was lost, too.
+    A writer also gets this if the answer to its own completion was lost.
     """
 
 
 @contextmanager
 def needs_no_key() -> Iterator[None]:
-    """Around a listing or a write: a 404 for anything but the bucket is no answer to those."""
+    """A context for listings and writes, where a 404 is valid only for the bucket."""
     try:
         yield
     except NoSuchBucket:
         raise
     except PathNotFound as error:
-        raise Transient("404 in answer to a request that needs no object") from error
+        raise Transient("404 for a request that needs no object") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an answer means: `text` and `next_command` are templates for the words of `error_of`."""
+    """The meaning of an answer: `text` and `next_command` are templates filled by `error_of`."""
 
     error: type[StorageError]
     text: str
@@ -194,29 +194,30 @@ class Meaning:
 
 _CREDENTIALS = Meaning(
     AccessDenied,
-    "access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
-    "AWS_PROFILE, the endpoint, this machine's clock, and what the bucket's policy allows",
+    "access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
+    "the endpoint, this machine's clock, and the bucket policy",
 )
 _KEY_DENIED = Meaning(
     AccessDenied,
-    "the encryption key {kms_key} may not be used ({answer}); whoever owns it grants "
-    "kms:Decrypt and kms:GenerateDataKey",
+    "the encryption key {kms_key} may not be used ({answer}); its owner must grant kms:Decrypt "
+    "and kms:GenerateDataKey",
     "aws kms describe-key --key-id {kms_key}",
 )
 _KEY_UNUSABLE = Meaning(
     AccessDenied,
-    "the encryption key {kms_key} is disabled, deleted or of the wrong kind ({answer}); what it "
-    "encrypted cannot be read until its owner restores it",
+    "the encryption key {kms_key} is disabled, deleted or of the wrong kind ({answer}); objects "
+    "encrypted with it cannot be read until its owner restores it",
     "aws kms describe-key --key-id {kms_key}",
 )
 _EXPIRED = Meaning(
     AccessDenied,
-    "the credentials have expired ({answer}); renew them, or let a role or a profile do so",
+    "the credentials have expired ({answer}); renew them, or use a role or profile that renews "
+    "them",
     "aws sts get-caller-identity",
 )
 _CLOCK = Meaning(
     AccessDenied,
-    "this machine's clock and that of the storage are too far apart ({answer})",
+    "the clocks of this machine and of the storage differ too much ({answer})",
     "timedatectl status",
 )
 _SUSPENDED = Meaning(
@@ -224,13 +225,13 @@ _SUSPENDED = Meaning(
 )
 _REGION = Meaning(
     StorageMisconfigured,
-    "the bucket is in {region}, and the request went elsewhere ({answer})",
+    "the bucket is in {region}, but the request went to another region ({answer})",
     "{set_region}",
 )
-_NO_SUCH_NAME = Meaning(PathNotFound, "there is no such object")
+_NO_SUCH_NAME = Meaning(PathNotFound, "the object does not exist")
 _FULL = Meaning(
     StorageUnavailable,
-    "the storage is full, or a quota is used up ({answer}); nothing was written",
+    "the storage is full or a quota is exceeded ({answer}); nothing was written",
     "aws s3 ls --summarize --human-readable --recursive s3://{bucket}",
 )
 _CONDITION = Meaning(AlreadyExists, "{where} is there already; it was kept")
@@ -266,15 +267,15 @@ MEANINGS: Mapping[str, Meaning] = {
         _REGION,
     ),
     "InvalidBucketName": Meaning(
-        StorageMisconfigured, "{bucket} is no name that a bucket can have ({answer})"
+        StorageMisconfigured, "{bucket} is not a valid bucket name ({answer})"
     ),
     "EntityTooLarge": Meaning(
-        StorageMisconfigured, "the object is larger than the storage takes ({answer})"
+        StorageMisconfigured, "the object exceeds the size limit of the storage ({answer})"
     ),
     "InvalidObjectState": Meaning(
         ObjectArchived,
-        "the object is archived, and cannot be read before it is restored ({answer}); the "
-        "credentials are in order",
+        "the object is archived and cannot be read until it is restored ({answer}); the "
+        "credentials are valid",
         "aws s3api restore-object --bucket {bucket} --key {key} --restore-request Days=7",
     ),
     **dict.fromkeys(
@@ -297,7 +298,7 @@ MEANINGS: Mapping[str, Meaning] = {
         ("InternalError", "RequestTimeout", "ServiceUnavailable", "IncompleteBody"), _PASSES
     ),
     "KMS.ThrottlingException": Meaning(Throttled, "{answer}"),
-    "NoSuchBucket": Meaning(NoSuchBucket, "there is no such bucket"),
+    "NoSuchBucket": Meaning(NoSuchBucket, "the bucket does not exist"),
 }
 """By error code. Sources: Amazon S3 API reference, error responses; AWS KMS, error codes of
 Decrypt; Ceph 16 `src/rgw/rgw_common.cc`; MinIO `cmd/api-errors.go`."""
@@ -308,15 +309,15 @@ _BY_STATUS: Mapping[int, Meaning] = {
     403: _CREDENTIALS,
     404: _NO_SUCH_NAME,
     408: _PASSES,
-    409: _PASSES,  # a conditional write that met another one: asking again tells who won
+    409: _PASSES,  # two conditional writes collided: a retry shows which one won
     412: _CONDITION,
-    416: Meaning(ShortRead, "the object ends before the bytes that were asked for"),
+    416: Meaning(ShortRead, "the object ends before the requested bytes"),
     425: _PASSES,
     429: Meaning(Throttled, "{answer}"),
     501: Meaning(CannotCreate, "the storage does not implement this ({answer})"),
     507: _FULL,
 }
-"""For a code that `MEANINGS` does not have, or an answer without one (that to a HEAD)."""
+"""For a code without an entry in `MEANINGS`, or an answer without a code (to a HEAD)."""
 
 _REFUSED = Meaning(StorageUnavailable, "the storage refused the request ({answer})")
 
@@ -333,8 +334,8 @@ def error_of(
 ) -> StorageError:
     """The error for an answer with HTTP `status` and S3's error `code` (may be empty).
 
-    Of `text`, the rest of the answer, a region and the name of an encryption key are taken,
-    and nothing else; `region` is what a header said of it.
+    Only a region and the name of an encryption key are taken from `text`, the rest of the
+    answer; `region` is the value of a header.
     """
     kms_key = _KMS_KEY.search(text)
     meaning = MEANINGS.get(code)
@@ -370,11 +371,11 @@ _IN_PARTS = re.compile(r"-\d+$")
 
 
 def checksums_in(answer: Mapping[str, object]) -> tuple[Checksum, ...]:
-    """The checksums in an answer to HeadObject, by the names that botocore has for its fields.
+    """The checksums in an answer to HeadObject, by botocore's field names.
 
-    A server that does not say the type has one of the whole object where that was not
-    written in parts: composite ones, and the ETags of objects in parts, end in `-N`.
-    Source: Amazon S3 API reference, HeadObject; user guide, checking object integrity.
+    If a server does not state the type, the checksum is of the whole object unless the
+    value ends in `-N`: composite checksums, and ETags of objects in parts, do. Source:
+    Amazon S3 API reference, HeadObject; user guide, checking object integrity.
     """
     said = answer.get("ChecksumType")
     in_parts = bool(_IN_PARTS.search(str(answer.get("ETag", "")).strip('"')))
@@ -392,7 +393,7 @@ def checksums_in(answer: Mapping[str, object]) -> tuple[Checksum, ...]:
 
 
 def hex_of(base64: str) -> str:
-    """A checksum as it is written in headers, in hex; empty where it is none."""
+    """A checksum from a header, in hex; empty if it is malformed."""
     try:
         return b64decode(base64, validate=True).hex()
     except (binascii.Error, ValueError):

@@ -1,8 +1,8 @@
-"""Start one attempt of a job, forward signals, watch it, and end all its processes.
+"""Start one attempt of a job, forward signals, and wait for all its processes.
 
-The command runs in a session of its own. Signals are passed on to the command only, which
-handles its own processes. When it has ended, what is left of the job is killed: a process
-of the old attempt must not write beside the new one.
+The command runs in its own session. Signals are forwarded only to the command, which
+handles its own processes. When it has ended, the rest of its process group is killed: a
+process of the old attempt must not write beside the new one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_S = 1.0
 
 
 class Signals:
-    """Receives signals, passes them on to the job, and keeps the one that asks to end."""
+    """Receives signals, forwards them to the job, and keeps the one that asks it to end."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
@@ -70,11 +70,10 @@ class Signals:
         variables: Mapping[str, str],
         poll: Callable[[Running], Hang | None],
     ) -> tuple[int, Hang | None]:
-        """Run the command to its end; its exit code, 128 + N where signal N ended it.
+        """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
-        `variables` are added to its environment; they hold the job's marker. `poll` is called
-        about once a second; the job is ended where it returns a hang, or raises. Raises
-        `UsageError` where the command cannot be started.
+        `variables` are added to its environment. Raises `UsageError` if it cannot be
+        started.
         """
         bystanders = children()
         try:
@@ -88,7 +87,7 @@ class Signals:
             raise UsageError(f"{command[0]}: {error.strerror}; it was not started") from error
         self._child = child
         if self.asked is not None:
-            # It came before the start, when there was no process to pass it on to.
+            # The signal arrived before there was a process to forward it to.
             child.send_signal(self.asked)
         job = Job(variables[MARKER], child.pid, bystanders)
         running = Running(job.leader, job.processes)
@@ -103,7 +102,7 @@ class Signals:
         return 128 - code if code < 0 else code, hang
 
     def pause(self, seconds: float) -> None:
-        """Wait; a signal that asks the job to end ends the waiting too."""
+        """Wait; a signal that asks the job to end also ends the wait."""
         until_s = time.monotonic() + seconds
         while self.asked is None and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _PAUSE_S))

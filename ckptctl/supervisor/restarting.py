@@ -1,9 +1,9 @@
-"""Start a job again after a failure, as long as it makes progress.
+"""Restart a job after a failure, as long as it makes progress.
 
-The budget of restarts is refilled only by a newer step that was inspected and is usable.
-A job is not restarted where its exit code or its logs show that it would fail again, where
-no step is usable, where the steps of the run are gone, where the storage does not answer in
-time, and after a signal that asks it to end. `causes` classifies failures.
+Only a newer step that was inspected and is usable refills the restart budget. A job is not
+restarted if its exit code or its logs show that it would fail again, if no step is usable,
+if the steps of the run are gone, if the storage does not answer in time, or after a signal
+that asks it to end. `causes` classifies failures.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NO_RESTART = (2, 11, 23, 24, 25, 77, 93, 126, 127)
-"""Exit codes after which a restart would end the same way: ckptctl's and the shell's."""
+"""Exit codes of ckptctl and the shell after which a restart would fail in the same way."""
 
 LONGEST_PAUSE_S = 300.0
 WAIT_S = 900.0
-"""How long a storage that does not answer is waited for: longer than `pick`'s grace."""
+"""How long to wait for a storage that does not answer: longer than `pick`'s grace."""
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
@@ -85,19 +85,19 @@ class _Roots:
         self._used = False
 
     def inspect(self) -> _Seen:
-        """The newest usable step now, without waiting for a storage that does not answer."""
+        """The newest usable step, without waiting for a storage that does not answer."""
         try:
-            # Between two attempts nothing saves: an unfinished save is not a running one.
+            # No process saves between two attempts, so an unfinished save is not in progress.
             found = self._inspect(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
         except (StorageError, UsageError) as error:
             return _Seen(error.exit_code, error.message)
         step = found.chosen.number if found.chosen else None
         if found.exit_code == EXIT_FRESH and self._used:
-            return _Seen(_NO_ANSWER, f"{self.url} existed, and does not exist any more")
+            return _Seen(_NO_ANSWER, f"{self.url} existed, but no longer exists")
         return _Seen(found.exit_code, found.message, step, bool(found.passed_over or found.chosen))
 
     def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> _Seen:
-        """The same once the storage answers, or when the time for that is over."""
+        """The same, waiting for the storage to answer up to the limit."""
         until_s = time.monotonic() + self._wait_s
         pause_s = _FIRST_WAIT_S
         while (seen := self.inspect()).code == _NO_ANSWER and signals.asked is None:
@@ -105,13 +105,13 @@ class _Roots:
             if left_s <= 0:
                 break
             if pause_s == _FIRST_WAIT_S:
-                tell(f"waiting for {self.url}, {self._wait_s:.0f} s at most: {seen.message}")
+                tell(f"waiting for {self.url}, at most {self._wait_s:.0f} s:  {seen.message}")
             signals.pause(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
         return seen
 
     def use(self, seen: _Seen) -> None:
-        """Write the sentinels, or record the usable step, before an attempt begins."""
+        """Write the sentinels, or record the usable step, before an attempt starts."""
         self._used = True
         with ExitStack() as stack:
             stores = [stack.enter_context(self._opened(url)) for url in self._mandatory]
@@ -137,35 +137,36 @@ def keep_running(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[PickKeywords],
 ) -> Supervised:
-    """Run a command, and start it again after a failure while it makes progress.
+    """Run a command, and restart it after a failure while it makes progress.
 
     `max_restarts` is how many restarts without progress are allowed; a usable step under
     `root`, or under one of several roots, that is newer than any before refills the budget.
-    `optional_roots` may be absent, as for `pick`. The pause before a restart begins at
-    `backoff_s` and doubles without progress, up to 5 minutes. `no_restart` are exit codes to
-    stop at besides `NO_RESTART`. `logs` are files that the command writes to: what each
-    attempt adds to them is classified. A failure that a restart does not remove ends the
-    run, and so does one of the job that comes twice in a row without progress. With `create`
-    a root that does not exist is made. `wait_s` bounds how long a storage that does not
-    answer is waited for, before the first attempt and after a failed one. `on_attempt` gets
-    each attempt when it has ended, `tell` the messages between them. `stdout` is the
-    descriptor for the command's output, by default the one of this process. The command
-    finds the number of its restarts in `CKPTCTL_RESTART_COUNT`. `policy` and `requirements`
-    are those of `pick`; each field of the three options objects is a keyword too.
+    `optional_roots` may be absent, as for `pick`. The pause before a restart starts at
+    `backoff_s` and doubles without progress, up to 5 minutes. `no_restart` are exit codes
+    to stop at in addition to `NO_RESTART`. `logs` are files that the command writes to:
+    what each attempt adds to them is classified. A failure that a restart cannot remove
+    ends the run, and so does a failure of the job that occurs twice in a row without
+    progress. With `create`, a missing root is created. `wait_s` bounds the wait for a
+    storage that does not answer, before the first attempt and after a failed one.
+    `on_attempt` gets each attempt when it has ended, `tell` the messages between them.
+    `stdout` is the descriptor for the command's output, by default the one of this process.
+    The command finds the number of its restarts in `CKPTCTL_RESTART_COUNT`. `policy` and
+    `requirements` are those of `pick`; each field of the three options objects is also a
+    keyword.
 
-    The exit code is the command's when it is done, was asked to stop, or must not be started
-    again; 10 where the root does not exist; 11 where no step is usable; 75 where the storage
-    did not answer in time, or the steps of the run are gone; 93 when the budget is spent.
-    Where `pick` calls the root a wrong path, the command runs all the same, with a warning.
-    Must be called in the main thread. Raises `UsageError` where the command cannot be
-    started, `StorageError` where the sentinel cannot be written.
+    The exit code is the command's when it is done, was asked to stop, or must not be
+    restarted; 10 if the root does not exist; 11 if no step is usable; 75 if the storage did
+    not answer in time, or the steps of the run are gone; 93 when the budget is spent. If
+    `pick` reports the root as a wrong path, the command runs anyway, with a warning. Must
+    be called in the main thread. Raises `UsageError` if the command cannot be started,
+    `StorageError` if the sentinel cannot be written.
     """
     if not command:
-        raise UsageError("no command is given", next_command="ckptctl run --root ROOT -- CMD")
+        raise UsageError("the command is missing", next_command="ckptctl run --root ROOT -- CMD")
     if max_restarts < 0 or not backoff_s >= 0 or not wait_s >= 0:
         raise UsageError("--max-restarts, --backoff and --wait-storage must be 0 or more")
     policy, requirements, storage = options_from(keywords, policy, requirements, storage)
-    # Wrong arguments raise here; later they would only be a warning.
+    # Invalid arguments raise here; later they would only be a warning.
     compile_pattern(requirements.pattern)
     check_marks_file(requirements.marks)
     opened: Callable[[str], Store] = partial(open_store, storage=storage)
@@ -223,7 +224,7 @@ class _Budget:
 
 
 class _Ended(NamedTuple):
-    """What follows an attempt, why, and the exit code if nothing more is started."""
+    """What follows an attempt, why, and the exit code if no further attempt is started."""
 
     decision: Decision
     reason: str
@@ -247,7 +248,7 @@ class _Supervisor:
         self._best: int | None = None
         self._watchers: tuple[Watcher, ...] = ()
         self._marker = f"{secrets.token_hex(16)}@{roots.url}"
-        # `run` can itself run in a job that was restarted.
+        # `run` may itself run in a restarted job.
         count = os.environ.get(RESTART_COUNT, "")
         self._earlier = int(count) if count.isdecimal() else 0
 
@@ -270,11 +271,13 @@ class _Supervisor:
         return self._summary(ended)
 
     def _prepare(self, *, create: bool) -> Supervised | None:
-        """Inspect the roots before the first attempt; the result where none is started."""
+        """Inspect the roots before the first attempt; the result if none is started."""
         seen = self._roots.await_answer(self._signals, self._tell)
         self._best = seen.step
         if seen.code == _WRONG_PATH:
-            self._warnings.append(f"{seen.message}; the job runs, and its progress cannot be seen")
+            self._warnings.append(
+                f"{seen.message}; the job runs, but its progress cannot be measured"
+            )
             self._tell(f"warning: {self._warnings[0]}")
         elif self._signals.asked is not None:
             return self._not_started(128 + self._signals.asked, "a signal asked to end", None)
@@ -304,7 +307,7 @@ class _Supervisor:
             self._tell(f"ended the job: {hang.message}")
         asked = self._signals.asked is not None and hang is None
         may_restart = bool(hang) or (code != 0 and not asked and code not in self._budget.never)
-        # Only a restart needs the answer, so only then is it waited for.
+        # Only a restart needs the answer, so wait for it only then.
         seen = (
             self._roots.await_answer(self._signals, self._tell)
             if may_restart
@@ -357,22 +360,22 @@ class _Supervisor:
         progress: bool,
     ) -> _Ended:
         if code == 0:
-            return _Ended(Decision.DONE, "it ended by itself", code)
+            return _Ended(Decision.DONE, "the command succeeded", code)
         if asked:
             return _Ended(Decision.STOPPED, "a signal asked for it", code)
         if code in self._budget.never:
-            reason = f"after exit code {code} the same would happen again"
+            reason = f"exit code {code}: a restart would fail in the same way"
             return _Ended(Decision.NEVER, reason, code)
         if seen.code in _NOT_INSPECTED:
             return _Ended(Decision.NEVER, seen.message, seen.code)
         answered = seen.code != _WRONG_PATH
         if answered and self._best is not None and not seen.holds_steps:
-            reason = f"step {self._best} was usable, and the root holds no step any more"
+            reason = f"step {self._best} was usable, but the root no longer contains a step"
             return _Ended(Decision.NEVER, reason, _NO_ANSWER)
         if seen.code == EXIT_NONE_USABLE:
             return _Ended(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
         if self._budget.left == 0:
-            reason = "no restart is left, and no newer step came"
+            reason = "no restart is left, and no newer step was saved"
             return _Ended(Decision.GIVEN_UP, reason, _GIVEN_UP)
         last = None if progress or not self._attempts else self._attempts[-1].cause
         if cause is not None and _happens_again(cause, last):
@@ -412,5 +415,5 @@ class _Supervisor:
 
 
 def _happens_again(cause: Classification, last: str | None) -> bool:
-    """Whether a restart would meet this failure again; `last` is that of the attempt before."""
+    """Whether a restart would fail in the same way; `last` is the previous failure."""
     return cause.restart is Restart.NO or (cause.restart is Restart.ONCE and cause.failure == last)

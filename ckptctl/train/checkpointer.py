@@ -1,7 +1,7 @@
 """The object with which a training script saves and resumes.
 
-It keeps what outlives a call: the job, the record of this attempt, the save in flight.
-`resuming` holds the stages of a resume, `saving` those of a save.
+It holds the state that outlives a call: the job, the record of this attempt, the save in
+flight. `resuming` holds the stages of a resume, `saving` those of a save.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Saves steps under a root, and resumes from the newest one that is whole.
+    """Saves steps under a root, and resumes from the newest complete one.
 
-    Every rank of the job makes one and calls its methods at the same places. Call `resume`
-    once, before the first step. Use it with `with`, or call `close`; a save in flight is
-    also waited for when the process ends.
+    Every rank of the job creates one and calls its methods at the same points. Call
+    `resume` once, before the first step. Use it with `with`, or call `close`; a save in
+    flight is also completed when the process ends.
 
     `root` may be several roots of one run in order of preference, such as a local disk and
-    shared storage: `resume` decides over all of them, as `pick` does. Steps are saved to the
-    first that is not optional; `keep` and seals concern that root only. `optional_roots` may
-    be absent.
+    shared storage: `resume` decides over all of them, as `pick` does. Steps are saved to
+    the first that is not optional; `keep` and seals concern that root only.
+    `optional_roots` may be absent.
 
     `optimizer` belongs to `model`. `dataloader` is a `GlobalLoader`, a torchdata
-    `StatefulDataLoader`, or anything with `state_dict`. `extra` are other objects with
-    `state_dict` and `load_state_dict`, by name. `keep` is how many whole and sealed steps stay,
-    of those that `resume` would take; older ones are removed in the background. None removes
-    nothing. `seed` is the run's, from which random numbers are derived at another number of
-    ranks. `dp_rank` and `dp_size` are this rank's position among the data-parallel ones, by
-    default among all. `rng`, `accept_repetition` and `accept_lost` allow state to be lost; see
-    `docs/train.md`. `settle_s` is how long a rank waits to see what rank 0 saw, `patience_s`
-    how long a rank waits for the slowest one. `tell` prints a message.
+    `StatefulDataLoader`, or any object with `state_dict`. `extra` are other objects with
+    `state_dict` and `load_state_dict`, by name. `keep` is how many complete and sealed
+    steps stay, of those that `resume` would use; older ones are removed in the background.
+    None removes nothing. `seed` is the run's seed, from which random states are derived at
+    another number of ranks. `dp_rank` and `dp_size` are this rank's position among the
+    data-parallel ranks, by default among all. `rng`, `accept_repetition` and `accept_lost`
+    allow state to be lost; see `docs/train.md`. `settle_s` is how long a rank waits to see
+    the files of rank 0, `patience_s` how long it waits for the slowest rank. `tell` prints
+    a message.
 
-    `policy`, `requirements` and `storage` are those of `pick`; each of their fields is a
-    keyword too.
+    `policy`, `requirements` and `storage` are those of `pick`; each of their fields is also
+    a keyword.
     """
 
     def __init__(
@@ -98,16 +99,16 @@ class Checkpointer:
         **keywords: Unpack[PickKeywords],
     ) -> None:
         if optimizer is not None and model is None:
-            raise UsageError("an optimizer was given without its model")
+            raise UsageError("optimizer requires model")
         if keep is not None and keep < 1:
-            raise UsageError(f"keep is {keep}; at least 1 step must stay")
+            raise UsageError(f"keep is {keep}; it must be at least 1")
         check_step_format(step_format)
         policy, requirements, storage = options_from(keywords, policy, requirements, storage)
         if requirements.pattern is not None:
             raise UsageError(
                 "a Checkpointer names its steps by step_format; pattern is for resolve"
             )
-        # An earlier attempt cannot publish any more, so an unfinished save is not a running one.
+        # An earlier attempt can no longer publish, so an unfinished save is not in progress.
         requirements = replace(requirements, grace_s=0.0)
         group = make_group(patience_s)
         roots = roots_in(root, optional_roots)
@@ -147,26 +148,26 @@ class Checkpointer:
     # Resuming
 
     def resume(self, resume_from: str | int | None = "auto", *, replay: int | None = None) -> Start:
-        """Go on from the newest usable step, or from a named one; the same on every rank.
+        """Resume from the newest usable step, or from a given one; the same on every rank.
 
-        `resume_from` is `auto`, `none`, a step number, or the path of a step. All ranks
-        together pass over a step that does not load. Newer steps than the one resumed from
-        are marked superseded: no later resume takes them.
+        `resume_from` is `auto`, `none`, a step number, or the path of a step. A step that
+        does not load on one rank is skipped on all. Newer steps than the resumed one are
+        marked superseded, so that no later resume uses them.
 
         `replay` is a number of steps to train again, to prove the resume: `auto` then means
-        the newest usable step that lies so many before the newest one. Nothing is written
-        into the root, which another attempt may hold; train up to `Start.last`, log into
+        the newest usable step at least that many before the newest one. Nothing is written
+        to the root, which another attempt may hold; train up to `Start.last`, log to
         another file, and compare with `ckptctl loss --canary`.
 
-        Raises `NothingToResume` where steps are there and none is usable (exit code 11) or
-        one could not be inspected (75), `StorageError` where the storage or one rank's view
-        of it fails, `StateRefused` where state would be lost that no policy lets go,
-        `ModelDiffers` where the step is of another model, `RanksLost` where a rank dies.
+        Raises `NothingToResume` if steps exist but none is usable (exit code 11) or one
+        could not be inspected (75), `StorageError` if the storage or one rank's view of it
+        fails, `StateRefused` if state would be lost that no policy allows, `ModelDiffers`
+        if the step belongs to another model, `RanksLost` if a rank dies.
         """
         if self._attempt is not None or self._replay is not None:
             raise UsageError("resume was called before; a Checkpointer resumes once")
         if replay is not None and replay < 1:
-            raise UsageError(f"replay is {replay}; at least 1 step must be trained again")
+            raise UsageError(f"replay is {replay}; it must be at least 1")
         try:
             if replay is not None:
                 self._replay = Resume(self._job, resume_from).replay(replay)
@@ -191,15 +192,14 @@ class Checkpointer:
         samples: int | None = None,
         loss: float | None = None,
     ) -> str:
-        """Save everything as `step`, and seal it; its address. Every rank calls it.
+        """Save everything as `step` and seal it; returns its address. Every rank calls it.
 
         `tokens` and `samples` count from the beginning of the run, over all ranks. Returns
-        when the step is durable. Requests of an object store that fail are repeated for two
-        minutes (storage option `retry_for_s`). Raises `SaveFailed` where the step could not
-        be saved, with the cause, `Fenced` where another attempt has taken the root over,
-        `UsageError` where a whole step of that number is there, `RanksLost`; older steps are
-        as they were, whatever happens. In a replay nothing is saved, and behind its last
-        step `UsageError` is raised.
+        when the step is durable. Failed requests to an object store are retried for two
+        minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
+        step could not be saved, `Fenced` if another attempt has taken the root over,
+        `UsageError` if a complete step of that number exists, `RanksLost`; older steps are
+        never changed. A replay saves nothing, and raises `UsageError` after its last step.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
@@ -216,12 +216,12 @@ class Checkpointer:
         samples: int | None = None,
         loss: float | None = None,
     ) -> str:
-        """The same in the background: the state is copied to memory, and a thread writes it.
+        """Like `save`, in the background: the state is copied to memory, and a thread writes it.
 
-        One save is in flight at a time: a second call waits for the first. An error is raised
-        at the next call of `save`, `save_async`, `flush` or `close`. The step is complete and
-        sealed once `flush` has returned. Costs one copy of this rank's state in memory, which
-        the next save uses again.
+        One save is in flight at a time: a second call waits for the first. An error is
+        raised at the next call of `save`, `save_async`, `flush` or `close`. The step is
+        complete and sealed once `flush` has returned. Costs one copy of this rank's state
+        in memory, which the next save reuses.
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
@@ -235,7 +235,7 @@ class Checkpointer:
     def flush(self) -> None:
         """Wait for the save in flight, and raise its error.
 
-        Then wait for the removal of older steps, for half a minute at most.
+        Then wait for the removal of older steps, for at most half a minute.
         """
         flight, self._flight = self._flight, None
         try:
@@ -248,8 +248,8 @@ class Checkpointer:
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:
             raise UsageError(
-                f"the replay ends after step {replay.last}, and step {step} is not saved: stop "
-                "there (Start.last), and go on with resume() without replay"
+                f"the replay ends after step {replay.last}, so step {step} is not saved: stop "
+                "there (Start.last), and continue with resume() without replay"
             )
         if self._job.group.is_first:
             self._job.tell(f"replay: step {step} is not saved")
@@ -264,7 +264,7 @@ class Checkpointer:
         attempt = self._begun()
         if step <= attempt.saved:
             raise UsageError(
-                f"step {step} cannot be saved: the run is at step {attempt.saved} already"
+                f"step {step} cannot be saved: the run is already at step {attempt.saved}"
             )
         target = SaveTarget(
             self._save_store,
@@ -284,7 +284,7 @@ class Checkpointer:
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
         state = collect(self._job.parts, self._job.position, progress)
-        # At every save: any step may bring a value that could not be loaded again.
+        # At every save, because any step may introduce a value that cannot be loaded.
         self._job.group.from_all(lambda: check_readable(state))
         return state
 
@@ -312,12 +312,12 @@ class Checkpointer:
             self._retain(attempt, one.number, self._keep)
 
     def _retain(self, attempt: Attempt, step: int, keep: int) -> None:
-        """Have a thread remove the steps that are older than those that are kept.
+        """Remove the steps that are older than those to keep, in a thread.
 
-        On rank 0 only. The save has succeeded: a failed removal is reported and not raised.
+        On rank 0 only. The save has succeeded, so a failed removal is reported, not raised.
         """
         if self._retention is None:
-            # Its requests fail soon: what is not removed now goes with the next save.
+            # Its requests fail early: the next save removes what is left.
             self._retention = Retention(self._job, attempt, keep)
         protected = {step: "it was saved just now"}
         if attempt.resumed_from is not None:
@@ -327,20 +327,20 @@ class Checkpointer:
     # The record of this attempt
 
     def note(self, step: int, *, loss: float | None = None) -> None:
-        """Record how far the training has come; call it after each step, on every rank.
+        """Record the training progress; call it after each step, on every rank.
 
-        Writes a line at most every 30 s, and one for the first loss that is not finite. A
-        later resume reads from it how soon a failure followed the step that was loaded.
+        Writes a line at most every 30 s, and one for the first non-finite loss. A later
+        resume reads from it how soon a failure followed the loaded step.
         """
         if self._replay is None:
             self._begun().note(step, loss)
 
     def failed(self, evidence: str) -> None:
-        """Record that this attempt failed at the step it is at; only the first one counts.
+        """Record that this attempt failed at the current step; only the first call counts.
 
         After two attempts that resumed from one step and failed with the same evidence
-        within 20 steps, the step is passed over. An exception that ends the process is
-        recorded without a call.
+        within 20 steps, the step is skipped. An exception that ends the process is recorded
+        without a call.
         """
         if self._replay is None:
             self._begun().failed(evidence)

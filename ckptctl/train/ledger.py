@@ -1,8 +1,8 @@
 """The ledger of the attempts of a run.
 
 Each attempt has one file under `.ckptctl/attempts/` of the root, with one JSON object per
-line, to which lines are only added. The report of the resume is beside it. `evidence`
-decides what the records of several attempts prove against a step.
+line; lines are only appended. The report of the resume is beside it. `evidence` decides
+what the records of several attempts prove against a step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ckptctl.storage.opening import join_url
 from ckptctl.storage.threads import start_daemon
 
 EVENTS = ("started", "resumed", "progress", "saved", "removing", "failed", "ended")
-"""The events of a line. Readers of a ledger ignore events that they do not know."""
+"""The events of a line. Readers of a ledger ignore unknown events."""
 
 _FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
 _MAX_BYTES = 16 << 20
 _MAX_LINE_BYTES = 1 << 20
 
 MAX_ATTEMPTS = 20
-"""How many of the newest attempts are read."""
+"""The number of newest attempts that are read."""
 
 Row = Mapping[str, Any]
 """One line of a ledger."""
@@ -43,9 +43,9 @@ _TIME = "%Y%m%dT%H%M%S.%fZ"
 
 
 def new_attempt(previous: str | None = None) -> str:
-    """The name of an attempt that begins now, after the attempt `previous`.
+    """The name of a new attempt after the attempt `previous`.
 
-    Names sort in the order of the fencing tokens, also where the clocks of the hosts differ:
+    Names sort in the order of the fencing tokens, even if the clocks of the hosts differ:
     if this host's clock is behind the name of the previous attempt, the new name is one
     microsecond after that.
     """
@@ -69,13 +69,12 @@ def utc_now() -> str:
 class Ledger:
     """The record of one attempt, written by one of its ranks.
 
-    On a file system every rank adds lines to the one file; an object store cannot
-    append, so there each rank has an object of its own, written anew for each line.
+    On a file system every rank appends to the one file; an object store cannot append, so
+    there each rank has its own object, rewritten for each line.
 
-    `add` writes while the caller waits. `add_later` hands the line to a thread, which
-    writes it with one try through `later`, a store with a short timeout, so that a storage
-    that hangs does not delay the training. A line that could not be written is written with
-    the next one.
+    `add` writes synchronously. `add_later` passes the line to a thread, which writes it
+    once through `later`, a store with a short timeout, so that a hung storage does not
+    delay training. A line that could not be written is written with the next one.
     """
 
     store: Store
@@ -87,20 +86,20 @@ class Ledger:
     _thread: Thread | None = None
 
     def add(self, event: str, **fields: object) -> None:
-        """Add one line, durably. Raises `StorageError`.
+        """Append one line, durably. Raises `StorageError`.
 
-        Must not be called after `add_later`: two threads would write.
+        Must not be called after `add_later`, because two threads would write.
         """
         self._write(self.store, self._line(event, fields))
 
     def add_later(self, event: str, **fields: object) -> None:
-        """Have a thread add one line; the caller does not wait, and no failure is raised."""
+        """Append one line in a thread; does not wait and never raises."""
         if self._thread is None:
             self._thread = start_daemon("ckptctl-ledger", self._write_queued)
         self._queue.put(self._line(event, fields))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the thread has tried to write every line, `timeout_s` at most."""
+        """Wait until the thread has tried to write every line, at most `timeout_s`."""
         if self._thread is not None:
             tried = Event()
             self._queue.put(tried)
@@ -143,7 +142,7 @@ class Ledger:
 
 
 def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
-    """Write the report of a resume (schema `ckptctl.resume/1`); its address."""
+    """Write the report of a resume (schema `ckptctl.resume/1`); returns its address."""
     path = f"{ATTEMPTS_FOLDER}/{attempt}.resume.json"
     data = json.dumps(report, indent=2, allow_nan=False) + "\n"
     store.put(path, data.encode(), replace=True)
@@ -155,9 +154,9 @@ def read_attempts(
 ) -> tuple[tuple[str, tuple[Row, ...]], ...]:
     """The newest attempts with their events in order of time, oldest attempt first.
 
-    No decision depends on a single line: one that was cut short is ignored, and so is a file
-    that cannot be read. Raises `StorageError` where the folder of the
-    attempts cannot be listed. Cost: one listing, one read for each attempt.
+    No decision depends on a single line: truncated lines and unreadable files are ignored.
+    Raises `StorageError` if the folder of the attempts cannot be listed. Cost: one listing,
+    and one read per attempt.
     """
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)

@@ -1,9 +1,9 @@
-"""Remove older steps beside the training, after each save.
+"""Remove older steps during training, after each save.
 
-Runs on rank 0 only, in a daemon thread that takes part in no collective: a removal that
-hangs delays neither a save nor the end of the process, and one that is interrupted leaves
-an interrupted save, which the next one removes. `selection.retention` decides which steps
-go; only listings, metadata and ckptctl's own files are read.
+Runs on rank 0 only, in a daemon thread that takes part in no collective: a hung removal
+delays neither a save nor the end of the process, and an interrupted one leaves an
+interrupted save, which the next one removes. `selection.retention` decides which steps to
+remove; only listings, metadata and ckptctl's own files are read.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.job import Job
 
 PATIENCE_S = 30.0
-"""How long a save, or the end, waits for the removal before it."""
+"""How long a save, or the end of the process, waits for the previous removal."""
 
 
 class Retention:
-    """Keeps the newest `keep` steps of the root that `attempt` holds.
+    """Keeps the newest `keep` steps of the root that an attempt holds by `token`.
 
-    Only steps that a resume of the job would take count; they are selected over all its
-    roots, and removed from the first. The ledger names each step before it goes. Inspections
-    are kept: as long as the files of a step do not change, a later save lists them and reads
-    nothing.
+    Only steps that a resume of the job would use count; they are selected over all its
+    roots, and removed from the first. Inspections are cached: while the files of a step do
+    not change, a later save lists them and reads nothing.
     """
 
     def __init__(self, job: Job, attempt: Attempt, keep: int) -> None:
@@ -51,15 +50,15 @@ class Retention:
         self._thread: threading.Thread | None = None
 
     def begin(self, protected: Mapping[int, str]) -> None:
-        """Start a removal, unless the one before is still running.
+        """Start a removal, unless the previous one is still running.
 
-        `protected` are steps that stay, each with the reason.
+        `protected` maps steps that stay to the reason.
         """
         if self._thread is None or not self._thread.is_alive():
             self._thread = start_daemon("ckptctl-retention", self._run, dict(protected))
 
     def wait(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the removal is over, and no longer than `timeout_s` seconds."""
+        """Wait until the removal ends, at most `timeout_s` seconds."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -100,7 +99,7 @@ class Retention:
 
 
 def _listed(store: Store, optional: bool) -> Iterator[Tier]:
-    """A further root, unless it is optional and absent or does not answer."""
+    """Another root, unless it is optional and absent or unavailable."""
     try:
         listing = list_root(store)
         if listing.exists:
@@ -111,5 +110,5 @@ def _listed(store: Store, optional: bool) -> Iterator[Tier]:
 
 
 def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:
-    """Training does not read the bytes of a step to prove it; `prune` and `seal` do."""
+    """Not during training: proving a step's bytes is left to `prune` and `seal`."""
     return "written to since it was sealed"
