@@ -121,7 +121,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageUnavailable:
     """The error for `what`; `folder` is on the full file system."""
-    wanted = f"{n_bytes:,} bytes to write,  " if n_bytes is not None else ""
+    wanted = f"{n_bytes:,} bytes to write, " if n_bytes is not None else ""
     if exc.errno == errno.EDQUOT:
         return StorageUnavailable(
             f"{what}: {wanted}the quota is exceeded ({exc.strerror})",

@@ -112,7 +112,7 @@ PLACES = [
     ("cost gone --interval 1h", 2, "ckptctl scan .", "gone does not exist"),
     ("runbook run rb-7 gone --dry-run", 2, "ckptctl scan .", "gone does not exist"),
     ("doctor storage gone", 2, "ckptctl scan .", "gone does not exist"),
-    ("loss notes --resume-report gone", 2, "ckptctl loss --help", "there is no resume report here"),
+    ("loss notes --resume-report gone", 2, "ckptctl loss --help", "no resume report found"),
     ("show gone@10", 2, "ckptctl scan .", "gone does not exist"),
     ("verify gone", 2, "ckptctl scan .", "gone does not exist"),
     ("diff run@10 gone@10", 2, "ckptctl scan .", "gone does not exist"),

@@ -168,7 +168,7 @@ def test_a_process_that_is_killed_is_an_error_in_all_others_and_never_a_pass(
     if victim is not started[0]:
         document = validated(report_file.read_text())
         assert (document["exit_code"], document["ok"]) == (75, False)
-        assert "a rank of this job is gone" in said + report_file.read_text()
+        assert "a rank of this job has ended" in said + report_file.read_text()
     else:
         assert not report_file.exists()
 

@@ -314,7 +314,7 @@ def test_two_spikes_are_one():
 def test_a_rise_behind_steps_that_agree_is_a_suspicion():
     report = assess(times(1.5, since=SAVED + 6), died=SAVED + 5)
     assert found(report) == ("suspect", ["loss.later"])
-    assert "the steps before that agree" in report.message
+    assert "the earlier steps agree" in report.message
 
 
 def test_a_rise_that_the_dead_job_logged_as_well_is_none():

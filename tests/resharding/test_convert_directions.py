@@ -396,14 +396,14 @@ def test_a_file_that_is_written_to_while_it_is_copied_is_told(tmp_path):
         (("STEP", "a.pt", "--strip", "model."), "is named as a file of torch.save"),
         (("STEP", "a.safetensors", "--file-size", "2G"), "is named as one file"),
         (("STEP", "out", "--under", "model"), "--under is for safetensors"),
-        (("model.safetensors", "a.pt", "--accept-unverifiable"), "make the step first"),
+        (("model.safetensors", "a.pt", "--accept-unverifiable"), "create the step first"),
         (
             ("model.safetensors", "run/step_1", "--strip", "x", "--accept-unverifiable"),
             "--strip and --file-size are for a step",
         ),
-        (("model.pt", "b.safetensors"), "make the step first"),
+        (("model.pt", "b.safetensors"), "create the step first"),
         (("STEP/.metadata", "a.pt"), "is a part of the step"),
-        (("model.pt", "run/step_1", "--under", "model"), "is a file of torch.save"),
+        (("model.pt", "run/step_1", "--under", "model"), "is a torch.save file"),
     ],
 )
 def test_what_the_names_do_not_say_is_refused_with_the_command_that_does_it(

@@ -147,7 +147,7 @@ def test_what_cannot_be_carried_over_is_refused_by_its_key(tmp_path):
         "f holds an object of pathlib": {"f": (Path("x"),)},
         "would be called 'a.b'": {"a.b": 1, "a": {"b": 2}},
         "no dict with named entries": [1, 2],
-        "of the format before torch 1.6": None,
+        "has the format from before torch 1.6": None,
     }
     for said, state in cases.items():
         old = {"_use_new_zipfile_serialization": False} if state is None else {}

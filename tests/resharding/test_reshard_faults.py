@@ -126,7 +126,7 @@ def test_what_is_there_is_never_replaced(source, target):
 
 def test_a_name_that_makes_it_another_step_is_refused(source, target):
     newer = target.with_name("step_9999")
-    with pytest.raises(ckptctl.UsageError, match="pick would take it for step 9999"):
+    with pytest.raises(ckptctl.UsageError, match="pick would treat it as step 9999"):
         ckptctl.plan_reshard(str(source), str(newer), world_size=3)
     assert not newer.exists()
 

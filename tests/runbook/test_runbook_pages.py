@@ -123,7 +123,7 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
         ('ckptctl scan "$ROOT" ', "ckptctl scan $ROOT ", "$ROOT is not quoted"),
         ('ckptctl scan "$ROOT" ', 'ckptctl scan "$(echo $ROOT)" ', "$ROOT is not quoted"),
         ('eval "$RESUME"\n```', "eval $RESUME\n```", "eval runs one input and nothing else"),
-        ('eval "$RESUME"\n```', 'bash -c "$RESUME"\n```', "a value is code there"),
+        ('eval "$RESUME"\n```', 'bash -c "$RESUME"\n```', "the value would be run as code"),
         ('eval "$RESUME"\n```', 'eval "resume $STEP"\n```', "eval runs one input and nothing else"),
         ("name=resume changes", "name=resume reads", "it runs an input as a command"),
         ("| `WAIT` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
@@ -157,11 +157,15 @@ def test_the_linter_knows_what_bash_splits(code, names):
     [
         ("# RB-7: Resume", "# Resume", "rb-7.md:1: a runbook begins with a line `# NAME: TITLE`"),
         ("    [*] --> Classify\n", "", "needs one arrow `[*] --> STATE`"),
-        ("name=classify reads needs", "name=classify needs", "a block says `reads`, `changes`"),
+        ("name=classify reads needs", "name=classify needs", "a block needs `reads`, `changes`"),
         ("at-most=2", "at-most=two", "at-most is a number, not 'two'"),
         ("preflight reads sets=STEP", "preflight reads set=STEP", "a block has no 'set'"),
         ("| 20-21 | |", "| bad | |", "a row is for an exit code, `not run`, `too often`"),
-        ("| stop 93 | a suspected", "| halt 93 | a suspected", "then is `next`, `done`, `stop`"),
+        (
+            "| stop 93 | a suspected",
+            "| halt 93 | a suspected",
+            "the next step is `next`, `done`, `stop`",
+        ),
         ("| 26 | | stop |", "| 26 | stop |", "the row has 3 cells, not 4"),
     ],
 )

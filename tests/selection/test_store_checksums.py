@@ -204,7 +204,7 @@ def test_a_file_system_keeps_none(checkpoints: Path, copy_of: Callable[[Path], P
     assert '"stored"' not in (root / "step_200" / SEAL).read_text()
     report = ckptctl.verify(f"{root}@200", remote_checksums=True)
     assert (report.exit_code, [code for code, _ in faults(report)]) == (22, ["store.unverifiable"])
-    assert "a file system keeps none" in report.findings[0].message
+    assert "a file system keeps no checksums" in report.findings[0].message
 
 
 class Saying:

@@ -284,7 +284,7 @@ def test_a_fresh_start_is_never_taken_over_damaged_steps(half):
     with pytest.raises(NothingToResume) as none:
         job.resume()
     assert none.value.exit_code == 11
-    with pytest.raises(UsageError, match="needs a root of its own"):
+    with pytest.raises(UsageError, match="needs its own root"):
         job.ckpt.resume("none")
     job.die()
 
@@ -601,7 +601,7 @@ def test_a_seal_that_cannot_be_written_leaves_a_whole_step(half, monkeypatch):
             (half / "step_9" / ".ckptctl").write_text("a file where a folder should be")
 
     monkeypatch.setattr(saving, "check_token", in_the_way)
-    with pytest.raises(SaveFailed, match="step 9 is whole and was not sealed"):
+    with pytest.raises(SaveFailed, match="step 9 is complete but was not sealed"):
         job.train(7, 9)
     (half / "step_9" / ".ckptctl").unlink()
     assert ckptctl.pick(str(half)).step == 9

@@ -55,8 +55,8 @@ def test_a_save_that_does_not_fit_says_so_and_the_next_one_that_does_is_made(tmp
         assert (row["raised"], row["code"], row["left"]) == ("SaveFailed", 75, [])
         assert "No space left on device" in row["said"]
         assert row["next"].startswith(("df -h ", "ckptctl seal "))
-        if "is whole and was not sealed" not in row["said"]:
-            assert "are removed again; " in row["said"]
+        if "is complete but was not sealed" not in row["said"]:
+            assert "written bytes were removed; " in row["said"]
             assert (row["picked"], row["steps"]) == (3, ["step_3"])
 
 
@@ -73,7 +73,7 @@ def test_what_writes_little_leaves_nothing_behind_and_says_how_much_was_lacking(
     for row in full.values():
         assert (row["raised"], row["code"]) == ("StorageUnavailable", 75)
         assert "No space left on device" in row["said"]
-        assert "bytes were to be written, " in row["said"]
+        assert "bytes to write, " in row["said"]
         assert row["next"].startswith("df -h ")
     assert {tuple(row["left"]) for row in rows.values()} == {()}
     assert {row["picked"] for row in rows.values()} == {20}

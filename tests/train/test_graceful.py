@@ -170,7 +170,7 @@ def test_a_rank_that_is_gone_is_an_error_in_the_others_and_no_stop(tmp_path: Pat
         started[1].kill()
         ((code, out, err),) = ends(started[:1])
     assert code == 1
-    assert "RanksLost: a rank of this job is gone" in err
+    assert "RanksLost: a rank of this job has ended" in err
     assert not any(line.startswith("saved") for line in out)
 
 

@@ -181,7 +181,7 @@ def test_a_save_that_failed_leaves_no_metadata_and_can_be_repeated(
     job.resume()
     job.train(1, 2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(SaveFailed, match="TMPDIR names another folder") as caught:
+    with pytest.raises(SaveFailed, match="set TMPDIR to another folder") as caught:
         job.ckpt.save(2)
     assert caught.value.exit_code == 75
     assert not [key for key in keys(s3, root) if key.startswith("step_")]

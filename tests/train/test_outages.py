@@ -148,5 +148,5 @@ def test_how_long_a_save_is_repeated_is_a_number_of_seconds(s3: S3Server, root: 
     if given is None:
         open_store(root, storage_options=options).close()
         return
-    with pytest.raises(UsageError, match=r"retry_for_s is .*; it is a number of seconds"):
+    with pytest.raises(UsageError, match=r"retry_for_s is .*; a number of seconds is expected"):
         open_store(root, storage_options=options)

@@ -119,14 +119,16 @@ def test_a_save_behind_the_replay_is_refused(root):
 
 def test_where_no_step_lies_far_enough_back_the_replay_says_so(root):
     job = Job(root)
-    with pytest.raises(NothingToResume, match=r"step 12 is the newest, and no usable step lies 10"):
+    with pytest.raises(
+        NothingToResume, match=r"no usable step lies 10 or more steps before step 12"
+    ):
         job.ckpt.resume(replay=10)
     job.die()
 
 
 def test_a_root_without_steps_has_nothing_to_train_again(tmp_path):
     job = Job(tmp_path / "run")
-    with pytest.raises(NothingToResume, match="holds no whole step"):
+    with pytest.raises(NothingToResume, match="contains no complete step"):
         job.ckpt.resume(replay=5)
     job.die()
     assert not (tmp_path / "run").exists()
@@ -134,7 +136,7 @@ def test_a_root_without_steps_has_nothing_to_train_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("resume_from", "n_steps", "words"),
-    [("auto", 0, "at least 1 step"), ("none", 5, "begins at a step")],
+    [("auto", 0, "must be at least 1"), ("none", 5, "starts from a step")],
 )
 def test_a_replay_that_means_nothing_is_refused(root, resume_from, n_steps, words):
     job = Job(root)
