@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckptctl.failures.classifying import classify
-    from ckptctl.failures.evidence import Evidence
-    from ckptctl.failures.results import Classification
+    from ckptctl.failures.results import Classification, Evidence
     from ckptctl.findings import Finding, Report, Severity, Verdict
     from ckptctl.formats.own.marks import Mark, MarkKind
     from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
@@ -133,8 +132,7 @@ _HOMES = {
         "StorageUnavailable UsageError"
     ),
     "ckptctl.failures.classifying": "classify",
-    "ckptctl.failures.evidence": "Evidence",
-    "ckptctl.failures.results": "Classification",
+    "ckptctl.failures.results": "Classification Evidence",
     "ckptctl.findings": "Finding Report Severity Verdict",
     "ckptctl.formats.own.marks": "Mark MarkKind",
     "ckptctl.selection.marking": "mark",

@@ -17,8 +17,7 @@ from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classes import Domain
 from ckptctl.failures.classifying import DEADLINE_S
-from ckptctl.failures.evidence import Evidence, Role
-from ckptctl.failures.results import Classification, Suspect
+from ckptctl.failures.results import Classification, Evidence, Role, Suspect
 from ckptctl.failures.stalled_collectives import described, listed
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions

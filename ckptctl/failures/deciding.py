@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from ckptctl.failures.evidence import Evidence, Role
+from ckptctl.failures.results import Evidence, Role
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Mapping
 
 from ckptctl.errors import UsageError
-from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.matching import LogReader
+from ckptctl.failures.results import Evidence, Role
 
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptctl.errors import BinaryData, PathNotFound, StorageError
-from ckptctl.failures.evidence import Evidence
 from ckptctl.failures.flight_recorder import (
     MAX_BYTES,
     Dump,
@@ -24,6 +23,7 @@ from ckptctl.failures.flight_recorder import (
     read_dump,
 )
 from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.results import Evidence
 from ckptctl.options import StorageOptions
 from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
 from ckptctl.storage.opening import is_local

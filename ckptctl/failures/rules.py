@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 
-from ckptctl.failures.evidence import Role
+from ckptctl.failures.results import Role
 
 
 @dataclass(frozen=True)

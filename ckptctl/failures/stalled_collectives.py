@@ -13,9 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.failures.evidence import Evidence, Role
 from ckptctl.failures.flight_recorder import Call, Dump
-from ckptctl.failures.results import StalledCollective
+from ckptctl.failures.results import Evidence, Role, StalledCollective
 
 # Operations that no member can complete before every member has started them.
 _SYMMETRIC = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "barrier")

@@ -10,7 +10,7 @@ from command_line import validated
 
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
-from ckptctl.failures.suspects import host_names
+from ckptctl.failures.classifying import host_names
 
 LOST_GPU = (
     "Nov 20 03:12:44 node017 kernel: [12345.678901] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, "
