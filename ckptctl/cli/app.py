@@ -19,12 +19,11 @@ from typing import Annotated
 import typer
 
 import ckptctl
+from ckptctl.cli.binding import TRUE, with_common
 from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
-from ckptctl.cli.repeating import TRUE
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
 

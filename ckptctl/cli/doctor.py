@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 import ckptctl
+from ckptctl.cli.binding import with_common
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import SEVERITY_STYLES, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded

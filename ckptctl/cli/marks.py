@@ -8,11 +8,8 @@ from typing import Annotated, Any
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
-    ByOpt,
-    EvidenceOpt,
     MarksOpt,
     PatternOpt,
-    ReasonOpt,
     StepArg,
     option,
 )
@@ -38,6 +35,27 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 EXIT_CODES = (0, 2, 10, 11, 25, 75, 77)
+
+ByOpt = Annotated[
+    str | None,
+    option(
+        "--by",
+        metavar="NAME",
+        help="Who decided it; by default the user and the host.",
+    ),
+]
+EvidenceOpt = Annotated[
+    list[str] | None,
+    option(
+        "--evidence",
+        metavar="TEXT",
+        help="Evidence: a URL or a log file; may be given several times.",
+    ),
+]
+ReasonOpt = Annotated[
+    str,
+    option("--reason", metavar="TEXT", help="The reason, in one sentence."),
+]
 
 
 def reject(

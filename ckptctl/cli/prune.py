@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
+import typer
+
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.options import LevelOpt, RootArg, only, option
+from ckptctl.cli.options import LevelOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line, padded
@@ -22,6 +24,10 @@ EXAMPLES = (
     "ckptctl prune /shared/ckpt/run-1234 --keep 3 --apply",
 )
 EXIT_CODES = (0, 2, 75, 77)
+
+RootArg = Annotated[
+    str, typer.Argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
+]
 
 
 def prune(

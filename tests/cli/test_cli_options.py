@@ -4,7 +4,7 @@ import pytest
 from made_results import contents
 
 import ckptctl
-from ckptctl.cli.options import with_common
+from ckptctl.cli.binding import with_common
 from ckptctl.cli.output import Output
 from ckptctl.cli.show import show
 from ckptctl.cli.text import Span, line
