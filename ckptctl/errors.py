@@ -230,6 +230,13 @@ class Fenced(CkptctlError):
     code = "root.fenced"
 
 
+class AlreadySupervised(CkptctlError):
+    """Another `ckptctl run` supervises the job of this root, and is alive."""
+
+    exit_code = 75
+    code = "run.supervised"
+
+
 class RanksLost(CkptctlError):
     """Another rank of the job failed, or did not answer in time."""
 

@@ -26,6 +26,7 @@ Time = Annotated[str, ("format", "date-time")]
 """RFC 3339 in UTC."""
 
 Hex = Annotated[str, ("pattern", "^[0-9a-f]*$")]
+Id = Annotated[str, ("pattern", "^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, ("pattern", "^[0-9a-f]{64}$")]
 FindingCode = Annotated[str, ("pattern", r"^[a-z-]+\.[a-z-]+$")]
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# The local copies of the states of `ckptctl run`, which outlive the folders of the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"

@@ -167,6 +167,16 @@ DOCUMENTS: Mapping[str, Kind] = {
         "A resume of a run with several roots: .ckptctl/branches/ATTEMPT.from-STEP.json",
         "BranchDocument",
     ),
+    "supervisor": _own_file(
+        "The state of a supervised run: .ckptctl/supervisor/NUMBER.json of a root",
+        "SupervisorDocument",
+        "supervision",
+    ),
+    "lease": _own_file(
+        "The sign of life of a run: .ckptctl/supervisor/lease.json of a root",
+        "LeaseDocument",
+        "supervision",
+    ),
     "resume": Kind(
         "A resume report: .ckptctl/attempts/ATTEMPT.resume.json of a root",
         ("formats.own.documents:ResumeDocument",),

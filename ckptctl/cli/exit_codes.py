@@ -133,6 +133,12 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "A newer attempt owns the root, the failure would recur, or a person decided against it. "
         "Investigate before starting anything.",
     ),
+    94: ExitCode(
+        "wait for capacity",
+        "Too few nodes are available for the job. Nothing is wrong with it: start it again when "
+        "there are more. A job script requeues here.",
+        "yes, later",
+    ),
     129: ExitCode("the terminal was closed (signal 1)", "No partial file was left.", "yes"),
     130: ExitCode("interrupted by Ctrl-C (signal 2)", "No partial file was left.", "yes"),
     141: ExitCode(

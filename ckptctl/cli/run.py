@@ -12,17 +12,18 @@ from ckptctl.cli.options import OptionalRootOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line
-from ckptctl.cli.values import parse_duration
+from ckptctl.cli.values import LevelChoice, level_of, parse_duration
 from ckptctl.errors import UsageError
 from ckptctl.formatting import duration
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
     "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
 )
-EXIT_CODES = (0, 2, 10, 11, 75, 77, 93)
+EXIT_CODES = (0, 2, 10, 11, 22, 75, 77, 93, 94)
 
 _STDERR = 2
 
@@ -50,7 +51,24 @@ def run(
             min=0,
             help="How many restarts are allowed without a newer usable step.",
         ),
-    ] = 3,
+    ] = MAX_RESTARTS,
+    max_free_restarts: Annotated[
+        int,
+        option(
+            "--max-free-restarts",
+            metavar="N",
+            min=0,
+            help="How many restarts for causes outside the job, such as preemption, are allowed "
+            "without a newer usable step.",
+        ),
+    ] = MAX_FREE_RESTARTS,
+    progress_level: Annotated[
+        LevelChoice,
+        option(
+            "--progress-level",
+            help="How deep a step is inspected before it counts as progress.",
+        ),
+    ] = LevelChoice.STRUCTURE,
     backoff: Annotated[
         str,
         option(
@@ -64,8 +82,8 @@ def run(
         option(
             "--no-restart-on",
             metavar="CODE,...",
-            help="Exit codes after which not to restart, besides 2, 11, 23, 24, 25, 77, 93, 126 "
-            "and 127.",
+            help="Exit codes after which not to restart, besides 2, 11, 17, 23, 24, 25, 77, 93, "
+            "94, 126 and 127.",
         ),
     ] = None,
     log: Annotated[
@@ -90,6 +108,23 @@ def run(
             "and after a failed one.",
         ),
     ] = "15m",
+    state: Annotated[
+        str | None,
+        option(
+            "--state",
+            metavar="DIR",
+            help="Folder or URL for the state of the run, instead of .ckptctl/supervisor in the "
+            "first root.",
+        ),
+    ] = None,
+    reset_budget: Annotated[
+        str | None,
+        option(
+            "--reset-budget",
+            metavar="REASON",
+            help="Begin a new budget; the reason is recorded.",
+        ),
+    ] = None,
     *,
     requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
@@ -97,7 +132,8 @@ def run(
 ) -> int:
     """Run a job, and restart it after failures within a budget.
 
-    Only a newer usable step refills the budget. Signals are passed on; after a signal that asks
+    Only a newer usable step refills the budget, which is kept in the root: a later invocation,
+    also on another machine, goes on with it. Signals are passed on; after a signal that asks
     the job to end nothing is restarted. Ends with the exit code of the command, with 93 when
     the budget is spent, with 11 when no step is usable, with 75 when the storage does not
     answer or the steps of the run have disappeared, with 10 when the root does not exist. The
@@ -109,10 +145,14 @@ def run(
         root,
         optional_roots=optional_root or (),
         max_restarts=max_restarts,
+        max_free_restarts=max_free_restarts,
+        level=level_of(progress_level),
         backoff_s=parse_duration(backoff, "--backoff") or 0.0,
         no_restart=_codes(no_restart_on or ()),
         logs=log or (),
         create=create,
+        state=state,
+        reset_budget=reset_budget,
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         tell=lambda said: out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err),
         on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,

@@ -50,6 +50,7 @@ class _Unwatched(Operation):
 
 _open: set[Watchdog] = set()
 _in_flight: dict[int, Operation] = {}
+_exempt: set[int] = set()
 _UNWATCHED = _Unwatched("")
 
 
@@ -59,7 +60,17 @@ def busy(what: str) -> Operation:
     Costs almost nothing while no watchdog is open. Time between operations (a pause before
     a retry) is not counted. Operations do not nest.
     """
-    return Operation(what) if _open else _UNWATCHED
+    if not _open or threading.get_ident() in _exempt:
+        return _UNWATCHED
+    return Operation(what)
+
+
+def leave_unwatched() -> None:
+    """Exempt the calling thread: a stall in it must not end the process.
+
+    For a background thread that lives as long as the process.
+    """
+    _exempt.add(threading.get_ident())
 
 
 def beat() -> None:

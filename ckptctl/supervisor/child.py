@@ -1,8 +1,8 @@
-"""Start one attempt of a job, forward signals, and wait for all its processes.
+"""Start one attempt of a job, forward signals, watch it, and end all its processes.
 
 The command runs in its own session. Signals are forwarded only to the command, which
-handles its own processes. When it has ended, the rest of its process group is killed: a
-process of the old attempt must not write beside the new one.
+handles its own processes. When it has ended, what is left of the job is killed: a process
+of the old attempt must not write beside the new one.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Signals:
     ) -> tuple[int, Hang | None]:
         """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
-        `variables` are added to its environment. Raises `UsageError` if it cannot be
-        started.
+        `variables` are added to its environment; they hold the job's marker. `poll` is called
+        about once a second; the job is ended if it returns a hang, or raises. Raises
+        `UsageError` if the command cannot be started.
         """
         bystanders = children()
         try:

@@ -95,7 +95,7 @@ def test_a_newer_step_that_is_not_whole_is_no_progress(job, source: Path, tmp_pa
     assert found.exit_code == 93
 
 
-@pytest.mark.parametrize("code", [2, 11, 93, 127])
+@pytest.mark.parametrize("code", [2, 11, 17, 93, 94, 127])
 def test_exit_codes_that_would_come_again_are_passed_on_at_once(job, tmp_path: Path, code: int):
     found = kept_running(job(f"100:{code}", ":0"), tmp_path)
     assert (found.exit_code, len(found.attempts)) == (code, 1)
@@ -103,8 +103,8 @@ def test_exit_codes_that_would_come_again_are_passed_on_at_once(job, tmp_path: P
 
 
 def test_the_caller_can_name_more_of_them(job, tmp_path: Path):
-    assert kept_running(job(":17", ":0"), tmp_path).exit_code == 0
-    assert kept_running(job(":17", ":0"), tmp_path, no_restart=(17,)).exit_code == 17
+    assert kept_running(job(":18", ":0"), tmp_path).exit_code == 0
+    assert kept_running(job(":18", ":0"), tmp_path, no_restart=(18,)).exit_code == 18
 
 
 def test_a_job_that_was_killed_is_started_again_and_its_code_is_128_and_the_signal(
@@ -182,9 +182,8 @@ def test_a_root_that_is_gone_is_waited_for_within_a_bound(
         mounting.join()
     assert (found.exit_code, n_attempts(tmp_path)) == ((0, 2) if comes_back else (75, 1))
     assert found.attempts[0].inspected is comes_back
-    assert ["existed, but no longer exists" in line for line in said] == (
-        [True] if comes_back else []
-    )
+    waited = [line for line in said if "existed, but no longer exists" in line]
+    assert len(waited) == comes_back
 
 
 def test_a_storage_that_is_not_mounted_yet_is_waited_for_before_the_first_life(tmp_path: Path):
@@ -282,7 +281,7 @@ WORN_OUT = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
     ("said", "failure", "attempts"),
     [
         ((OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 2),
-        ((OUT_OF_MEMORY, WORN_OUT, OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 4),
+        ((OUT_OF_MEMORY, WORN_OUT, OUT_OF_MEMORY, OUT_OF_MEMORY), "job-oom", 3),
     ],
 )
 def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
@@ -296,7 +295,8 @@ def test_the_same_failure_of_the_job_twice_is_not_tried_a_third_time(
     script = 'cat said-$(ls gone 2>/dev/null | wc -l) >> "train log"; mkdir -p gone; mktemp gone/X'
     command = ["bash", "-c", f"cd {tmp_path} && {{ {script}XXXXXX >/dev/null; exit 1; }}"]
     found = kept_running(command, tmp_path, max_restarts=9, logs=[str(log)])
-    assert [attempt.cause for attempt in found.attempts][-2:] == [failure, failure]
+    causes = [attempt.cause for attempt in found.attempts]
+    assert (causes[-1], causes.count(failure)) == (failure, 2)
     assert (len(found.attempts), found.attempts[-1].decision) == (attempts, Decision.NEVER)
     assert found.exit_code == 1
     assert found.next_command == f"ckptctl classify '{log}' --exit-code 1"

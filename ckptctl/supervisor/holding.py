@@ -1,0 +1,346 @@
+"""Hold the state of a run: take it over, renew the lease, write it in the background.
+
+One process holds the state. Another one that starts finds out whether the holder lives: on the
+same machine by its process, elsewhere by its lease, which it renews. A holder that was killed
+left its job behind; on the same machine that job is found by its marker and ended. Whether a
+lease is renewed is measured by the clock of the process that waits: clocks of machines differ.
+
+A thread writes the state and the lease. A store that hangs or is full delays a write and
+never the job; the write is made later.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from ckptctl.errors import (
+    AlreadyExists,
+    AlreadySupervised,
+    CkptctlError,
+    Fenced,
+    OwnFileUnreadable,
+    OwnFileUnsupported,
+    StorageError,
+)
+from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.own.supervision import OwnerDocument, ResetDocument, SupervisorDocument
+from ckptctl.selection.marking import user_name
+from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.threads import start_daemon
+from ckptctl.storage.watchdog import leave_unwatched
+from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.processes import (
+    GRACE_S,
+    Process,
+    end_processes,
+    is_alive,
+    machine,
+    marked,
+    own_process,
+)
+from ckptctl.supervisor.results import Decision
+from ckptctl.supervisor.state import LocalCopy, Revisions, bounded, new_state, newer
+from ckptctl.supervisor.watching import Hang, Running
+
+RENEW_S = 15.0
+LEASE_S = 60.0
+"""A holder on another machine that has not renewed its lease for so long is gone.
+
+Four renewals: one that is late, or a slow storage, is no lost holder. torchelastic counts a
+node as lost after 3 keep-alives of 5 s (`rdzv_configs`), on a server that answers at once."""
+
+_WRITTEN_S = 10.0
+"""How long the start of an attempt waits for the state to be written."""
+_POLL_S = 1.0
+
+_held: set[str] = set()
+"""The names of the holders in this process."""
+
+
+class HeldState:
+    """The state of a run that this process holds; a watcher of its attempts.
+
+    `state` is the newest; `save` replaces it. Everything is called in the main thread, only
+    `_run` is not.
+    """
+
+    def __init__(
+        self,
+        revisions: Revisions,
+        copy: LocalCopy,
+        state: SupervisorDocument,
+        number: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.state = state
+        self._revisions = revisions
+        self._copy = copy
+        self._owner = state["owner"]["id"] if state["owner"] else ""
+        self._number = number
+        self._tell = tell
+        self._written = state
+        self._overtaken = False
+        self._failure: str | None = None
+        self._warned = False
+        self._closed = False
+        self._beat = 0
+        self._changed = threading.Condition()
+        _held.add(self._owner)
+        self._thread = start_daemon("ckptctl-state", self._run)
+
+    def marker(self) -> str:
+        """The value that marks the processes of this job."""
+        return marker_of(self.state, self.state["root"])
+
+    def save(self, state: SupervisorDocument) -> None:
+        """Make this the state, and wait a moment until it is written; a warning where it is not."""
+        with self._changed:
+            self.state = bounded(state)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._written is self.state or self._failure or self._overtaken, _WRITTEN_S
+            )
+        self._report()
+
+    def release(self) -> None:
+        """Give the state up, so that the next holder need not wait."""
+        with suppress(CkptctlError):  # who overtook it holds it
+            self.save({**self.state, "owner": None})
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_WRITTEN_S)
+        _held.discard(self._owner)
+
+    def prepare(self, _attempt: int) -> Mapping[str, str]:
+        """See `Watcher.prepare`."""
+        return {}
+
+    def poll(self, _running: Running, _now_s: float) -> Hang | None:
+        """Raise `Fenced` where another process has taken the state over."""
+        self._report()
+        return None
+
+    def finish(self) -> None:
+        """See `Watcher.finish`."""
+
+    def _report(self) -> None:
+        if self._overtaken:
+            raise Fenced(
+                f"{self._revisions.url}: another `ckptctl run` took the job over from this one, "
+                "which ends its processes",
+                next_command=f"ckptctl scan {shlex.quote(self.state['root'])}",
+            )
+        failure = self._failure
+        if failure is not None and not self._warned:
+            self._warned = True
+            self._tell(
+                f"warning: the state cannot be written now and is written later: {failure}; "
+                f"until then it is in {self._copy.path}"
+            )
+        elif failure is None and self._warned:
+            self._warned = False
+            self._tell(f"the state is written again to {self._revisions.url}")
+
+    def _run(self) -> None:
+        leave_unwatched()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_waited_for, RENEW_S)
+                state, closed = self.state, self._closed
+            try:
+                failure = self._write(state)
+            except CkptctlError as error:
+                failure = error.message
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()
+            if self._overtaken or closed:
+                return
+
+    def _is_waited_for(self) -> bool:
+        # A write that failed is tried again at the next renewal.
+        return self._closed or (self.state is not self._written and self._failure is None)
+
+    def _write(self, state: SupervisorDocument) -> str | None:
+        """Write the state and the lease; why that failed, None where it did not."""
+        if state is not self._written:
+            self._copy.write(state)
+        try:
+            if max(self._revisions.numbers(), default=0) > self._number:
+                self._overtaken = True
+            elif state is not self._written:
+                self._revisions.write(self._number + 1, state)
+                self._number += 1
+                self._written = state
+            if state["owner"] is not None and not self._overtaken:
+                self._beat += 1
+                self._revisions.renew({"owner": self._owner, "beat": self._beat})
+        except AlreadyExists:
+            self._overtaken = True
+        except StorageError as error:
+            return error.message
+        return None
+
+
+def marker_of(state: SupervisorDocument, root: str) -> str:
+    """The value that marks the processes of a job: its run, and the root that it trains in."""
+    return f"{state['run']}@{absolute_url(root)}"
+
+
+def take_over(
+    revisions: Revisions,
+    root: str,
+    signals: Signals,
+    tell: Callable[[str], None],
+    reset: str | None = None,
+) -> HeldState | None:
+    """Hold the state of a run; None where a signal asked to end meanwhile.
+
+    Ends the job that a killed holder left behind on this machine. `reset` is the reason why
+    the budget is reset. Raises `AlreadySupervised` where another process holds it and is alive,
+    `OwnFileUnreadable` where the state is damaged and no reset was asked for,
+    `OwnFileUnsupported` for one of another major version, `StorageError` where the store does
+    not answer.
+    """
+    copy = LocalCopy(root)
+    while True:
+        number, state = _read(revisions, copy, root, tell, reset)
+        owner = state["owner"]
+        if owner is not None and not _is_over(owner, revisions, root, signals, tell):
+            return None
+        n_ended = _end_left_behind(state, root, tell)
+        mine: OwnerDocument = {
+            "id": os.urandom(16).hex(),
+            "host": socket.gethostname(),
+            "machine": machine(),
+            "pid": os.getpid(),
+            "started": own_process().started,
+            "root": absolute_url(root),
+        }
+        state = {**_closed(state, n_ended), "owner": mine, "root": absolute_url(root)}
+        if reset is not None:
+            state = _with_reset(state, reset)
+        try:
+            revisions.write(number + 1, state)
+        except AlreadyExists:
+            continue  # another one came first
+        except StorageError:
+            # The thread writes it later; until then no other process learns of this one.
+            held = HeldState(revisions, copy, state, number, tell)
+            held.save({**state})
+            return held
+        copy.write(state)
+        return HeldState(revisions, copy, state, number + 1, tell)
+
+
+def _read(
+    revisions: Revisions,
+    copy: LocalCopy,
+    root: str,
+    tell: Callable[[str], None],
+    reset: str | None,
+) -> tuple[int, SupervisorDocument]:
+    """The number of the newest revision, 0 without one, and the state to go on with."""
+    number = max(revisions.numbers(), default=0)
+    try:
+        stored = revisions.newest()
+    except OwnFileUnsupported:
+        raise
+    except OwnFileUnreadable as error:
+        stored = None
+        if reset is None and copy.read() is None:
+            error.next_command = f"ckptctl run --root {shlex.quote(root)} --reset-budget REASON"
+            raise
+        tell(f"warning: {error.message}; the state is replaced")
+    local = copy.read()
+    if local is not None and newer(stored, local):
+        if reset is None:
+            tell(
+                f"warning: {revisions.url} lacks what {copy.path} holds of this run, up to attempt "
+                f"{local['attempts'][-1]['number']}; the run goes on from there "
+                "(--reset-budget begins anew)"
+            )
+        return number, local
+    return number, stored or new_state(root)
+
+
+def _is_over(
+    owner: OwnerDocument,
+    revisions: Revisions,
+    root: str,
+    signals: Signals,
+    tell: Callable[[str], None],
+) -> bool:
+    """Wait until the holder of the state is known to be gone; False after a signal.
+
+    Raises `AlreadySupervised` where it is alive.
+    """
+    if owner["machine"] and owner["machine"] == machine():
+        process = Process(owner["pid"], owner["started"])
+        of_copy = owner["root"] != absolute_url(root)  # the root was copied with its state
+        own = process == own_process() and owner["id"] not in _held
+        if of_copy or own or not is_alive(process):
+            return True
+        raise AlreadySupervised(
+            f"{root}: another `ckptctl run` (process {owner['pid']} of this machine) supervises "
+            "this job",
+            next_command=f"ps -p {owner['pid']}",
+        )
+    tell(
+        f"waiting {LEASE_S:.0f} s: `ckptctl run` on {owner['host']} held this job, and may be alive"
+    )
+    sign = revisions.sign_of_life()
+    until_s = time.monotonic() + LEASE_S
+    while time.monotonic() < until_s:
+        signals.pause(_POLL_S)
+        if signals.asked is not None:
+            return False
+        if revisions.sign_of_life() != sign:
+            raise AlreadySupervised(
+                f"{root}: another `ckptctl run` (process {owner['pid']} on {owner['host']}) "
+                "supervises this job: it renewed its lease"
+            )
+    return True
+
+
+def _end_left_behind(state: SupervisorDocument, root: str, tell: Callable[[str], None]) -> int:
+    """End what a killed holder left on this machine; how many processes that were."""
+    marker = marker_of(state, root)
+    left = marked(marker)
+    if left:
+        tell(f"ending {len(left)} processes of this job that a killed `ckptctl run` left behind")
+        end_processes(lambda: marked(marker), GRACE_S)
+    return len(left)
+
+
+def _closed(state: SupervisorDocument, n_ended: int) -> SupervisorDocument:
+    """The state with the attempt closed that was running when its holder was killed."""
+    attempts = state["attempts"]
+    if not attempts or attempts[-1]["decision"] is not None:
+        return state
+    left = f", and {n_ended} processes that it left were ended" if n_ended else ""
+    last = attempts[-1]
+    last = {
+        **last,
+        "decision": Decision.RESTART.value,
+        "reason": f"its supervisor was killed{left}",
+    }
+    return {**state, "attempts": [*attempts[:-1], last]}
+
+
+def _with_reset(state: SupervisorDocument, reason: str) -> SupervisorDocument:
+    """The state with a full budget; the next usable step is progress, whatever its number."""
+    entry: ResetDocument = {
+        "at": time_now(),
+        "by": f"{user_name()}@{socket.gethostname()}",
+        "reason": reason[:MAX_STRING],
+        "after": state["attempts"][-1]["number"] if state["attempts"] else 0,
+    }
+    return {**state, "best": None, "resets": [*state["resets"], entry]}

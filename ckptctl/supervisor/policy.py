@@ -1,0 +1,206 @@
+"""Decide what follows an attempt of a job. Pure: no clock, no storage, no process.
+
+Attempts since the last progress share a budget. Progress, an end with 0, and a person's word
+begin a new one. A cause outside the job costs nothing, every other failure costs one restart.
+`docs/design.md` shows the decisions as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ckptctl.errors import StorageError, UsageError
+from ckptctl.failures.classes import Domain, Restart
+from ckptctl.failures.results import Classification
+from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
+from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
+from ckptctl.supervisor.results import Decision
+
+GIVEN_UP = 93
+"""Do not restart. Source: `ft_launcher` of NVRx, `--ft-no-restart-exit-code`."""
+WAIT_FOR_CAPACITY = 94
+"""Too few nodes now; whoever started the job starts it again later."""
+RERUN, VALIDATION_FAILED = 16, 17
+"""Run elsewhere to tell a bad device from a bad result; the result is bad.
+
+Source: `RerunStateMachine` of Megatron-LM."""
+
+NO_RESTART = (2, 11, VALIDATION_FAILED, 23, 24, 25, 77, GIVEN_UP, WAIT_FOR_CAPACITY, 126, 127)
+"""Exit codes after which a restart would fail in the same way: ckptctl's and the shell's too."""
+
+MAX_RESTARTS = 3
+"""Source: `max_no_progress_cycles` of NVRx; DLRover restarts a job 3 times, too."""
+MAX_FREE_RESTARTS = 50
+"""Source: `jobMaxRetryCount` of HyperPod."""
+
+NO_ANSWER = StorageError.exit_code
+WRONG_PATH = UsageError.exit_code
+NOT_INSPECTED = (NO_ANSWER, EXIT_DENIED)
+
+_AT_ONCE = frozenset({"python.assertion", "compile.failed"})
+"""Rules of `classify` whose cause comes again, whatever else their class says."""
+
+
+class Limits(NamedTuple):
+    """What bounds the restarts of a job without progress."""
+
+    max_restarts: int = MAX_RESTARTS
+    max_free_restarts: int = MAX_FREE_RESTARTS
+    no_restart: Collection[int] = NO_RESTART
+
+    def check(self) -> None:
+        """Raise `UsageError` where a limit is negative, or larger than a state can count."""
+        if min(self.max_restarts, self.max_free_restarts) < 0:
+            raise UsageError("--max-restarts and --max-free-restarts must be 0 or more")
+        total = self.max_restarts + self.max_free_restarts
+        if total >= MAX_ATTEMPTS:
+            raise UsageError(
+                f"--max-restarts and --max-free-restarts are {total:,} together, and must be "
+                f"less than {MAX_ATTEMPTS:,}, the attempts that a state holds"
+            )
+
+
+class Seen(NamedTuple):
+    """The result of inspecting the roots: `pick`'s exit code, 2 for a wrong path."""
+
+    code: int
+    message: str
+    step: int | None = None
+    holds_steps: bool = False
+
+
+class Ended(NamedTuple):
+    """How an attempt ended. `hung` says that it was ended for a hang, whatever its code."""
+
+    code: int
+    cause: Classification | None = None
+    hung: bool = False
+    asked: bool = False
+
+
+class Verdict(NamedTuple):
+    """What follows an attempt, why, and the exit code if nothing more is started."""
+
+    decision: Decision
+    reason: str
+    exit_code: int
+    free: bool = False
+
+
+class Budget(NamedTuple):
+    """The restarts that were used since the last progress."""
+
+    spent: int
+    free: int
+
+    def left(self, limits: Limits) -> int:
+        """The restarts without progress that are left."""
+        return max(0, limits.max_restarts - self.spent)
+
+    def exhausted(self, limits: Limits) -> bool:
+        """Whether nothing may be started any more."""
+        return self.spent > limits.max_restarts or self.free > limits.max_free_restarts
+
+
+def series(state: SupervisorDocument) -> Sequence[AttemptDocument]:
+    """The attempts since the last end with 0 and since the last reset of the budget."""
+    after = max((reset["after"] for reset in state["resets"]), default=0)
+    for attempt in state["attempts"]:
+        if attempt["decision"] == Decision.DONE.value:
+            after = max(after, attempt["number"])
+    return [attempt for attempt in state["attempts"] if attempt["number"] > after]
+
+
+def since_progress(state: SupervisorDocument) -> Sequence[AttemptDocument]:
+    """The attempts that share the budget: from the last one that made progress on."""
+    attempts = series(state)
+    first = max((n for n, attempt in enumerate(attempts) if attempt["progress"]), default=0)
+    return attempts[first:]
+
+
+def budget_of(attempts: Sequence[AttemptDocument]) -> Budget:
+    """What attempts without progress in between have used; one that runs is not counted."""
+    ended = [attempt for attempt in attempts if attempt["decision"] is not None]
+    free = sum(attempt["free"] for attempt in ended)
+    return Budget(len(ended) - free, free)
+
+
+def decide(
+    past: Sequence[AttemptDocument],
+    ended: Ended,
+    seen: Seen,
+    best: int | None,
+    limits: Limits,
+) -> Verdict:
+    """What follows an attempt that has ended.
+
+    `past` are the attempts before it since the last progress; none of them where it made
+    progress itself. `seen` is the root after it, `best` the newest step that was usable
+    before it.
+    """
+    code = ended.code
+    if ended.asked:
+        return Verdict(Decision.STOPPED, "a signal asked for it", code, free=True)
+    if not ended.hung:
+        if code == 0:
+            return Verdict(Decision.DONE, "the command succeeded", 0, free=True)
+        if code in limits.no_restart:
+            return Verdict(Decision.NEVER, _reason_of(code), code)
+    if seen.code in NOT_INSPECTED:
+        return Verdict(Decision.NEVER, seen.message, seen.code, free=True)
+    if seen.code != WRONG_PATH and best is not None and not seen.holds_steps:
+        reason = f"step {best} was usable, but the root no longer contains a step"
+        return Verdict(Decision.NEVER, reason, NO_ANSWER)
+    if seen.code == EXIT_NONE_USABLE:
+        return Verdict(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
+    if not ended.hung and code == RERUN and any(each["exit_code"] == RERUN for each in past):
+        return Verdict(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
+    free = not ended.hung and _is_free(code, ended.cause)
+    before = budget_of(past)
+    after = Budget(before.spent + (not free), before.free + free)
+    if after.exhausted(limits):
+        which = "free restart" if free else "restart"
+        reason = f"no {which} is left, and no newer step was saved"
+        return Verdict(Decision.GIVEN_UP, reason, GIVEN_UP, free)
+    if not ended.hung and ended.cause is not None and _comes_again(ended.cause, past):
+        reason = f"{ended.cause.failure}: {ended.cause.message}"
+        return Verdict(Decision.NEVER, reason, code)
+    if free:
+        reason = f"it cost nothing; {after.left(limits)} of {limits.max_restarts} restarts left"
+    else:
+        left = after.left(limits)
+        reason = f"{left} of {limits.max_restarts} restarts left without a newer step"
+    return Verdict(Decision.RESTART, reason, code, free)
+
+
+def _reason_of(code: int) -> str:
+    reasons = {
+        VALIDATION_FAILED: "the job found its result to be wrong (exit code 17)",
+        GIVEN_UP: "the job asks not to be restarted (exit code 93)",
+        WAIT_FOR_CAPACITY: "the job waits for capacity (exit code 94)",
+    }
+    return reasons.get(code, f"exit code {code}: a restart would fail in the same way")
+
+
+def _is_free(code: int, cause: Classification | None) -> bool:
+    """Whether the end has a cause outside the job, which costs nothing of the budget."""
+    if code in (RERUN, NO_ANSWER):
+        return True
+    return cause is not None and cause.restart is Restart.FREE and cause.confidence != "low"
+
+
+def _comes_again(cause: Classification, past: Sequence[AttemptDocument]) -> bool:
+    """Whether a restart would meet this failure again.
+
+    A failure that a restart cannot remove stops at once where its class is certain. One of
+    the job, and one that is less certain, stops when it came before without a newer step
+    since: the reader of a log can be wrong, and a false stop costs more than a restart.
+    """
+    lasting = cause.restart is Restart.NO or any(
+        each.rule in _AT_ONCE for each in cause.evidence[:1]
+    )
+    if lasting and (cause.confidence == "high" or cause.domain is Domain.STOPPED):
+        return True
+    of_job = lasting or (cause.domain is Domain.JOB and cause.restart is Restart.ONCE)
+    return of_job and any(each["cause"] == cause.failure for each in past)

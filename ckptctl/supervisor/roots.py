@@ -1,0 +1,71 @@
+"""Inspect the roots of a run before its first attempt and after each one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ckptctl.errors import StorageError, UsageError
+from ckptctl.findings import EXIT_FRESH
+from ckptctl.selection.history import begin_run
+from ckptctl.selection.results import Pick
+from ckptctl.selection.tiers import Roots
+from ckptctl.storage.contract import Store
+from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.policy import NO_ANSWER, Seen
+
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 60.0
+
+
+class WatchedRoots:
+    """The roots of the run, inspected before the first attempt and after each one."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        inspect: Callable[..., Pick],
+        opened: Callable[[str], Store],
+        wait_s: float,
+    ) -> None:
+        self.url = roots.first
+        self.words = roots.words
+        self._mandatory = roots.mandatory
+        self._inspect = inspect
+        self._opened = opened
+        self._wait_s = wait_s
+        self._used = False
+
+    def inspect(self) -> Seen:
+        """The newest usable step, without waiting for a storage that does not answer."""
+        try:
+            # No process saves between two attempts, so an unfinished save is not in progress.
+            found = self._inspect(allow_fresh=True, **({"grace_s": 0.0} if self._used else {}))
+        except (StorageError, UsageError) as error:
+            return Seen(error.exit_code, error.message)
+        step = found.chosen.number if found.chosen else None
+        if found.exit_code == EXIT_FRESH and self._used:
+            return Seen(NO_ANSWER, f"{self.url} existed, but no longer exists")
+        return Seen(found.exit_code, found.message, step, bool(found.passed_over or found.chosen))
+
+    def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> Seen:
+        """The same, waiting for the storage to answer up to the limit."""
+        until_s = time.monotonic() + self._wait_s
+        pause_s = _FIRST_WAIT_S
+        while (seen := self.inspect()).code == NO_ANSWER and signals.asked is None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            if pause_s == _FIRST_WAIT_S:
+                tell(f"waiting for {self.url}, at most {self._wait_s:.0f} s: {seen.message}")
+            signals.pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        return seen
+
+    def use(self, seen: Seen) -> None:
+        """Write the sentinels, or record the usable step, before an attempt begins."""
+        self._used = True
+        with ExitStack() as stack:
+            stores = [stack.enter_context(self._opened(url)) for url in self._mandatory]
+            begin_run(stores, seen.step)

@@ -1,0 +1,203 @@
+"""Read and write the state of a supervised run: its revisions in a store, and a local copy.
+
+Each revision is a file of its own under the next number (`0000000012.json`), created only
+where none is there. So a revision is whole or absent, and of two writers one learns that the
+other was first, on every storage that keeps conditional writes. The last few revisions
+remain, so that a damaged one does not lose the budget.
+
+A root that disappears takes its state along. The local copy shows that; it is the newer one,
+too, where the store could not be written to before the supervisor was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from contextlib import suppress
+
+from ckptctl.errors import (
+    AlreadyExists,
+    OwnFileUnreadable,
+    OwnFileUnsupported,
+    PathNotFound,
+    StorageUnavailable,
+)
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
+from ckptctl.formats.own.supervision import (
+    MAX_ATTEMPTS,
+    MAX_LEASE_BYTES,
+    MAX_STATE_BYTES,
+    LeaseDocument,
+    SupervisorDocument,
+    lease_bytes,
+    read_state,
+    state_bytes,
+)
+from ckptctl.selection.history import ROOT_FILE
+from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.opening import absolute_url, join_url
+
+STATE_FOLDER = f"{OWN_FOLDER}/supervisor"
+"""Where the state lies in a root."""
+
+_NUMBERED = re.compile(r"([0-9]{10})\.json")
+_KEPT = 4
+_LEASE = "lease.json"
+
+
+class Revisions:
+    """The revisions of one state in a store, below `folder`; and the lease beside them.
+
+    With `of_root` nothing is written where the sentinel of the root is missing: what is there
+    then is not the root, but for example the folder on which it is not mounted.
+    """
+
+    def __init__(self, store: Store, folder: str = "", *, of_root: bool) -> None:
+        self.url = join_url(store.url, folder)
+        self._store = store
+        self._start = f"{folder}/" if folder else ""
+        self._folder = folder
+        self._of_root = of_root
+
+    def numbers(self) -> list[int]:
+        """The numbers of the revisions, the highest first."""
+        try:
+            entries = self._store.list_dir(self._folder)
+        except PathNotFound:
+            return []
+        names = (_NUMBERED.fullmatch(entry.path.rpartition("/")[2]) for entry in entries)
+        return sorted((int(match[1]) for match in names if match), reverse=True)
+
+    def newest(self) -> SupervisorDocument | None:
+        """The newest revision that can be read; None where there is none.
+
+        Raises `OwnFileUnsupported` where the newest is of another major version, and
+        `OwnFileUnreadable` where all are damaged.
+        """
+        first: OwnFileUnreadable | None = None
+        for number in self.numbers()[:_KEPT]:
+            path = self._path(number)
+            try:
+                return read_state(self._store.read(path, limit=MAX_STATE_BYTES))
+            except OwnFileUnsupported as error:
+                raise OwnFileUnsupported(
+                    f"{self.url}/{number:010}.json: {error.message}"
+                ) from error
+            except OwnFileUnreadable as error:
+                first = first or OwnFileUnreadable(f"{self.url}/{number:010}.json: {error.message}")
+            except (TooLarge, PathNotFound):
+                first = first or OwnFileUnreadable(f"{self.url}/{number:010}.json cannot be read")
+        if first is not None:
+            raise first
+        return None
+
+    def write(self, number: int, state: SupervisorDocument) -> None:
+        """Write a revision; raises `AlreadyExists` where another has the number.
+
+        Raises `StorageError` where the store does not take it.
+        """
+        self._check_root()
+        data = state_bytes(state)
+        try:
+            self._store.put(self._path(number), data)
+        except AlreadyExists:
+            # A put that was repeated after a lost answer finds its own file.
+            if self._store.read(self._path(number), limit=MAX_STATE_BYTES) != data:
+                raise
+        with suppress(PathNotFound):
+            self._store.remove(self._path(number - _KEPT))
+
+    def renew(self, lease: LeaseDocument) -> None:
+        """Show that the holder of the state is alive."""
+        self._check_root()
+        self._store.put(self._start + _LEASE, lease_bytes(lease), replace=True)
+
+    def sign_of_life(self) -> object:
+        """What changes as long as the holder of the state is alive."""
+        try:
+            lease = self._store.read(self._start + _LEASE, limit=MAX_LEASE_BYTES)
+        except (PathNotFound, TooLarge):
+            lease = b""
+        return self.numbers()[:1], lease
+
+    def _path(self, number: int) -> str:
+        return f"{self._start}{number:010}.json"
+
+    def _check_root(self) -> None:
+        if self._of_root:
+            try:
+                entries = self._store.list_dir(OWN_FOLDER)
+            except PathNotFound:
+                entries = ()
+            if not any(entry.path == ROOT_FILE for entry in entries):
+                raise StorageUnavailable(f"{join_url(self._store.url, ROOT_FILE)} is not there")
+
+
+class LocalCopy:
+    """The state as this user last wrote it on this machine; nothing where that is impossible."""
+
+    def __init__(self, root: str) -> None:
+        given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        name = hashlib.sha256(absolute_url(root).rstrip("/").encode()).hexdigest()[:32]
+        self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
+
+    def read(self) -> SupervisorDocument | None:
+        """The copy; None where there is none that can be read."""
+        with suppress(OSError, OwnFileUnreadable), open(self.path, "rb") as file:
+            return read_state(file.read(MAX_STATE_BYTES))
+        return None
+
+    def write(self, state: SupervisorDocument) -> None:
+        """Replace the copy, as far as the file system allows it."""
+        aside = f"{self.path}.{secrets.token_hex(8)}"
+        with suppress(OSError):
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            try:
+                with open(aside, "xb") as file:
+                    file.write(state_bytes(state))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(aside, self.path)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(aside)
+
+
+def new_state(root: str) -> SupervisorDocument:
+    """The state of a run that has had no attempt."""
+    return {
+        "run": secrets.token_hex(16),
+        "root": absolute_url(root),
+        "best": None,
+        "owner": None,
+        "attempts": [],
+        "resets": [],
+        "sections": {},
+    }
+
+
+def newer(stored: SupervisorDocument | None, copy: SupervisorDocument | None) -> bool:
+    """Whether the local copy holds more of this run than the store."""
+    if copy is None or not copy["attempts"]:
+        return False
+    if stored is None:
+        return True
+    return stored["run"] == copy["run"] and _extent(copy) > _extent(stored)
+
+
+def _extent(state: SupervisorDocument) -> tuple[int, int, int]:
+    attempts = state["attempts"]
+    last = attempts[-1] if attempts else None
+    ended = last is not None and last["decision"] is not None
+    return (last["number"] if last else 0, int(ended), len(state["resets"]))
+
+
+def bounded(state: SupervisorDocument) -> SupervisorDocument:
+    """The state with no more attempts and resets than a reader accepts, the newest."""
+    return {
+        **state,
+        "attempts": state["attempts"][-MAX_ATTEMPTS:],
+        "resets": state["resets"][-MAX_ATTEMPTS:],
+    }

@@ -1,0 +1,65 @@
+"""Start `ckptctl run` in a process of its own, which can be killed at any of its writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+KILL_AT = "TEST_KILL_AT"
+"""`N` kills before write N of the state, `N+` after it."""
+
+
+def states(root: Path) -> list[dict]:
+    """The revisions of the state in a root, oldest first."""
+    folder = root / ".ckptctl" / "supervisor"
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("0*.json"))]
+
+
+def processes_with(word: str) -> list[int]:
+    """The living processes with a word in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+                continue
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX" and word.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Run the command line, and kill this process at the write that the environment names."""
+    from ckptctl.cli.main import main as run
+    from ckptctl.supervisor.state import LocalCopy, Revisions
+
+    wanted = os.environ.pop(KILL_AT, "")
+    n_writes = 0
+
+    def counted(write: Callable[..., object]) -> Callable[..., object]:
+        def counting(*args: object) -> object:
+            nonlocal n_writes
+            n_writes += 1
+            if wanted == str(n_writes):
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = write(*args)
+            if wanted == f"{n_writes}+":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return counting
+
+    Revisions.write = counted(Revisions.write)  # type: ignore[method-assign]
+    Revisions.renew = counted(Revisions.renew)  # type: ignore[method-assign]
+    LocalCopy.write = counted(LocalCopy.write)  # type: ignore[method-assign]
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()
