@@ -431,7 +431,7 @@ def _step(
 ) -> bool:
     """Run the next block, or decide that it is not to be run; False if the operator leaves."""
     block = _block(book, place)
-    event = _kept_from(place, block)
+    event = _kept_from(place, block, talk)
     talk.about_to(block, _values(book, place, block, record))
     if event is None and block.decides is not None:
         event = _decided(book, place, block, record, talk)
@@ -505,13 +505,13 @@ def _found_names(book: Runbook, place: Place, block: Block, record: Record) -> t
     return tuple(name for name in _values(book, place, block, record) if name in place.found)
 
 
-def _kept_from(place: Place, block: Block) -> str | None:
+def _kept_from(place: Place, block: Block, talk: Talk) -> str | None:
     """The reason not to run a block, if there is one."""
     if _missing(place, block):
         return "not run"
     if block.at_most and place.times.get(block.name, 0) >= block.at_most:
         return "too often"
-    return None
+    return _ASSUMED if talk.assumes and block.on(_ASSUMED) is not None else None
 
 
 def _run(

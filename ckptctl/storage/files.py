@@ -208,28 +208,38 @@ _APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 def append_line(path: str, line: bytes) -> None:
     """Append `line`, which must end with a line end, durably.
 
-    Creates the file, but not its folder. Raises `PathNotFound`, `AccessDenied`,
-    `StorageUnavailable`.
+    Creates the file with the line in it, so that a power cut leaves no empty file, but not its
+    folder. Raises `PathNotFound`, `AccessDenied`, `StorageUnavailable`.
     """
+    folder, name = os.path.split(path)
     try:
         with busy(path):
-            is_new = not os.path.exists(path)
-            fd = os.open(path, _APPENDED, 0o666)
-            try:
-                # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                _append(fd, line)
-            finally:
-                os.close(fd)
-            if is_new:
-                sync_folder(os.path.dirname(path) or ".")
+            if os.path.exists(path) or not _published_first(folder or ".", name, line):
+                _append(path, line)
     except OSError as exc:
         if exc.errno in FULL:
-            raise full(path, exc, os.path.dirname(path) or ".", len(line)) from exc
+            raise full(path, exc, folder or ".", len(line)) from exc
         raise _append_error(path, exc) from exc
 
 
-def _append(fd: int, line: bytes) -> None:
+def _published_first(folder: str, name: str, line: bytes) -> bool:
+    """Create the file with its first line; False if it exists by then."""
+    with Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as within:
+        try:
+            publish(name, (line,), within=within.fd, replace=False)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _append(path: str, line: bytes) -> None:
+    with Descriptor(os.open(path, _APPENDED, 0o666)) as file:
+        # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+        _write_line(file.fd, line)
+
+
+def _write_line(fd: int, line: bytes) -> None:
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         line = b"\n" + line

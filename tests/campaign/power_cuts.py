@@ -43,7 +43,7 @@ from watched_calls import Unflushed, stop_before, watch  # noqa: E402
 from written_things import WRITERS, Writer, make_base, scratch  # noqa: E402
 
 WITHOUT_DISKS = 3
-_PATIENCE_S = 60
+_PATIENCE_S = 600
 """How long a process may take that does one thing, before it is ended and says where it hung."""
 
 _RECLAIMED = re.compile(r"name removed: .*/\.ckptctl/resharding(/|$)")
@@ -74,6 +74,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     os.environ["OMP_NUM_THREADS"] = "1"
     import one_process  # noqa: F401 - torch is there before processes are forked
+    import torch._dynamo  # noqa: F401 - which the first optimizer of a process would import
 
     if asked.hook:
         exec(compile(asked.hook.read_text(), str(asked.hook), "exec"), {})

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,24 @@ def picked(root: Path, **options: Any) -> int | None:
         if error.exit_code != 10:
             raise
         return None
+
+
+def refused(root: Path) -> int:
+    """The exit code with which `pick` finds none; 0 where it takes one."""
+    try:
+        return ckptctl.pick(str(root), grace_s=0.0).exit_code
+    except NothingToResume as error:
+        return error.exit_code
+
+
+def ends_in_a_line(root: Path) -> bool:
+    """Whether the power went within a line of a ledger after the first, which comes whole."""
+    for ledger in root.glob(f"{OWN}/attempts/*.jsonl"):
+        first, *others = ledger.read_bytes().splitlines(keepends=True)
+        json.loads(first)
+        if any(not line.endswith(b"}\n") or b"\0" in line for line in others):
+            return True
+    return False
 
 
 def proven(step: Path) -> bool:
@@ -430,6 +448,7 @@ class ResumeFresh(Resume):
     name = "resume, in an empty root"
     kept = ()
     takes = None
+    _is_refused = False
 
     def prepare(self, disk: Path) -> None:
         pass
@@ -439,7 +458,17 @@ class ResumeFresh(Resume):
             if returned:
                 yield "the root is gone"
             return
+        if ends_in_a_line(disk / "run") and (self._is_refused or not returned):
+            # The line may have been that of a save: a person decides.
+            if refused(disk / "run") != 11:
+                yield "a root with half a line in its ledger is not refused"
+            return
         yield from super().judge(disk, returned=returned)
+
+    def again(self, disk: Path) -> None:
+        self._is_refused = ends_in_a_line(disk / "run")
+        if not self._is_refused:
+            super().again(disk)
 
 
 class Save(Writer):
@@ -530,19 +559,23 @@ class Runbook(Writer):
     """The record of a run, an event a file."""
 
     name = "events of a runbook"
-    events = ("opened", "began", "ended")
+    events: Mapping[str, Mapping[str, object]] = {
+        "opened": {"by": "me", "runbook": "rb-7", "title": "", "page": "", "inputs": {}},
+        "began": {"state": "Classify", "block": "suspects", "command": "", "values": {}},
+        "decided": {"by": "me", "inputs": {"CONFIRMED": "x" * 1000}},
+    }
 
     def write(self, disk: Path, ready: Any) -> None:
         with open_store(str(disk / "run")) as store:
             found = record.newest(store, "rb-7") or record.begun(store, "rb-7")
-            for event in self.events[len(found.events) :]:
-                found.add(event, text="x" * 1000)
+            for event in [*self.events][len(found.events) :]:
+                found.add(event, **self.events[event])
 
     def judge(self, disk: Path, *, returned: bool) -> Iterator[str]:
         with open_store(str(disk / "run")) as store:
             found = record.newest(store, "rb-7")
         events = tuple(str(event["event"]) for event in found.events) if found else ()
-        if events != self.events[: len(events)]:
+        if events != tuple(self.events)[: len(events)]:
             yield f"the events are {events}"
         if returned and len(events) < len(self.events):
             yield f"of the events only {events} are left"

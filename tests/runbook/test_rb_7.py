@@ -252,6 +252,22 @@ def test_a_dry_run_on_a_damaged_root_names_the_step_that_would_win(root):
     assert run_ckptctl("verify", root / "step_500", "--level", "content").returncode == 21
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_dry_run_does_not_wait_for_the_log_of_a_job_that_it_does_not_start(root, tmp_path, there):
+    log = tmp_path / "new.log"
+    if there:
+        log.write_text(rows(401, 420))
+    done = run_ckptctl(
+        *("runbook", "run", "rb-7", root, "--dry-run", "--json"),
+        *("--set", "RESUME=false", "--set", f"NEW_LOG={log}"),
+    )
+    document = validated(done.stdout)
+    assert document["exit_code"] == 31
+    ended = {one["block"]: one for one in document["events"] if one["event"] == "ended"}
+    assert (ended["loss"]["not_run"], ended["loss"]["exit_code"]) == ("dry run", None)
+    assert ended["loss"]["because"].startswith("a dry run starts no job, so NEW_LOG holds nothing")
+
+
 def loss_at(step: int) -> float:
     own = random.Random(step)
     return (2.5 + 3 / step**0.5) * (1 + own.gauss(0, 0.002))

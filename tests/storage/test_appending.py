@@ -22,6 +22,24 @@ def test_lines_come_one_after_the_other_in_a_file_that_is_made(tmp_path: Path) -
     assert path.read_bytes() == b"one\ntwo\n"
 
 
+def test_the_file_appears_with_its_first_line_and_is_never_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    real = os.write
+    seen: list[bool] = []
+
+    def write(fd: int, data: bytes) -> int:
+        seen.append(path.exists())
+        return real(fd, data)
+
+    monkeypatch.setattr(files.os, "write", write)
+    append_line(str(path), b"one\n")
+    assert seen == [False]
+    assert path.read_bytes() == b"one\n"
+    assert os.listdir(tmp_path) == ["lines"]
+
+
 def test_a_line_that_was_cut_short_is_closed_off(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntw")
