@@ -45,6 +45,13 @@ def prune(
         option("--unsealed", help="Also count steps without a seal as good."),
     ] = False,
     level: LevelOpt = None,
+    accept_unverifiable: Annotated[
+        bool,
+        option(
+            "--accept-unverifiable",
+            help="Also count sealed steps whose format has no checksums, as pick takes them.",
+        ),
+    ] = False,
     other_root: Annotated[
         list[str] | None,
         option(
@@ -73,6 +80,7 @@ def prune(
             apply=apply,
             unsealed=unsealed,
             level=level_of(level),
+            accept_unverifiable=accept_unverifiable,
             other_roots=tuple(other_root or ()),
             requirements=requirements,
             on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),

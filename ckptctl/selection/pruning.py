@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
+from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
@@ -36,6 +37,7 @@ from ckptctl.selection.leftovers import abandoned_uploads
 from ckptctl.selection.proofs import write_proof
 from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import (
+    SEALED_UNVERIFIABLE,
     OnLooked,
     PruneDecision,
     Retained,
@@ -89,6 +91,7 @@ def prune(
     apply: bool = False,
     unsealed: bool = False,
     level: Level | str | None = None,
+    accept_unverifiable: bool = False,
     other_roots: Sequence[str] = (),
     on_looked: OnLooked | None = None,
     on_bytes: OnBytes | None = None,
@@ -101,7 +104,8 @@ def prune(
 
     A step is good where `pick` would take it and its bytes are proven: by a seal, or with
     `unsealed` by a look at all of its bytes, which `apply` takes once and notes down in the
-    step. `level` is how deep `pick` is to look; None is as deep as is cheap. Pinned steps
+    step. `level` is how deep `pick` is to look; None is as deep as is cheap. With
+    `accept_unverifiable` sealed steps whose format has no checksums count as well. Pinned steps
     stay, those with a mark that cannot be read, and the one that the newest attempt resumed
     from; damaged ones are left to a person. A step that changed since its inspection is kept.
 
@@ -123,7 +127,7 @@ def prune(
     requirements, storage = options_from(keywords, requirements, storage)
     marks = requirements.marks
     marks_before = read_marks_file(marks) if marks is not None else None
-    policy = PickPolicy(level=known_level(level))
+    policy = PickPolicy(level=known_level(level), accept_unverifiable=accept_unverifiable)
     compiled = compile_pattern(requirements.pattern)
     with ExitStack() as stack:
         roots = roots_in((root, *other_roots))
@@ -142,6 +146,7 @@ def prune(
         )
         options = [
             *(["--unsealed"] if unsealed else []),
+            *(["--accept-unverifiable"] if accept_unverifiable else []),
             *(["--level", policy.level.value] if policy.level is not None else []),
             *(["--require", ",".join(requirements.require)] if requirements.require else []),
             *(word for url in other_roots for word in ("--other-root", url)),
@@ -254,8 +259,8 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
         message = f"nothing is removed: {root} holds no step at all"
     elif n_counted < keep:
         message = f"nothing is removed: {n_counted} of {keep} good steps exist"
-        if any("not sealed" in one.reason for one in decisions):
-            command = f"ckptctl seal {quoted}@auto"
+        command, why = _makes_count(decisions, again, quoted)
+        message += why
     elif apply:
         message = f"removed {_steps(going)}"
     elif going:
@@ -280,6 +285,21 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
         exit_code=max((error.exit_code for error in retained.failures), default=0),
         next_command=command,
     )
+
+
+def _makes_count(
+    decisions: Sequence[PruneDecision], again: str, root: str
+) -> tuple[str | None, str]:
+    """The command after which one more step counts, None if there is none; and an explanation."""
+    for one in decisions:
+        if one.reason.startswith(SEALED_UNVERIFIABLE):
+            return f"{again} --accept-unverifiable", ""
+        if one.verdict is Verdict.UNVERIFIABLE and not one.counts:
+            why = "; a step without checksums counts once it is sealed, with --accept-unverifiable"
+            return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", why
+        if "not sealed" in one.reason:
+            return f"ckptctl seal {root}@auto", ""
+    return None, ""
 
 
 def _newest(keep: int) -> str:

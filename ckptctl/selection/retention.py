@@ -46,6 +46,9 @@ ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
+SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
+"""Why a sealed step whose format has no checksums does not count."""
+
 OnLooked = Callable[[int, int], None]
 """Told how many steps of how many have been inspected."""
 
@@ -253,9 +256,13 @@ class RetentionPlan:
         reason = refusal(report, self._rules.policy)
         if reason is not None:
             choice.pass_over(report, reason)
+            if report.verdict is Verdict.UNVERIFIABLE and has_seal(looked):
+                return SEALED_UNVERIFIABLE
             return report.verdict.value if report.verdict is not Verdict.COMPLETE else reason
-        if not (self._rules.unsealed or has_seal(looked)):
-            return "whole, but not sealed"
+        if not has_seal(looked):
+            if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
+                return "without checksums, and not sealed"
+            return None if self._rules.unsealed else "whole, but not sealed"
         return None
 
     def _taken(
@@ -365,7 +372,9 @@ class RetentionPlan:
         if not looked.step.parts and not _is_left_over(looked):
             return "not recognised as a checkpoint"
         cut_short = report.interrupted or any(one.where == REMOVING for one in report.findings)
-        if report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short):
+        accepted = refusal(report, self._rules.policy) is None
+        is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
+        if is_old or accepted:
             return self._is_needed(candidate, gone)
         if report.verdict is Verdict.IN_PROGRESS:
             return "in-progress: it may still be written"
