@@ -27,7 +27,7 @@ from pathlib import Path
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.structure import Structure, read_structure
+from ckptctl.inspection.part_files import Structure, read_structure
 from ckptctl.model import Chunks, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

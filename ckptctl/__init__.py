@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from ckptctl.selection.retention import PruneDecision
     from ckptctl.selection.scanning import scan
     from ckptctl.selection.sealing import seal
-    from ckptctl.selection.showing import show
-    from ckptctl.selection.verifying import verify
+    from ckptctl.selection.verifying import show, verify
     from ckptctl.supervisor.restarting import keep_running
     from ckptctl.supervisor.results import Attempt, Supervised
 
@@ -140,8 +139,7 @@ _HOMES = {
     "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick Scan Sealed",
     "ckptctl.selection.scanning": "scan",
     "ckptctl.selection.sealing": "seal",
-    "ckptctl.selection.showing": "show",
-    "ckptctl.selection.verifying": "verify",
+    "ckptctl.selection.verifying": "show verify",
     "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions",
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",

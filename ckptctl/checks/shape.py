@@ -1,20 +1,29 @@
-"""Check the shape of a step directory: parts, sidecars, unfinished saves.
+"""Check a step directory by its names: parts, sidecars, unfinished saves, write times, its number.
 
-Answers by names alone: a name that a framework takes away when a step is whole,
-a file that it writes last, a pipeline stage that is missing, a file that nobody
-would write there, a format that is not sharded. What the metadata says of the
-shard files is `presence`'s question.
+Finds a name that a framework removes when a step is whole, a file that it writes last, a missing
+pipeline stage, a file that nobody would write there, and formats that are not sharded. `presence`
+compares the shard files with the metadata.
+
+A save writes its metadata last. Where some shards are much younger, a later save began to write
+over the step and was interrupted: the old metadata fits the new shards, and every record is sound.
+Times can be lost in a copy, so this is a suspicion only. So is another name in the metadata: a
+writer notes there what it called the folder, and a folder may be copied or renamed. Where the
+train state's own count of steps agrees with that name, the folder claims to be further, and a step
+that is further lies beside it, it is a copy that stands in the way. Only a seal proves that shards
+belong together.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import METADATA, step_name
 from ckptctl.formats.frameworks.state_keys import kind_of_file
-from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, Step
+from ckptctl.formatting import counted, inside, some_of
+from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
     PartFormat.FLAT: (
@@ -202,3 +211,105 @@ def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
 
 def _described(file: FileInfo | None) -> str:
     return f"{file.size:,} bytes ({file.identity})" if file else "no such file"
+
+
+QUIET_S = 600.0
+"""So long nothing is written between the end of a save and the next one over it.
+
+A copy without times leaves less between two files, and where it begins with the
+metadata, all shards are younger.
+"""
+
+
+def check_times(step: Step, part: Part, named: Collection[str]) -> Iterator[Finding]:
+    """Yield one `shard.newer` for shards that a later save has left among older ones.
+
+    `named` are the shard files that the metadata names. Nothing is said where the
+    storage keeps no times, or where all shards are younger alike.
+    """
+    times = {file.path: file.mtime_s for file in part.files if file.mtime_s is not None}
+    written_s = times.get(METADATA)
+    if written_s is None:
+        return
+    later = {path: times[path] - written_s for path in sorted(named) if path in times}
+    newer = [path for path, after_s in later.items() if after_s >= QUIET_S]
+    if not newer or len(newer) == len(later):
+        return
+    minutes = min(later[path] for path in newer) / 60
+    where = [inside(part.path, path) for path in newer]
+    yield Finding(
+        "shard.newer",
+        where[0],
+        f"{some_of(where)} {('was' if len(newer) == 1 else 'were')} written {minutes:,.0f} "
+        "minutes or more after the metadata, "
+        f"{counted(len(later) - len(newer), 'other shard file')} before it: a later save over "
+        "this step was interrupted, or a copy lost the modification times",
+        expected="metadata written last",
+        found=f"{counted(len(newer), 'shard file')} {minutes:,.0f} minutes younger",
+        next_command=shlex.join(["ckptctl", "verify", step.url, "--level", "structure"]),
+    )
+
+
+_NEAR = 1
+"""Some trainers count a step when it begins, others when it is done."""
+
+
+def own_number(metadata: Metadata) -> int | None:
+    """The step that the writer named the folder after, None where it did not say."""
+    if metadata.checkpoint_id is None:
+        return None
+    numbers = [
+        named.number
+        for word in metadata.checkpoint_id.replace("\\", "/").split("/")
+        if (named := step_name(word)) is not None and not named.bare
+    ]
+    return numbers[-1] if numbers else None
+
+
+def check_identity(step: Step, part: Part, metadata: Metadata) -> Iterator[Finding]:
+    """Yield `metadata.foreign` where the writer called the folder another step."""
+    number = own_number(metadata)
+    if number is None or step.number in (None, number):
+        return
+    where = inside(part.path, METADATA)
+    yield Finding(
+        "metadata.foreign",
+        where,
+        f"{where} was written for step {number} ({metadata.checkpoint_id}), but is in step "
+        f"{step.number}: the folder was renamed, or the metadata belongs to another step",
+        expected=f"step {step.number}",
+        found=f"step {number}",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def claims_further(step: Step, number: int | None) -> bool:
+    """Whether the folder is named after a step further than `number`, as the writer called it."""
+    return step.number is not None and number is not None and step.number > number + _NEAR
+
+
+def earlier_step(step: Step, own_numbers: Collection[int], counted: int | None) -> int | None:
+    """The earlier step that metadata and train state agree on; None where they do not.
+
+    `own_numbers` are those of `own_number`, of all parts; `counted` is the count of steps
+    in the train state, None where it has none. A folder that claims to be an earlier step
+    is no matter: as the beginning of another run it is named so on purpose.
+    """
+    if counted is None or len(own_numbers) != 1:
+        return None
+    (number,) = own_numbers
+    agree = abs(counted - number) <= _NEAR
+    return number if agree and claims_further(step, max(number, counted)) else None
+
+
+def wrong_step(step: Step, number: int, further: str) -> Finding:
+    """The finding `step.wrong-step` for what is step `number`; `further` lies beside it."""
+    return Finding(
+        "step.wrong-step",
+        step.name,
+        f"{step.name} holds step {number}: its metadata was written for that step, and its "
+        f"train state counts as many steps; {further} exists and is at least as far. A resume "
+        f"from here would start at step {number}",
+        expected=f"step {step.number}",
+        found=f"step {number}",
+    )

@@ -11,8 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.checks.presence import escape_reason
-from ckptctl.checks.sizes import holds_safetensors
+from ckptctl.checks.presence import escape_reason, holds_safetensors
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member

@@ -28,7 +28,7 @@ from ckptctl.cli.text import Line, line
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import UsageError
 from ckptctl.options import TIMEOUT_S
-from ckptctl.storage.watchdog import Watchdog
+from ckptctl.storage.waiting import Watchdog
 
 
 def _offers_of(annotation: Any) -> tuple[type, Mapping[str, Offer]] | None:

@@ -1,12 +1,14 @@
 """Inspect the bytes of a step at level `content`.
 
-Brings the parts of a step together for one pass over their bytes, and what that
-says together with what `structure` said before. Where there is a seal, its digests
-are compared in the same pass.
+Combines the parts of a step into one pass over their bytes, and adds the results to what
+`structure` found. Where there is a seal, its digests are compared in the same pass. A subset is
+chosen by bytes, in the order in which the records lie in the files, and is always the same for
+one step.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import StorageUnavailable
+from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.subsets import share
 from ckptctl.model import FileInfo, Part, PartFormat
 from ckptctl.records.byte_pass import Limits, Run, read_runs
 from ckptctl.records.content_runs import record_runs
@@ -187,3 +188,53 @@ def _not_all(proven: Proven, url: str, code: str) -> Finding:
         found=f"{proven.n_bytes:,} bytes",
         next_command=shlex.join(["ckptctl", "verify", url, "--level", "content"]),
     )
+
+
+_SHARE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%")
+
+
+def parse_subset(text: str | None) -> Choose | None:
+    """`3/7`, the third of seven parts, or `10%`, spread over all files; None for everything.
+
+    Seven parts of a step hold each record once. Raises `UsageError` for other words.
+    """
+    if text is None:
+        return None
+    part = _SHARE.fullmatch(text)
+    if part and 1 <= int(part[1]) <= int(part[2]):
+        number, of = int(part[1]), int(part[2])
+        return lambda lengths: share(lengths, number, of)
+    percent = _PERCENT.fullmatch(text)
+    if percent and 0 < float(percent[1]) <= 100:
+        fraction = float(percent[1]) / 100
+        return lambda lengths: _spread(lengths, fraction)
+    raise UsageError(
+        f"--subset is a part of several (3/7) or of all bytes (10%), not {text!r}",
+        instead="--subset 1/7",
+    )
+
+
+def share(lengths: Sequence[int], number: int, of: int) -> Collection[int]:
+    """The records whose middle lies in part `number` of `of` equal parts of all bytes."""
+    total = sum(lengths)
+    chosen = []
+    before = 0
+    for place, length in enumerate(lengths):
+        middle = 2 * before + length
+        if total and min(of - 1, middle * of // (2 * total)) == number - 1:
+            chosen.append(place)
+        before += length
+    return chosen
+
+
+def _spread(lengths: Sequence[int], part: float) -> Collection[int]:
+    """As many records as come to `part` of the bytes, evenly over all of them, the first always."""
+    chosen = []
+    passed = taken = 0
+    for place, length in enumerate(lengths):
+        if taken <= passed * part:
+            chosen.append(place)
+            taken += length
+        passed += length
+    return chosen

@@ -1,27 +1,47 @@
 """Inspect one step at a level, and report the findings.
 
-Everything that `scan`, `verify`, `pick` and `show` know of a step comes from here: the
-stages run over the open step in order, and `reports` adds their findings up. `choosing`
-chooses between steps.
+Everything that `scan`, `verify`, `pick` and `show` know of a step comes from here: the stages
+run over the open step in order, and their findings are added up to a report under the caller's
+requirements. `choosing` chooses between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptctl.checks.state import check_required
+from ckptctl.checks.world_size import (
+    check_saved_world_size,
+    check_world_size,
+    ranks_in,
+    saved_world_size,
+)
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
-from ckptctl.findings import Finding, Report
+from ckptctl.findings import (
+    EXIT_DENIED,
+    EXIT_STATE_MISSING,
+    EXIT_WORLD_SIZE,
+    NEVER_FINISHED,
+    NOTHING_PROVEN,
+    Finding,
+    Report,
+    Verdict,
+    in_order,
+    verdict_of,
+)
+from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.relisting import contradicted
-from ckptctl.inspection.reports import report_failed, report_on
-from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found
-from ckptctl.model import Level, Step
+from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
+from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind, ShortRead
 
 if TYPE_CHECKING:
+    from ckptctl.formats.own.seals import Seal
     from ckptctl.inspection.content import Asked
     from ckptctl.inspection.predecessor import Older
     from ckptctl.inspection.seal_and_marks import Notes
@@ -153,3 +173,167 @@ _NOT_KNOWN = {
     "step.denied": "nothing is known about the step",
     "step.unknown": "nothing is known about the step",
 }
+
+
+_REPLACES = {
+    # Metadata of another step is a suspicion, until the train state agrees with it.
+    "step.wrong-step": frozenset({"metadata.foreign"}),
+    # What a storage says that contradicts itself proves no change.
+    "step.unknown": frozenset({"step.changed"}),
+}
+"""Findings that explain others, which are left out then."""
+
+_SAID_AGAIN = frozenset({"record.crc", "record.framing"})
+"""Findings that structure and content have of the same file; the later one counts."""
+
+_SAID_BETTER = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
+"""Notes of shallower levels that reading every byte settles, one way or the other."""
+
+
+def settled(found: Found) -> list[Finding]:
+    """The findings of all stages, without those that a later one repeats or explains."""
+    replaced = {code for one in found.findings for code in _REPLACES.get(one.code, ())}
+    if found.content is not None and found.content.whole:
+        replaced |= _SAID_BETTER
+    by_content = found.content.findings if found.content is not None else ()
+    again = {(one.code, one.where) for one in by_content if one.code in _SAID_AGAIN}
+    latest = {id(one) for one in by_content}
+    return [
+        one
+        for one in found.findings
+        if id(one) in latest or not (one.code in replaced or (one.code, one.where) in again)
+    ]
+
+
+def report_on(opened: OpenStep, found: Found) -> Report:
+    """Add up what was found of a step, and hold it against the requirements."""
+    return _report(opened.step, opened.parts, found, settled(found))
+
+
+def report_failed(step: Step, found: Found, failed: Finding) -> Report:
+    """The report on a step that could not be inspected: `failed` alone says why."""
+    blank = Found(found.requirements, found.level)
+    return _report(step, (), blank, [failed])
+
+
+def _report(
+    step: Step, parts: Sequence[OpenPart], found: Found, findings: Sequence[Finding]
+) -> Report:
+    requirements, state = found.requirements, found.state
+    seal = found.notes.seal if found.notes else None
+    is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
+    named = {part.path: part.ranges.file_names for part in parts if part.metadata}
+    saved = _sealed_world_size(seal, saved_world_size(step.parts, named, state))
+    findings = [*_in_flight(step, findings, requirements.grace_s)]
+    if is_known and step.parts:
+        if _holds_metadata(parts):
+            findings += check_required(state, requirements.require, step.url)
+        if requirements.saved_world_size is not None:
+            findings += check_saved_world_size(step.parts, requirements.saved_world_size, step.url)
+        if requirements.world_size is not None:
+            findings += check_world_size(
+                step.parts, state, saved, requirements.world_size, step.url
+            )
+    verdict = verdict_of(findings)
+    metadata = [(part, one) for part in parts for one in part.metadata]
+    files = _saved_files(step)
+    proven = found.content.proven if found.content else NOTHING_PROVEN
+    return Report(
+        url=step.url,
+        number=step.number,
+        layout=step.layout,
+        verdict=verdict,
+        exit_code=_exit_code(verdict, findings, state, requirements),
+        level=found.level,
+        findings=in_order(findings),
+        state=state,
+        world_size=saved,
+        n_bytes=sum(file.size for file in files),
+        n_files=len(files),
+        n_tensors=sum(len(one.tensors) for _, one in metadata),
+        n_records=sum(len(part.ranges) for part in parts),
+        bytes_read=sum(part.bytes_read for part in parts)
+        + (found.content.n_read if found.content else 0),
+        written_s=_newest(files),
+        parts=tuple(part.path for part in step.parts),
+        digests=tuple((part.metadata_path(one.rank), one.digest) for part, one in metadata),
+        ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
+        seal=seal.kind if seal else None,
+        bytes_in_records=proven.n_asked,
+        bytes_proven=proven.n_bytes,
+        records_proven=proven.n_records,
+        values_scanned=proven.n_values,
+        by_store=found.by_store,
+    )
+
+
+def _holds_metadata(parts: Sequence[OpenPart]) -> bool:
+    # Without metadata there is nothing to say what a resume would restore.
+    return all(part.metadata or part.part.format not in SHARDED for part in parts)
+
+
+def _saved_files(step: Step) -> list[FileInfo]:
+    """The files of the step without those that ckptctl wrote: they say nothing of the save."""
+    return [file for file in step.files if not is_own(file.path)]
+
+
+def _sealed_world_size(seal: Seal | None, found: WorldSize | None) -> WorldSize | None:
+    """The world size that is known best: a seal may know what files can only bound."""
+    known = seal.step.world_size if seal else None
+    if known is None or (found is not None and not found.at_least):
+        return found
+    return WorldSize(known, "seal")
+
+
+def _newest(files: Sequence[FileInfo]) -> float | None:
+    return max((file.mtime_s for file in files if file.mtime_s is not None), default=None)
+
+
+MAX_AHEAD_S = 12 * 3600.0
+"""How far a storage's clock may be ahead: local time for UTC, at most."""
+
+
+def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Iterator[Finding]:
+    """The findings, with those of an unfinished save as one `step.in-progress` while it is young.
+
+    The storage's clock may be ahead of this host's, so that a time in the future is young too.
+    One further ahead than `MAX_AHEAD_S` is no clock's, and says nothing.
+    """
+    newest = _newest(_saved_files(step))
+    age_s = None if newest is None else time.time() - newest
+    ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
+    young = age_s is not None and -ahead_s <= age_s < grace_s
+    unfinished = [finding for finding in findings if finding.code in NEVER_FINISHED]
+    if age_s is None or not (young and unfinished):
+        yield from findings
+        return
+    when = f"{age_s:.0f} s ago" if age_s >= 0 else f"{-age_s:.0f} s in the future"
+    yield from (finding for finding in findings if finding.code not in NEVER_FINISHED)
+    yield Finding(
+        "step.in-progress",
+        unfinished[0].where,
+        f"{unfinished[0].message}, but the last write was {when}: a save may still be running",
+        expected=f"no write for {grace_s:.0f} s",
+        found=f"a write {when}",
+        next_command=f"ckptctl verify {shlex.quote(step.url)}",
+    )
+
+
+def _exit_code(
+    verdict: Verdict, findings: Sequence[Finding], state: TrainState, requirements: Requirements
+) -> int:
+    if verdict is Verdict.UNKNOWN:
+        denied = any(finding.code == "step.denied" for finding in findings)
+        return EXIT_DENIED if denied else verdict.exit_code
+    codes = {finding.code for finding in findings}
+    lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
+    fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(requirements.require)
+    if verdict is Verdict.UNVERIFIABLE and fixed:
+        return EXIT_WORLD_SIZE
+    if verdict is not Verdict.COMPLETE:
+        return verdict.exit_code
+    if fixed:
+        return EXIT_WORLD_SIZE
+    if any(kind not in state.held for kind in requirements.require):
+        return EXIT_STATE_MISSING
+    return 0

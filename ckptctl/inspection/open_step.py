@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.identity import own_number
-from ckptctl.checks.shape import sidecars_of
+from ckptctl.checks.shape import own_number, sidecars_of
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -22,14 +21,15 @@ from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
-from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES, read_metadata
-from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
-from ckptctl.inspection.structure import (
+from ckptctl.inspection.part_files import (
+    MAX_METADATA_BYTES,
     Structure,
     n_structure_reads,
     optimizer_steps,
+    read_metadata,
     read_structure,
 )
+from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

@@ -1,27 +1,30 @@
-"""Read the seal and the marks of a step.
+"""Read the seal and the marks of a step, and files of marks.
 
-Read only where the listing of the step shows that there is something, or where
-the caller gave a file of marks. What is damaged becomes a finding, and the step is
-judged without it.
+In a step they are read only where its listing shows that there is something. A file of marks
+is for steps that cannot be written to: one mark per line, of any step of any root; new marks are
+appended. What is damaged becomes a finding, and the step is inspected without it.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import stat
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.checks.marks import check_marks
-from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_seal, speaks_of_step
-from ckptctl.checks.store_checksums import check_stored, without_seal
-from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
+from ckptctl.checks.sealed_bytes import check_stored, without_seal
+from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_marks, check_seal, speaks_of_step
+from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
     Mark,
     MarkKind,
+    mark_bytes,
     metadata_digest,
     named_word,
     parse_mark,
@@ -31,6 +34,8 @@ from ckptctl.formats.own.seals import MAX_SEAL_BYTES, SEAL, Seal, SealedFile, pa
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Span, TooLarge
+from ckptctl.storage.files import append_line
+from ckptctl.storage.opening import absolute_url
 
 if TYPE_CHECKING:
     from ckptctl.inspection.open_step import OpenStep
@@ -76,8 +81,6 @@ def read_notes(
     current = metadata_digest(tuple(digests.items()))
     marks, damaged = opened.marks
     if requirements.marks is not None:
-        from ckptctl.inspection.marks_file import read_marks_file
-
         marks += read_marks_file(requirements.marks).on_step(step.url, step.number, current)
     found = [*damaged, *check_marks(marks, step, current)]
     own = standing(mark for mark in marks if mark.speaks_of(step.number, current))
@@ -240,3 +243,89 @@ def _as_listed(step: Step, seal: Seal, told: Collection[str]) -> list[SealedFile
         for file in seal.files
         if file.path not in left_out and sizes.get(file.path) == file.size
     ]
+
+
+MAX_FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MarksInFile:
+    """The marks of a file."""
+
+    path: str
+    marks: tuple[Mark, ...] = ()
+
+    def on_step(self, url: str, number: int | None, metadata: str | None) -> tuple[Mark, ...]:
+        """The marks on a step, of whichever save: by its metadata, or by where it lies.
+
+        A root may have been moved or mounted elsewhere; metadata is the same there.
+        """
+        lies_at = absolute_url(url)
+        return tuple(
+            mark
+            for mark in self.marks
+            if mark.url == lies_at or (metadata is not None and mark.speaks_of(number, metadata))
+        )
+
+
+def read_marks_file(path: str) -> MarksInFile:
+    """All marks in a file; none where there is no file yet.
+
+    Raises `UsageError` where the file, or a line of it, cannot be read: that line may be a
+    rejection of any step, and a rejection must not be passed over.
+
+    Cost: one read of the file; it is parsed only where it has changed since the last call.
+    """
+    return _parsed(path, _content(path))
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: str, content: bytes) -> MarksInFile:
+    marks = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            if len(line) > MAX_MARK_BYTES:
+                raise OwnFileUnreadable(f"it is {len(line):,} bytes long")
+            marks.append(parse_mark(line))
+        except OwnFileUnreadable as error:
+            raise UsageError(
+                f"the file of marks {path} cannot be read: line {number} is not a mark: "
+                f"{error.message}. It may reject any step, so nothing is decided without it: "
+                "correct the line, or delete it and reject the step again",
+                next_command=f"sed -n {number}p {shlex.quote(path)}",
+            ) from error
+    return MarksInFile(path, tuple(marks))
+
+
+def check_marks_file(path: str | None) -> None:
+    """Raise as `read_marks_file` does, before anything else is asked of a storage."""
+    if path is not None:
+        read_marks_file(path)
+
+
+def _content(path: str) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise _bad_file(path, error.strerror or type(error).__name__) from error
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_FILE_BYTES:
+        os.close(fd)
+        what = f"it is {about.st_size:,} bytes, more than {MAX_FILE_BYTES:,}"
+        raise _bad_file(path, what if stat.S_ISREG(about.st_mode) else "it is not a regular file")
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def _bad_file(path: str, why: str) -> UsageError:
+    return UsageError(f"the file of marks {path} cannot be read: {why}")
+
+
+def add_mark(path: str, mark: Mark) -> None:
+    """Add one mark to a file, durably; raises `StorageError` where that cannot be."""
+    append_line(path, mark_bytes(mark))

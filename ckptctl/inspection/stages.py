@@ -3,34 +3,40 @@
 Each stage takes the open step and what was found so far, and yields findings; what
 later stages and the report need besides, it writes into `Found`. A stage that does not
 apply (at this level, or without a seal) yields nothing. Replacing one finding by
-another that explains it is left to the report, see `reports.settled`.
+another that explains it is left to the report, see `inspecting.settled`.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.identity import check_identity, claims_further, earlier_step
-from ckptctl.checks.presence import check_holds_anything, check_presence
-from ckptctl.checks.shape import check_shape, check_unchanged, sidecars_of
-from ckptctl.checks.sizes import check_sizes
+from ckptctl.checks.presence import check_holds_anything, check_presence, check_sizes
+from ckptctl.checks.shape import (
+    check_identity,
+    check_shape,
+    check_times,
+    check_unchanged,
+    claims_further,
+    earlier_step,
+    sidecars_of,
+)
 from ckptctl.checks.state import NO_STATE, Sources, check_optimizer_steps, train_state
-from ckptctl.checks.times import check_times
+from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.relisting import contradicted, left_out
+from ckptctl.inspection.part_files import steps_by_optimizer
 from ckptctl.inspection.sidecars import check_documents
-from ckptctl.inspection.structure import steps_by_optimizer
-from ckptctl.model import Level, Part, PartFormat, TrainState
+from ckptctl.model import Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Kind, ShortRead, Span, Store
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
@@ -108,7 +114,7 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     read for each file and each index; a second one for headers of more than 64 KiB.
     """
     from ckptctl.checks.safetensors import check_safetensors
-    from ckptctl.records.headers import read_headers, read_indexes
+    from ckptctl.records.reads import read_headers, read_indexes
 
     headers = read_headers(store, folder, part.files)
     return check_safetensors(part, headers, read_indexes(store, folder, part.files))
@@ -275,3 +281,78 @@ STAGES: tuple[Stage, ...] = (
 
 HELPER_STAGES: tuple[Stage, ...] = (content,)
 """Those of a process that reads a share of the bytes for another one, which reports."""
+
+
+MAX_ASKED = 4
+"""Missing files that are asked for by name; a listing that lacks one is told by any."""
+
+_MISSING = frozenset({"shard.missing", "metadata.missing", "file.missing"})
+
+
+def left_out(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a `step.unknown` where a file is there that the listing lacks.
+
+    A local file system is taken at its word. Storage errors pass through. Cost: a read
+    of one byte for each file that is missing, at most `MAX_ASKED`.
+    """
+    if opened.store.kind is Kind.LOCAL:
+        return
+    listed = {file.path for file in opened.files}
+    missing = [f.where for f in findings if f.code in _MISSING and f.where not in listed]
+    for where in missing[:MAX_ASKED]:
+        if _is_there(opened, where):
+            yield _not_listed(opened.step, where)
+            return
+
+
+def _is_there(opened: OpenStep, path: str) -> bool:
+    try:
+        for _ in opened.store.read_spans([Span(opened.in_store(path), 0, 1)]):
+            pass
+    except PathNotFound:
+        return False
+    except ShortRead:
+        pass  # an empty one
+    return True
+
+
+def contradicted(opened: OpenStep, findings: Sequence[Finding]) -> Finding | None:
+    """A `step.unknown` where a `step.changed` among the findings is not borne out; else None.
+
+    The step is listed once more: a change that no listing shows, and one that a read
+    contradicts, says that the storage cannot be trusted. Storage errors pass through.
+    Cost: nothing without a `step.changed`; else one listing, and a read of one byte for
+    each file that is gone from it, at most `MAX_ASKED`.
+    """
+    said = next((finding for finding in findings if finding.code == "step.changed"), None)
+    if said is None:
+        return None
+    step = opened.listed
+    now = opened.list_again()
+    gone = {file.path for file in step.files} - {file.path for file in now}
+    hidden = [path for path in sorted(gone)[:MAX_ASKED] if _is_there(opened, path)]
+    if hidden:
+        return _not_listed(step, hidden[0])
+    # Where the first listing failed there is nothing that could have changed since.
+    if step.files and any(check_unchanged(step, now)):
+        return None
+    what = (
+        f"one answer reports {said.where} as missing or changed, and a listing shows it unchanged"
+    )
+    return _unknown(step, said.where, what, said.found)
+
+
+def _not_listed(step: Step, where: str) -> Finding:
+    what = f"{where} exists, and a listing does not show it"
+    return _unknown(step, where, what, "a listing without it")
+
+
+def _unknown(step: Step, where: str, what: str, found: str | None) -> Finding:
+    return Finding(
+        "step.unknown",
+        where,
+        f"{what}: the storage contradicts itself, and nothing is known about the step",
+        expected="a listing and reads that agree",
+        found=found,
+        next_command=f"ckptctl verify {shlex.quote(step.url)}",
+    )

@@ -23,8 +23,7 @@ from typing import TypedDict
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
-from ckptctl.preflight_checks.nodes import facts_of_this_node
-from ckptctl.preflight_checks.probing import Compared, StorageProbe, Written
+from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, open_store

@@ -18,24 +18,30 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import parts_of
-from ckptctl.goodput.measuring import Measured, measured_in
+from ckptctl.goodput.estimating import Measured, measured_in
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds
-from ckptctl.preflight_checks.nodes import check_nodes, facts_of_this_node
-from ckptctl.preflight_checks.probing import StorageProbe, Written, check_probe
+from ckptctl.preflight_checks.nodes import (
+    StorageProbe,
+    Written,
+    check_nodes,
+    check_probe,
+    facts_of_this_node,
+)
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome, Preflight, Sized
 from ckptctl.preflight_checks.sizing import (
     capacity_of,
     check_cadence,
     check_capacity,
+    check_damage,
     check_resharding,
     check_sizes,
+    check_writers,
     ranks_in,
     sized,
 )
-from ckptctl.preflight_checks.suspects import check_damage, check_writers
 from ckptctl.resharding.advising import Advice, command, countable
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Answer, Pick

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Kind, Span, Store
-from ckptctl.storage.threads import start_daemon
+from ckptctl.storage.waiting import start_daemon
 
 PIECE_BYTES = 1 << 20
 """Bytes a read on a file system: larger ones fall out of the processor's cache."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptctl.records.byte_pass import Piece
-from ckptctl.records.checksums import CrcPart, ElementChecksum
 from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
+from ckptctl.records.verification import CrcPart, ElementChecksum
 
 RUN_BYTES = 32 << 20
 """Bytes that one thread reads before it takes the next run."""

@@ -37,8 +37,7 @@ from ckptctl.model import (
     Metadata,
     TensorEntry,
 )
-from ckptctl.records.slices import TensorSlice
-from ckptctl.records.strided_copy import aligned
+from ckptctl.records.slices import TensorSlice, aligned
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held, opened_at
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.resharding.unpublished import WithFiles

@@ -17,8 +17,8 @@ from ckptctl.errors import PathNotFound
 from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.checksums import CrcPart, combined_crc
 from ckptctl.records.digest_runs import CrcRun
+from ckptctl.records.verification import CrcPart, combined_crc
 from ckptctl.resharding.reading import Damage, Opened, Piece, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
 from ckptctl.storage.contract import Store

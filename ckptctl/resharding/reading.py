@@ -29,8 +29,16 @@ from ckptctl.records.opening import (
     open_whole,
 )
 from ckptctl.records.reads import open_one_record
-from ckptctl.records.slices import Dims, TensorSlice, is_contiguous, position, row_major
-from ckptctl.records.strided_copy import Strided, aligned, copy_strided
+from ckptctl.records.slices import (
+    Dims,
+    Strided,
+    TensorSlice,
+    aligned,
+    copy_strided,
+    is_contiguous,
+    position,
+    row_major,
+)
 from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourceTensor
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store

@@ -28,7 +28,7 @@ from ckptctl.formats.archive.safetensors import (
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
-from ckptctl.records.headers import read_headers
+from ckptctl.records.reads import read_headers
 from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles
 from ckptctl.resharding.sources import SourceChunk, SourcePart, SourceTensor

@@ -28,7 +28,7 @@ from ckptctl.formats.own.marks import (
     standing,
 )
 from ckptctl.inspection.inspecting import inspect_step
-from ckptctl.inspection.marks_file import add_mark
+from ckptctl.inspection.seal_and_marks import add_mark
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.results import Marked

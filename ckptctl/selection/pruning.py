@@ -19,7 +19,7 @@ from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.marks_file import MarksInFile, read_marks_file
+from ckptctl.inspection.seal_and_marks import MarksInFile, read_marks_file
 from ckptctl.model import ExitCode, Level, Positive
 from ckptctl.options import (
     PickPolicy,
@@ -33,9 +33,8 @@ from ckptctl.selection.choosing import Candidate, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
-from ckptctl.selection.leftovers import abandoned_uploads
 from ckptctl.selection.proofs import write_proof
-from ckptctl.selection.removing import remove_step
+from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.retention import (
     SEALED_UNVERIFIABLE,
     OnLooked,

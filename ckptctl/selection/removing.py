@@ -1,21 +1,30 @@
-"""Remove a step so that no reader takes a partly removed one.
+"""Remove steps and abandoned uploads, so that no reader takes a partly removed step.
 
-Its metadata first: from then on it is an interrupted save to everyone, is never taken, and
-goes for good at the next retention. A format without DCP metadata gets a note instead, which
-goes last: without it, what is left would pass for a step of weights alone. Then what ckptctl
-wrote about the step, then the rest. Which steps may go is decided in `pruning`.
+The metadata of a step is removed first: from then on it is an interrupted save to everyone, is
+never taken, and is removed for good at the next retention. A format without DCP metadata gets a
+note instead, which is removed last: without it, what is left would pass for a step of weights
+alone. Then what ckptctl wrote about the step, then the rest. `pruning` decides which steps go.
+
+A killed save leaves multipart uploads. Their parts are in no listing and are billed until
+somebody aborts them. An upload of an attempt that no longer holds the root is abandoned: whoever
+began it may not publish any more. One under a name without an attempt belongs to another tool,
+and counts as abandoned once it is older than a day. Everything else may still be running, and
+stays.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ckptctl.errors import AccessDenied, StorageError, StorageUnavailable
-from ckptctl.formats.frameworks.layouts import METADATA, REMOVING, is_flat_file, is_own
+from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
+from ckptctl.formats.frameworks.layouts import METADATA, REMOVING, is_flat_file, is_own, step_name
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Store
+from ckptctl.selection.fencing import holder
+from ckptctl.storage.contract import NotSupported, Store, Upload
 from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.storage.opening import join_url
 
@@ -64,3 +73,34 @@ def _note(store: Store, name: str) -> list[str]:
 
 def _is_marker(path: str) -> bool:
     return path.rsplit("/", 1)[-1].endswith(METADATA)
+
+
+MAX_AGE_S = 24 * 3600.0
+"""No single object takes a day to write."""
+
+
+def abandoned_uploads(
+    store: Store, pattern: re.Pattern[str] | None = None, *, number: int | None = None
+) -> Sequence[Upload]:
+    """The uploads into steps of a root that nobody will end; with `number` into that step.
+
+    Empty where the client cannot list them, or nobody allows it: a lifecycle rule of the
+    bucket has to abort them then. Cost: a listing of the fence, and one request for each
+    1,000 uploads.
+    """
+    found: Sequence[Upload] = ()
+    with suppress(NotSupported, AccessDenied, PathNotFound):
+        found = store.list_uploads()
+    if not found:
+        return ()
+    held = holder(store)
+    token = held.number if held else 0
+    abandoned = []
+    for upload in found:
+        named = step_name(upload.path.partition("/")[0], pattern)
+        if named is None or (number is not None and named.number != number):
+            continue
+        old = upload.begun_s is not None and time.time() - upload.begun_s > MAX_AGE_S
+        if 0 < named.attempt < token or (not named.attempt and old):
+            abandoned.append(upload)
+    return abandoned

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
+from ckptctl.checks.sealed_bytes import as_kept, best_of
 from ckptctl.checks.seals import written_ms
 from ckptctl.checks.shape import check_unchanged
-from ckptctl.checks.store_checksums import as_kept, best_of
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
@@ -32,7 +32,7 @@ from ckptctl.formats.own.seals import (
 )
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
-from ckptctl.inspection.relisting import contradicted
+from ckptctl.inspection.stages import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs

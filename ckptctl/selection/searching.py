@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
-from ckptctl.inspection.marks_file import check_marks_file
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import Resume, left_behind, ruled_out

@@ -1,34 +1,39 @@
-"""Verify one step."""
+"""Verify one step, and describe its contents: tensors, ranks, sizes, train state."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file, shard_rank
+from ckptctl.formats.frameworks.state_keys import entry_kinds
+from ckptctl.formatting import inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.inspection.marks_file import check_marks_file
-from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import FileInfo, Level
+from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.model import DTYPE_SIZES, FileInfo, Level, Metadata, TensorEntry
 from ckptctl.options import (
     ContentOptions,
     Requirements,
+    StorageKeywords,
     StorageOptions,
     VerifyKeywords,
     known_level,
     options_from,
 )
-from ckptctl.selection.lone_files import check_no_lone_file
 from ckptctl.selection.picking import pick
+from ckptctl.selection.results import Contents, ShardRow, TensorRow
 from ckptctl.selection.roots import list_root, older_steps
-from ckptctl.selection.targets import check_is_step, named_step, parse_target
+from ckptctl.selection.targets import check_is_step, check_no_lone_file, named_step, parse_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -122,8 +127,7 @@ def _reading(
 ) -> Asked:
     # Imported here: the other levels do not need them, and start sooner.
     from ckptctl.distributed.process_group import ProcessGroup
-    from ckptctl.inspection.content import Asked
-    from ckptctl.inspection.subsets import parse_subset
+    from ckptctl.inspection.content import Asked, parse_subset
     from ckptctl.records.byte_pass import Limits, Stop
 
     until_s = None if content.deadline_s is None else time.monotonic() + content.deadline_s
@@ -193,3 +197,91 @@ def open_target(
             check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)
         yield found
+
+
+def show(
+    step: str,
+    *,
+    pattern: str | None = None,
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StorageKeywords],
+) -> Contents:
+    """List what a step holds, by its metadata and its small files.
+
+    `step` is named as for `verify`, and the same is raised. The step is inspected at
+    `listing`: what is wrong with it is in `findings`.
+    """
+    requirements = Requirements(pattern=pattern)
+    storage = options_from(keywords, storage)
+    with open_target(step, requirements, storage) as found:
+        return _contents(found.inspect(requirements, Level.LISTING))
+
+
+def _contents(looked: Inspection) -> Contents:
+    report = looked.report
+    tensors = tuple(row for part in looked.parts for row in _tensors(part))
+    metadata = [one for part in looked.parts for one in part.metadata]
+    by_kind: Counter[str] = Counter()
+    for row in tensors:
+        by_kind[row.kind] += row.n_bytes
+    return Contents(
+        url=report.url,
+        number=report.number,
+        layout=report.layout,
+        exit_code=report.exit_code,
+        tensors=tensors,
+        bytes_entries=tuple(fqn for one in metadata for fqn in one.bytes_entries),
+        shards=tuple(row for part in looked.parts for row in _shards(part)),
+        state=report.state,
+        world_size=report.world_size,
+        n_params=sum(prod(row.shape) for row in tensors if row.kind == "model"),
+        n_bytes=report.n_bytes,
+        bytes_by_kind=tuple(by_kind.most_common()),
+        checkpoint_id=next((one.checkpoint_id for one in metadata if one.checkpoint_id), None),
+        save_id=next((one.save_id for one in metadata if one.save_id), None),
+        torch_version=_torch_version(metadata[0]) if metadata else "unknown",
+        findings=report.findings,
+        next_command=f"ckptctl verify {shlex.quote(report.url)} --level structure",
+    )
+
+
+def _tensors(part: OpenPart) -> Iterator[TensorRow]:
+    seen: set[str] = set()
+    for metadata in part.metadata:
+        kinds = entry_kinds(metadata, part.part.path)
+        for fqn, entry in metadata.tensors.items():
+            if fqn not in seen:
+                seen.add(fqn)
+                yield TensorRow(
+                    fqn,
+                    entry.dtype,
+                    entry.shape,
+                    len(entry.chunks),
+                    _n_bytes(entry),
+                    kinds[fqn].names[0],
+                )
+
+
+def _n_bytes(entry: TensorEntry) -> int:
+    return prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
+
+
+def _shards(part: OpenPart) -> Iterator[ShardRow]:
+    records = part.records_by_file
+    for file in part.part.files:
+        path = inside(part.part.path, file.path)
+        if file.path.endswith((".distcp", ".safetensors")):
+            n_records = records.get(file.path, 0)
+            yield ShardRow(path, shard_rank(file.path), file.size, n_records)
+
+
+def _torch_version(metadata: Metadata) -> str:
+    """Which torch wrote metadata that looks like this.
+
+    Source: `torch/distributed/checkpoint/metadata.py` of 2.1 to 2.15.
+    """
+    if any(entry.strides is not None for entry in metadata.tensors.values()):
+        return "2.15 or newer"
+    if metadata.version is not None:
+        return "2.9 or newer"
+    return "2.4 to 2.8" if metadata.save_id is not None else "2.1 to 2.3"

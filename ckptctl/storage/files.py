@@ -23,8 +23,7 @@ from typing import NamedTuple
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind
-from ckptctl.storage.retrying import Transient
-from ckptctl.storage.watchdog import beat, busy
+from ckptctl.storage.waiting import Transient, beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})

@@ -25,8 +25,8 @@ from ckptctl.errors import (
 from ckptctl.model import Checksum, FileInfo, Kept
 from ckptctl.storage.contract import NotSupported, ShortRead, Upload
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Retries, Throttled, Transient
 from ckptctl.storage.s3 import hex_of
+from ckptctl.storage.waiting import Retries, Throttled, Transient
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Span
-from ckptctl.storage.threads import start_daemon
+from ckptctl.storage.waiting import start_daemon
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -41,8 +41,7 @@ from ckptctl.storage.files import (
     publish,
     scan,
 )
-from ckptctl.storage.retrying import Retries, Transient, retried
-from ckptctl.storage.watchdog import beat, busy
+from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
 T = TypeVar("T")
 

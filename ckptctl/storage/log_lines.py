@@ -27,7 +27,7 @@ from ckptctl.errors import (
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
-from ckptctl.storage.watchdog import busy
+from ckptctl.storage.waiting import busy
 
 _PIECE = 1 << 20
 _REMOTE_PIECE = 8 << 20

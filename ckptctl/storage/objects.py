@@ -25,7 +25,7 @@ from ckptctl.storage.contract import (
     key_of,
 )
 from ckptctl.storage.in_flight import in_flight, read_in_flight
-from ckptctl.storage.retrying import Retries, Transient, retried
+from ckptctl.storage.waiting import Retries, Transient, retried
 
 T = TypeVar("T")
 

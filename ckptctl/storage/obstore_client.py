@@ -25,10 +25,9 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage import retrying
+from ckptctl.storage import waiting
 from ckptctl.storage.contract import NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
-from ckptctl.storage.retrying import Retries, Transient
 from ckptctl.storage.s3 import (
     MEANINGS,
     ChangedOnTheWay,
@@ -37,6 +36,7 @@ from ckptctl.storage.s3 import (
     error_of,
     needs_no_key,
 )
+from ckptctl.storage.waiting import Retries, Transient
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
@@ -315,8 +315,8 @@ def _retry_config(retries: Retries) -> RetryConfig:
         "max_retries": _NO_COUNT if retries.for_s else retries.count,
         "retry_timeout": timedelta(seconds=retries.for_s) if retries.for_s else _NO_TIME,
         "backoff": {
-            "init_backoff": timedelta(seconds=retrying.FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=retrying.LONGEST_PAUSE_S * retrying.THROTTLED),
+            "init_backoff": timedelta(seconds=waiting.FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=waiting.LONGEST_PAUSE_S * waiting.THROTTLED),
             "base": 2,
         },
     }

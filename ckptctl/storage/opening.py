@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.contract import Store
-from ckptctl.storage.retrying import Retries
+from ckptctl.storage.waiting import Retries
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

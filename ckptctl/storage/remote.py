@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.storage.contract import Store
 from ckptctl.storage.objects import Client, ObjectStore
-from ckptctl.storage.retrying import Retries
 from ckptctl.storage.s3 import checked_settings
+from ckptctl.storage.waiting import Retries
 
 _S3 = frozenset({"s3", "s3a"})
 _BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")

@@ -33,7 +33,7 @@ from ckptctl.errors import (
 from ckptctl.model import Checksum
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Throttled, Transient
+from ckptctl.storage.waiting import Throttled, Transient
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Variables for the endpoint, in order of precedence."""

@@ -20,7 +20,6 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Upload
 from ckptctl.storage.in_flight import WIDTH
 from ckptctl.storage.objects import CannotCreate
-from ckptctl.storage.retrying import Retries, Transient, retried
 from ckptctl.storage.s3 import (
     NO_CREDENTIALS,
     NoSuchUpload,
@@ -28,6 +27,7 @@ from ckptctl.storage.s3 import (
     error_of,
     needs_no_key,
 )
+from ckptctl.storage.waiting import Retries, Transient, retried
 
 T = TypeVar("T")
 

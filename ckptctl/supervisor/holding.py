@@ -32,8 +32,7 @@ from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.supervision import OwnerDocument, ResetDocument, SupervisorDocument
 from ckptctl.selection.marking import user_name
 from ckptctl.storage.opening import absolute_url
-from ckptctl.storage.threads import start_daemon
-from ckptctl.storage.watchdog import leave_unwatched
+from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.processes import (
     GRACE_S,

@@ -23,7 +23,7 @@ from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
-from ckptctl.inspection.marks_file import check_marks_file
+from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.picking import pick

@@ -13,15 +13,14 @@ from ckptctl.errors import MissingExtra
 if TYPE_CHECKING:
     from ckptctl.distributed.launcher import Cluster, cluster_context
     from ckptctl.distributed.process_group import ProcessGroup, make_group
+    from ckptctl.train.agreement import resolve
     from ckptctl.train.checkpointer import Checkpointer
-    from ckptctl.train.graceful import GracefulStop
+    from ckptctl.train.graceful import GracefulStop, outlive_stop
     from ckptctl.train.job import Start
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
-    from ckptctl.train.resolving import resolve
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
-    from ckptctl.train.signals import outlive_stop
 
 __all__ = [
     "Action",
@@ -52,13 +51,12 @@ _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
     "ckptctl.train.job": "Start",
     "ckptctl.distributed.launcher": "Cluster cluster_context",
-    "ckptctl.train.graceful": "GracefulStop",
+    "ckptctl.train.graceful": "GracefulStop outlive_stop",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",
-    "ckptctl.train.signals": "outlive_stop",
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",
-    "ckptctl.train.resolving": "resolve",
+    "ckptctl.train.agreement": "resolve",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -12,12 +12,13 @@ import hashlib
 import os
 import shlex
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from ckptctl.distributed.process_group import ProcessGroup
+from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_group
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -28,17 +29,20 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
-from ckptctl.inspection.metadata_files import MAX_METADATA_BYTES
 from ckptctl.inspection.open_step import OpenStep
+from ckptctl.inspection.part_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
-from ckptctl.options import PickPolicy, Requirements
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.empty_roots import judge_empty
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.tiers import Roots, open_tiers
+from ckptctl.selection.tiers import Roots, open_tiers, roots_in
 from ckptctl.selection.verifying import open_target, verify
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SETTLE_S = 60.0
 """How long a rank waits to see the files of rank 0: NFS caches folder listings for that long."""
@@ -346,3 +350,48 @@ def check_one_metadata(decision: Decision) -> None:
             "the script",
             next_command=f"ckptctl show {shlex.quote(decision.path)}",
         )
+
+
+def resolve(
+    resume_from: str | int | None,
+    root: str | Sequence[str],
+    *,
+    optional_roots: Collection[str] = (),
+    settle_s: float = SETTLE_S,
+    patience_s: float = JOB_TIMEOUT_S,
+    policy: PickPolicy = PickPolicy(),
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[PickKeywords],
+) -> str | None:
+    """The path of the step to resume from, the same on every rank; None for a fresh run.
+
+    With several roots the step is that of `pick ROOT...`; `optional_roots` may be absent.
+    `resume_from` is `auto` (the newest usable step under `root`), `none`, a step number, or
+    the path of a step, which must be usable. Every rank of the job calls this; without a
+    process group the answer is that of one process. Nothing is written.
+
+    Raises `NothingToResume` if steps exist but none is usable (`exit_code` 11) or one could
+    not be inspected (75), `StorageError` if the root could not be inspected or a rank sees
+    another storage than rank 0 (`settle_s` seconds after the first attempt). The answer is
+    a fresh run only if that is certain.
+
+    With level `content` all ranks share the bytes, and steps that fail are skipped. Each
+    field of the three options objects is also a keyword of this function.
+
+    Cost: that of `pick` on rank 0, one read of the metadata on every other rank.
+    """
+    group = make_group(patience_s)
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
+    shared = SharedStores.of(storage)
+    selection = Selection(roots_in(root, optional_roots), policy, requirements, shared, settle_s)
+
+    failed: list[int] = []
+    while True:
+        decision = group.from_first(lambda: decide(resume_from, selection, skip=tuple(failed))[0])
+        prove_seen(decision, group, selection)
+        if decision.step is None or prove_content(decision, group, selection) is None:
+            return decision.path
+        failed.append(decision.step)
+        if len(failed) > policy.max_fallback:
+            raise too_many(failed, selection.roots)

@@ -20,16 +20,15 @@ from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
-from ckptctl.storage.retrying import SAVE_RETRY_S
+from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import SETTLE_S, Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.job import Job, Start, Tell
-from ckptctl.train.reporting import to_stderr
+from ckptctl.train.ledger import to_stderr
 from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
-from ckptctl.train.staging import Stager
 from ckptctl.train.state import (
     Parts,
     RankPosition,
@@ -38,6 +37,7 @@ from ckptctl.train.state import (
     collect,
     give_generator,
 )
+from ckptctl.train.tensor_copy import Stager
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

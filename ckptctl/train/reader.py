@@ -29,8 +29,13 @@ from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.records.ranges import Ranges
 from ckptctl.storage.opening import open_store
 from ckptctl.train.record_loads import Loaded, RecordLoads
-from ckptctl.train.step_metadata import RankLocal, read_step_metadata
-from ckptctl.train.torch_metadata import RefusedMetadata, StorageData, to_torch
+from ckptctl.train.torch_metadata import (
+    RankLocal,
+    RefusedMetadata,
+    StorageData,
+    read_step_metadata,
+    to_torch,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

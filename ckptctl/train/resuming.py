@@ -43,13 +43,24 @@ from ckptctl.train.agreement import (
     too_many,
     wanted_step,
 )
-from ckptctl.train.attempt import Attempt
-from ckptctl.train.evidence import reject_proven
+from ckptctl.train.attempt import Attempt, reject_proven
 from ckptctl.train.job import Job, Restored, Start
-from ckptctl.train.ledger import Ledger, new_attempt, put_report, read_attempts
-from ckptctl.train.loading import load_into, saved_metadata
-from ckptctl.train.reporting import resume_document, resume_lines
-from ckptctl.train.restoring import Inventory, Progress, progress_of, restore
+from ckptctl.train.ledger import (
+    Ledger,
+    new_attempt,
+    put_report,
+    read_attempts,
+    resume_document,
+    resume_lines,
+)
+from ckptctl.train.restoring import (
+    Inventory,
+    Progress,
+    load_into,
+    progress_of,
+    restore,
+    saved_metadata,
+)
 from ckptctl.train.state import template
 
 

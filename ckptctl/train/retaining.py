@@ -25,7 +25,7 @@ from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
-from ckptctl.storage.threads import start_daemon
+from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.job import Job
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptctl import __version__
+from ckptctl.checks.sealed_bytes import as_kept, best_of
 from ckptctl.checks.seals import written_ms
-from ckptctl.checks.store_checksums import as_kept, best_of
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     AccessDenied,
@@ -37,8 +37,7 @@ from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Limits
 from ckptctl.selection.fencing import Token, check_token
-from ckptctl.selection.leftovers import abandoned_uploads
-from ckptctl.selection.removing import remove_step
+from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store

@@ -22,7 +22,7 @@ from sound_steps import Sound
 import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.errors import CkptctlError, StorageMisconfigured
-from ckptctl.storage import obstore_client, retrying
+from ckptctl.storage import obstore_client, waiting
 
 N_CASES = 1200
 BUCKET, RUN = "campaign", "run"
@@ -96,7 +96,7 @@ class Bucket:
                     self.put(f"{step.name}/{file.name}", file.read_bytes())
         self._counts: dict[tuple[str, str], dict[str, int]] = {}
         # What waits between tries is not looked at here, and would take hours.
-        retrying.FIRST_PAUSE_S = 0.002
+        waiting.FIRST_PAUSE_S = 0.002
         # Pages of any length may lose their token: not only those of 1,000 keys.
         obstore_client.PAGE_KEYS = 1
 

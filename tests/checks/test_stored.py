@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.checks.store_checksums import check_stored
+from ckptctl.checks.sealed_bytes import check_stored
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import Digests
 from ckptctl.formats.own.seals import SealedFile, Stored

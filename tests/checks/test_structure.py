@@ -15,7 +15,7 @@ from made_records import Made, archive, members_of
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.structure import Structure, n_structure_reads, read_structure
+from ckptctl.inspection.part_files import Structure, n_structure_reads, read_structure
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.checks.times import check_times
+from ckptctl.checks.shape import check_times
 from ckptctl.findings import CODES, Severity
 from ckptctl.model import FileInfo, Part, PartFormat, Step
 

@@ -10,7 +10,7 @@ HANGS = """
 import sys, threading
 from ckptctl.cli.main import main
 from ckptctl.storage import local
-from ckptctl.storage.watchdog import busy
+from ckptctl.storage.waiting import busy
 
 def hang(self, path=""):
     with busy(f"{self.url}: listing"):

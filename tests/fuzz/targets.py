@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
 from ckptctl.checks.coverage import check_part_coverage
-from ckptctl.checks.presence import check_presence
-from ckptctl.checks.sizes import check_sizes
+from ckptctl.checks.presence import check_presence, check_sizes
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,

@@ -273,7 +273,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
-    "preflight_checks/suspects.py": (preflight_reads_a_resume_report,),
+    "preflight_checks/sizing.py": (preflight_reads_a_resume_report,),
     "selection/history.py": (history, prune_reads_a_resume_report),
     "inspection/sidecars.py": (sidecar,),
     "loss/resume_points.py": (loss_reads_a_resume_report,),

@@ -8,8 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.records.slices import position, row_major
-from ckptctl.records.strided_copy import Strided, aligned, copy_strided
+from ckptctl.records.slices import Strided, aligned, copy_strided, position, row_major
 
 
 @given(

@@ -21,9 +21,9 @@ import ckptctl
 from ckptctl import Level, Report, Severity, UsageError, Verdict
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.inspection.content import parse_subset
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.subsets import parse_subset
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import Stop
 from ckptctl.storage.contract import OpenFile

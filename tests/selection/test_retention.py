@@ -507,7 +507,7 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(
 @pytest.mark.server
 def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_are_not(s3_ceph):
     from ckptctl.selection.fencing import take_token
-    from ckptctl.selection.leftovers import abandoned_uploads
+    from ckptctl.selection.removing import abandoned_uploads
     from ckptctl.storage.opening import open_store
 
     url = f"s3://{s3_ceph.bucket}/uploads"

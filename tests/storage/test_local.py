@@ -22,7 +22,7 @@ from ckptctl.errors import (
     StorageError,
     StorageUnavailable,
 )
-from ckptctl.storage import files, local, retrying
+from ckptctl.storage import files, local, waiting
 from ckptctl.storage.contract import Kind, Span, TooLarge
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import open_store
@@ -30,7 +30,7 @@ from ckptctl.storage.opening import open_store
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture

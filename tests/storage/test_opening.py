@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import StorageUnavailable, UsageError
-from ckptctl.storage import retrying
+from ckptctl.storage import waiting
 from ckptctl.storage.contract import Kind, ShortRead, Span
 from ckptctl.storage.objects import ObjectStore
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
@@ -259,7 +259,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     import http.server
     import threading
 
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.001)
     (tmp_path / "run/step_1").mkdir(parents=True)
     (tmp_path / "run/step_1/meta").write_bytes(b"metadata")
 
@@ -301,7 +301,7 @@ def test_a_server_that_ignores_byte_ranges_is_an_error_and_not_wrong_bytes(web: 
 def test_what_an_implementation_raises_is_one_of_our_errors(monkeypatch: pytest.MonkeyPatch):
     from fsspec.implementations.memory import MemoryFileSystem
 
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.001)
     store = open_store(f"memory://{uuid.uuid4().hex}", retries=1)
     store.put("a", b"1")
 

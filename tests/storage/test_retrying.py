@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from ckptctl.errors import StorageUnavailable
-from ckptctl.storage import retrying
-from ckptctl.storage.retrying import Retries, Throttled, Transient, retried
+from ckptctl.storage import waiting
+from ckptctl.storage.waiting import Retries, Throttled, Transient, retried
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses taken; time passes in them alone."""
     pauses: list[float] = []
-    monkeypatch.setattr(retrying.time, "sleep", pauses.append)
-    monkeypatch.setattr(retrying.time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(waiting.time, "sleep", pauses.append)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: sum(pauses))
     return pauses
 
 
@@ -37,22 +37,22 @@ def test_a_count_alone_bounds_the_tries(clock: list[float]):
 def test_the_requests_of_a_save_are_repeated_for_at_least_two_minutes(
     clock: list[float], error: Transient
 ):
-    assert retrying.SAVE_RETRY_S >= 120
+    assert waiting.SAVE_RETRY_S >= 120
     with pytest.raises(StorageUnavailable):
-        retried(failing(error), what="it", retries=Retries(0, retrying.SAVE_RETRY_S))
-    assert sum(clock) >= retrying.SAVE_RETRY_S
-    assert sum(clock[:-1]) < retrying.SAVE_RETRY_S
+        retried(failing(error), what="it", retries=Retries(0, waiting.SAVE_RETRY_S))
+    assert sum(clock) >= waiting.SAVE_RETRY_S
+    assert sum(clock[:-1]) < waiting.SAVE_RETRY_S
 
 
 def test_pauses_double_up_to_a_bound_and_are_longer_where_the_rate_is_the_fault(
     clock: list[float],
 ):
-    for error, factor in ((Transient("500"), 1), (Throttled("503"), retrying.THROTTLED)):
+    for error, factor in ((Transient("500"), 1), (Throttled("503"), waiting.THROTTLED)):
         clock.clear()
         with pytest.raises(StorageUnavailable):
             retried(failing(error), what="it", retries=Retries(9))
         for n, pause in enumerate(clock):
-            longest = factor * min(retrying.FIRST_PAUSE_S * 2**n, retrying.LONGEST_PAUSE_S)
+            longest = factor * min(waiting.FIRST_PAUSE_S * 2**n, waiting.LONGEST_PAUSE_S)
             assert longest / 2 <= pause <= longest
 
 

@@ -29,7 +29,7 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
-from ckptctl.storage import obstore_client, retrying
+from ckptctl.storage import obstore_client, waiting
 from ckptctl.storage.contract import Replaced, ShortRead, Span, Store
 from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.opening import open_store
@@ -49,7 +49,7 @@ def client(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from ckptctl.errors import (
     StorageMisconfigured,
     StorageUnavailable,
 )
-from ckptctl.storage import retrying
+from ckptctl.storage import waiting
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
-from ckptctl.storage.retrying import Throttled, Transient
 from ckptctl.storage.s3 import MEANINGS, error_of
+from ckptctl.storage.waiting import Throttled, Transient
 
 KEY = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 HEADER = "<Message>The authorization header is malformed; the region 'us-east-1' is wrong; "
@@ -129,7 +129,7 @@ def store(
     s3_moto: S3Server, proxy: CountingProxy, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Store]:
     """A root with one file in it."""
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
     prefix = uuid.uuid4().hex
     s3_moto.client.put_object(Bucket=s3_moto.bucket, Key=f"{prefix}/a file", Body=b"data")
     with open_store(

@@ -14,14 +14,14 @@ from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 from services.processes import wait_until
 
-from ckptctl.storage.watchdog import beat, busy
+from ckptctl.storage.waiting import beat, busy
 
 # A local store whose read opens a pipe and waits for a writer that never comes:
 # in the kernel, like a read from a server that is gone.
 _STUCK = """
 import os, sys
 from ckptctl.storage.local import LocalStore
-from ckptctl.storage.watchdog import Watchdog
+from ckptctl.storage.waiting import Watchdog
 
 class Stuck(LocalStore):
     def _whole(self, path, limit):
@@ -40,7 +40,7 @@ print("not stuck")
 _SILENT = """
 import sys
 from ckptctl.storage.opening import open_store
-from ckptctl.storage.watchdog import Watchdog
+from ckptctl.storage.waiting import Watchdog
 say = lambda error: print(f"error: {error.message}", file=sys.stderr, flush=True)
 options = {"key": "a", "secret": "b", "client": sys.argv[3]}
 with Watchdog(0.4, say):
@@ -57,7 +57,7 @@ def test_a_read_stuck_in_the_kernel_ends_the_process_with_75(tmp_path: Path, cal
     os.mkfifo(tmp_path / "pipe")
     code = _STUCK.replace("CALLBACK", callback)
     if "sleep" in callback:
-        code = code.replace("import os, sys", "import os, sys\nimport ckptctl.storage.watchdog as w"
+        code = code.replace("import os, sys", "import os, sys\nimport ckptctl.storage.waiting as w"
                             "\nw._PRINTING_S = 0.2", 1)  # fmt: skip
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -81,7 +81,7 @@ def test_a_server_that_never_answers_ends_the_process_before_its_timeouts_do(
 
 _MOVING = """
 import time
-from ckptctl.storage.watchdog import Watchdog, beat, busy
+from ckptctl.storage.waiting import Watchdog, beat, busy
 with Watchdog(0.5, lambda error: None):
     for _ in range(3):
         with busy("many short ones"):
@@ -105,7 +105,7 @@ def test_what_comes_along_is_left_alone():
 
 _STOPPED = """
 import sys, time
-from ckptctl.storage.watchdog import Watchdog, busy
+from ckptctl.storage.waiting import Watchdog, busy
 with Watchdog(1.5, lambda error: None):
     with busy("a wait of which most is spent stopped"):
         print("waiting", flush=True)

@@ -20,7 +20,7 @@ from running import codes_of, losses, rows_of, run_job, samples  # noqa: E402
 import ckptctl  # noqa: E402
 from ckptctl.errors import Fenced, SaveFailed, UsageError  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
-from ckptctl.storage import retrying  # noqa: E402
+from ckptctl.storage import waiting  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import LossGuard  # noqa: E402
 
@@ -220,7 +220,7 @@ def test_a_removal_that_is_cut_short_leaves_no_step_and_is_ended_by_the_next_sav
     counting_proxy: Callable[[str], CountingProxy],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
     proxy = counting_proxy(s3.endpoint)
     job = Job(root, keep=2, storage_options=s3.options, endpoint_url=proxy.url)
     job.resume()

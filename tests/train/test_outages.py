@@ -16,7 +16,7 @@ from one_process import Job  # noqa: E402
 
 import ckptctl  # noqa: E402
 from ckptctl.errors import SaveFailed, StorageError, UsageError  # noqa: E402
-from ckptctl.storage import retrying  # noqa: E402
+from ckptctl.storage import waiting  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train.ledger import read_attempts  # noqa: E402
 
@@ -41,8 +41,8 @@ def proxy(s3: S3Server, counting_proxy: Callable[[str], CountingProxy]) -> Count
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "LONGEST_PAUSE_S", 0.01)
 
 
 def begun(s3: S3Server, root: str, proxy: CountingProxy, **options: object) -> Job:

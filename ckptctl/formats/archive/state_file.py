@@ -32,8 +32,7 @@ from ckptctl.formats.archive.writing import (
     place,
     tensor_value,
 )
-from ckptctl.formats.pickles.stubs import Ordered
-from ckptctl.formats.pickles.torch_names import Dtype
+from ckptctl.formats.pickles.stubs import Dtype, Ordered
 from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub
 
 _ID = b".data/serialization_id"

@@ -39,8 +39,7 @@ from itertools import accumulate, islice
 from typing import Generic, TypeVar
 
 from ckptctl.formats.pickles.machine import Machine
-from ckptctl.formats.pickles.stubs import Function, Malformed, Rows
-from ckptctl.formats.pickles.torch_names import MAX_DIMS, SIZE, checked_dims
+from ckptctl.formats.pickles.stubs import MAX_DIMS, SIZE, Function, Malformed, Rows, checked_dims
 
 MIN_WINDOW, MAX_WINDOW = 1_024, 65_536
 """How many bytes are matched at once. A window that fits only to some point is followed

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.formats.pickles.stubs import Function, Grammar, Malformed, Stub
-from ckptctl.formats.pickles.torch_names import COMMON
+from ckptctl.formats.pickles.stubs import COMMON, Function, Grammar, Malformed, Stub
 
 METADATA = "Metadata"
 TENSOR = "TensorStorageMetadata"

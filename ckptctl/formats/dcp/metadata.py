@@ -37,8 +37,7 @@ from ckptctl.formats.dcp.grammar import (
 )
 from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
 from ckptctl.formats.pickles.reading import collector_paused, read_pickle
-from ckptctl.formats.pickles.stubs import Malformed, Stub, shown
-from ckptctl.formats.pickles.torch_names import Dtype, checked_dims
+from ckptctl.formats.pickles.stubs import Dtype, Malformed, Stub, checked_dims, shown
 from ckptctl.model import ByteRange, BytesEntry, Metadata, TensorEntry
 
 Path = tuple[str | int, ...]

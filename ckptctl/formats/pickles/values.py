@@ -15,8 +15,18 @@ from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.pickles.reading import read_pickle
-from ckptctl.formats.pickles.stubs import Callee, Function, Grammar, Malformed, Stub, shown
-from ckptctl.formats.pickles.torch_names import COMMON, DTYPES, Dtype, checked_dims
+from ckptctl.formats.pickles.stubs import (
+    COMMON,
+    DTYPES,
+    Callee,
+    Dtype,
+    Function,
+    Grammar,
+    Malformed,
+    Stub,
+    checked_dims,
+    shown,
+)
 from ckptctl.model import DTYPE_SIZES
 
 MAX_DEPTH = 100

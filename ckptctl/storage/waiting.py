@@ -1,23 +1,40 @@
-"""A watchdog for storage operations that hang in the kernel.
+"""Bound the waits for a storage: retries, a watchdog for hangs, and daemon threads.
 
-A read from a mount whose server is gone can hang in the kernel, where no timeout and no
-exception ends it. Stores announce each operation with `busy`. While a `Watchdog` is open,
-its thread ends the process with exit code 75 once an operation has made no progress for the
-limit.
+Requests that failed in a way that may pass are repeated here and nowhere else: clients are set to
+a single try, so that bounds do not multiply. A client reports a failure that may pass as
+`Transient`, and a request that the storage turned away because of its rate as `Throttled`.
 
-A thread in uninterruptible sleep keeps the process alive until the kernel releases it;
-waits on NFS, FUSE and Lustre servers are killable. Retries and timeouts of requests are
-part of the stores.
+A read from a mount whose server is gone can hang in the kernel, where no timeout and no exception
+reaches it. Stores name each operation with `busy`; while a `Watchdog` is open, its thread ends
+the process with exit code 75 once one of these operations has made no progress for the bound. A
+thread that sleeps uninterruptibly in the kernel is freed only by the kernel, and the process ends
+only then; waits on NFS, FUSE and Lustre servers are killable.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-from ckptctl.errors import StorageUnavailable
-from ckptctl.storage.threads import start_daemon
+from ckptctl.errors import OutOfMemory, StorageUnavailable
+
+
+def start_daemon(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread that runs `target(*args)`; raises `OutOfMemory` if none can be started."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OutOfMemory(
+            "no thread can be started: memory or the number of processes is limited (ulimit -v, "
+            "ulimit -u, the job's cgroup)"
+        ) from error
+    return thread
+
 
 _PRINTING_S = 5.0
 
@@ -128,3 +145,62 @@ class Watchdog:
             printing.join(_PRINTING_S)
         finally:
             os._exit(StorageUnavailable.exit_code)
+
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 8.0
+THROTTLED = 4
+"""How many times longer the pauses are after a throttled request."""
+
+SAVE_RETRY_S = 120.0
+"""How long the requests of a save are retried. Object stores restart gateways, move
+partitions and throttle for about a minute; a run that ends then loses more than that."""
+
+
+class Transient(StorageUnavailable):
+    """A request failed in a way that a retry may not; the message names only the failure."""
+
+
+class Throttled(Transient):
+    """The storage asked for a lower rate of requests (503 SlowDown, 429)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """A failed request is retried `count` times, and then until `for_s` seconds have passed."""
+
+    count: int = 4
+    for_s: float = 0.0
+
+
+def retried(once: Callable[[], T], *, what: str, retries: Retries) -> T:
+    """The result of `once`, which is called again after each `Transient` within `retries`.
+
+    Pauses double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, `THROTTLED` times as long after
+    a `Throttled`. Each is shortened by a random share of up to a half, so that ranks that
+    were throttled together do not retry together.
+
+    Raises `StorageUnavailable` with the number of attempts and the elapsed seconds when the
+    last attempt failed.
+    """
+    began = time.monotonic()
+    n_tries = 0
+    while True:
+        try:
+            with busy(what):
+                return once()
+        except Transient as exc:
+            failure = exc
+        n_tries += 1
+        if n_tries > retries.count and time.monotonic() - began >= retries.for_s:
+            break
+        longest = min(FIRST_PAUSE_S * 2 ** min(n_tries - 1, 30), LONGEST_PAUSE_S)
+        if isinstance(failure, Throttled):
+            longest *= THROTTLED
+        time.sleep(longest * (1 + os.urandom(1)[0] / 255) / 2)
+    tries = "1 try" if n_tries == 1 else f"{n_tries} tries"
+    raise StorageUnavailable(
+        f"{what}: no answer after {tries} in {time.monotonic() - began:.0f} s ({failure.message})"
+    ) from failure
