@@ -236,6 +236,8 @@ _FREE = re.compile(rf"{_SIZE} (?:is )?free")
 _OF_THIS_PROCESS = re.compile(
     rf"this process has {_SIZE}|{_SIZE} (?:reserved in total|is allocated by PyTorch|already alloc)"
 )
+_CONTEXT_BYTES = 1 << 30
+"""What the context of CUDA and its libraries take at most; older messages leave it out."""
 _UNITS = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -243,7 +245,7 @@ def _held_by_others(message: str) -> bool:
     """Whether the reporting process holds less than half of a full device."""
     capacity, free = _largest(_CAPACITY, message), _largest(_FREE, message)
     own = _largest(_OF_THIS_PROCESS, message)
-    return bool(capacity and own and own + free < capacity / 2)
+    return bool(capacity and own and own + free + _CONTEXT_BYTES < capacity / 2)
 
 
 def _largest(pattern: re.Pattern[str], message: str) -> float:

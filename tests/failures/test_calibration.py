@@ -20,6 +20,12 @@ OOM = (
     "a total capacity of 79.10 GiB of which 100.00 MiB is free. Including non-PyTorch memory, "
     "this process has {} GiB memory in use."
 )
+OOM_OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 1024.00 MiB total "
+    "capacity; 440.00 MiB already allocated; 20.00 MiB free; 26.00 MiB cached)"
+)
+LOW_DISK = ("infra-storage", "low")
+BAD_DATA = ("job-data", "medium")
 FORMS = (
     (
         "a failed connection before a segmentation fault",
@@ -75,6 +81,34 @@ FORMS = (
         'Thread 4711 (active): "MainThread"\n    all_reduce (distributed_c10d.py:1320)',
         ("hang", "low"),
     ),
+    (
+        "a device that the driver lost without an Xid",
+        "[  12.5] NVRM: the adapter\n          NVRM: fallen off the bus, no answer",
+        ("infra-node", "high"),
+    ),
+    (
+        "an adapter that the driver cannot start",
+        "[  40.1] NVRM: rm_init_adapter failed for device 2",
+        ("infra-node", "high"),
+    ),
+    (
+        "tensors that some ranks did not submit",
+        "Stalled ops:\ngrads.layer3 [missing ranks: 3, 6]",
+        ("hang", "low"),
+    ),
+    (
+        "an error of EFA",
+        "libfabric:8:efa:cq:efa_rdm_rxe_handle_error():71<warn> err: 5, message: no such peer",
+        ("infra-fabric", "low"),
+    ),
+    ("a checkpoint that is not opened", "RuntimeError: File out/7.pt cannot be opened.", LOW_DISK),
+    (
+        "an image that is not one",
+        "stopped: cannot identify image file 'data/7.png'",
+        ("job-data", "medium"),
+    ),
+    ("an image cut short", "OSError: image file is truncated (3 bytes left)", BAD_DATA),
+    ("a small device that the job fills", OOM_OLD, ("job-oom", "medium")),
     ("a jump of the loss", "at step 900 the lm loss spiked to 7.9", ("job-divergence", "low")),
     ("less throughput", "throughput dropped from 140 to 70 TFLOPs", ("infra-node", "low")),
     ("a hang without an error", "training hangs after step 1200", ("hang", "low")),
@@ -103,12 +137,26 @@ def test_forms_of_outside_incidents_are_answered_with_their_confidence(tmp_path,
 
 def test_the_outside_corpus_holds_addresses_classes_and_digests_and_no_text():
     rows = [row.split("\t") for row in OUTSIDE.read_text().splitlines()]
-    assert len(rows) > 40
-    assert {part for part, *_ in rows} == {"seen", "held"}
+    assert len(rows) >= 150
+    assert len({source_of(address) for _, _, address, _ in rows}) >= 30
     for _, failure, address, digest in rows:
         assert failure in CLASSES
-        assert re.fullmatch(r"https://\S+/[0-9a-f]{40}/\S+#L\d+-L\d+", address)
+        in_file = re.fullmatch(r"https://\S+/[0-9a-f]{40}/\S+#L\d+-L\d+", address)
+        in_thread = re.fullmatch(r"https://github.com/\S+/issues/\d+#[0-9a-f]{12}\+\d+", address)
+        assert in_file or in_thread
         assert re.fullmatch(r"[0-9a-f]{64}", digest)
+
+
+def source_of(address: str) -> str:
+    """The repository, as `OWNER/NAME`."""
+    return "/".join(address.split("/")[3:5])
+
+
+def test_no_source_of_the_held_part_was_looked_at_for_rules():
+    rows = [row.split("\t") for row in OUTSIDE.read_text().splitlines()]
+    sources = {part: {source_of(row[2]) for row in rows if row[0] == part} for part, *_ in rows}
+    assert sources.keys() == {"seen", "held"}
+    assert not sources["seen"] & sources["held"]
 
 
 def test_a_suspicion_takes_no_node_out_of_the_pool(tmp_path):
