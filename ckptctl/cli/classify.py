@@ -40,6 +40,14 @@ class SchedulerChoice(str, Enum):
     SHELL = "shell"
 
 
+class ConfidenceChoice(str, Enum):
+    """How certain a suspicion is, for the command line."""
+
+    LOW = "low"
+    MEDIUM = "medium"
+    HIGH = "high"
+
+
 def classify(
     logs: Annotated[
         list[str] | None,
@@ -91,9 +99,16 @@ def classify(
         option(
             "--print-nodes",
             help="Print only the suspected nodes on standard output, one per line, and the "
-            "evidence on standard error.",
+            "evidence on standard error; without nodes of low confidence.",
         ),
     ] = False,
+    min_confidence: Annotated[
+        ConfidenceChoice,
+        option(
+            "--min-confidence",
+            help="With --print-nodes: how certain it has to be that a node failed.",
+        ),
+    ] = ConfidenceChoice.MEDIUM,
     print_word: Annotated[
         bool,
         option(
@@ -125,7 +140,7 @@ def classify(
     out.answer(
         lambda: document("classify", answer),
         lambda: classification_lines(answer),
-        bare=answer.nodes if print_nodes else (answer.domain.value,),
+        bare=answer.nodes_from(min_confidence.value) if print_nodes else (answer.domain.value,),
         bare_only=print_nodes or print_word,
     )
     return answer.exit_code
@@ -199,7 +214,8 @@ def _suspected(suspects: Sequence[Suspect]) -> Iterator[Line]:
         parts = [*each.devices, *(f"rank {rank}" for rank in each.ranks)]
         inside = f" ({', '.join(parts)})" if parts else ""
         node = each.node or "a node that the logs do not name"
-        yield line("suspected: ", Span(node, "bad"), inside, hang=4)
+        unsure = "" if each.confidence != "low" else "; confidence low: do not drain it for this"
+        yield line("suspected: ", Span(node, "bad"), f"{inside}{unsure}", hang=4)
 
 
 def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError
@@ -15,7 +17,7 @@ from ckptctl.failures.classes import CLASSES, Action, Domain, FailureClass, Rest
 from ckptctl.failures.deciding import Decision, decide, hardware
 from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_of_state
 from ckptctl.failures.reading import Read, read_logs
-from ckptctl.failures.results import Classification, Evidence, Suspect
+from ckptctl.failures.results import CONFIDENCES, Classification, Evidence, Suspect
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 
@@ -114,7 +116,7 @@ def _answer(
         node=node,
         device=decisive.device if decisive else None,
         rank=decisive.rank if decisive else None,
-        suspects=suspects_in(hardware(decision)),
+        suspects=suspects_in(hardware(decision), read.hosts),
         evidence=((decisive, *decision.agreeing) if decisive else ())[:_SHOWN],
         consequences=decision.consequences[:_SHOWN],
         others=decision.others[:_SHOWN],
@@ -185,29 +187,50 @@ _MAX_TEXT = 1000
 _MOST_NODES = 64
 
 
-def suspects_in(evidence: Iterable[Evidence]) -> tuple[Suspect, ...]:
-    """One suspect per node, in the order of the evidence; one more without a node."""
-    found: dict[str | None, tuple[dict[str, None], dict[int, None]]] = {}
-    for each in evidence:
-        for node in host_names(each.host or "") or (None,):
-            devices, ranks = found.setdefault(node, ({}, {}))
-            if each.device:
-                devices[each.device] = None
-            ranks |= dict.fromkeys(each.ranks)
-            if each.rank is not None:
-                ranks[each.rank] = None
+@dataclass
+class _Found:
+    """What the evidence names of one node."""
+
+    devices: dict[str, None] = field(default_factory=dict)
+    ranks: dict[int, None] = field(default_factory=dict)
+    confidence: str = CONFIDENCES[0]
+
+
+def suspects_in(
+    evidence: Iterable[tuple[Evidence, str]], hosts: Mapping[int, str]
+) -> tuple[Suspect, ...]:
+    """One suspect per node, in the order of the evidence; one more without a node.
+
+    Each evidence has its confidence. `hosts` are the nodes of ranks that the logs show.
+    """
+    found: dict[str | None, _Found] = defaultdict(_Found)
+    for each, confidence in evidence:
+        ranks = each.ranks if each.rank is None else (*each.ranks, each.rank)
+        for node, of_node in _places(each, ranks, hosts):
+            at = found[node]
+            at.devices |= dict.fromkeys([each.device] if each.device else [])
+            at.ranks |= dict.fromkeys(of_node)
+            at.confidence = max(at.confidence, confidence, key=CONFIDENCES.index)
+    named = {device for node, at in found.items() if node is not None for device in at.devices}
     return tuple(
-        Suspect(node, tuple(devices), tuple(ranks))
-        for node, (devices, ranks) in found.items()
+        Suspect(node, tuple(at.devices), tuple(at.ranks), at.confidence)
+        for node, at in found.items()
         # The same device may be named with and without its node.
-        if node is not None or len(found) == 1 or devices.keys() - _devices_elsewhere(found)
+        if node is not None or len(found) == 1 or at.ranks or at.devices.keys() - named
     )
 
 
-def _devices_elsewhere(
-    found: dict[str | None, tuple[dict[str, None], dict[int, None]]],
-) -> set[str]:
-    return {each for node, (devices, _) in found.items() if node is not None for each in devices}
+def _places(
+    evidence: Evidence, ranks: Sequence[int], hosts: Mapping[int, str]
+) -> Iterator[tuple[str | None, Sequence[int]]]:
+    """The nodes that evidence names, by name or by rank, each with its ranks."""
+    if names := host_names(evidence.host or ""):
+        yield from ((name, ranks) for name in names)
+        return
+    by_node: dict[str | None, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_node[next(iter(host_names(hosts.get(rank, ""))), None)].append(rank)
+    yield from by_node.items() if by_node else [(None, ranks)]
 
 
 def host_names(text: str) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from ckptctl.failures.results import Evidence, Role
+from ckptctl.failures.results import CONFIDENCES, Evidence, Role
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""
@@ -68,20 +68,23 @@ def decide(
 _HARDWARE = ("infra-node", "infra-fabric")
 
 
-def hardware(decision: Decision) -> tuple[Evidence, ...]:
-    """The evidence against hardware, decisive first, without errors that training survived.
+def hardware(decision: Decision) -> Iterator[tuple[Evidence, str]]:
+    """The evidence against hardware with its confidence, the decisive first.
 
     If hardware did not decide, only reports of the kernel, the driver or the scheduler
-    count: programs blame the fabric for every lost peer.
+    count: programs blame the fabric for every lost peer. Errors that training survived do
+    not count.
     """
     first = decision.decisive
     if first is None:
-        return ()
-    led = (first, *decision.agreeing) if first.failure in (*_HARDWARE, "hang") else ()
-    if first.failure == "hang":
-        led = tuple(each for each in led if each.ranks)
-    rest = (*decision.others, *decision.consequences)
-    return (*led, *(e for e in rest if e.failure in _HARDWARE and e.role is Role.CAUSE))
+        return
+    for each in (first, *decision.agreeing):
+        if first.failure in _HARDWARE or (first.failure == "hang" and each.ranks):
+            certain = each.role is Role.CAUSE and decision.confidence == "low"
+            yield each, "medium" if certain else decision.confidence
+    for each in (*decision.others, *decision.consequences):
+        if each.failure in _HARDWARE and each.role is Role.CAUSE:
+            yield each, "medium" if each.action else "high"
 
 
 def _leads(evidence: Evidence) -> bool:
@@ -178,9 +181,6 @@ def _follows(evidence: Evidence, decisive: Evidence) -> bool:
     return evidence.role.weight > decisive.role.weight or _earlier(decisive, evidence) is decisive
 
 
-_LEVELS = ("low", "medium", "high")
-
-
 def _confidence(
     decisive: Evidence, agreeing: Sequence[Evidence], others: Sequence[Evidence]
 ) -> str:
@@ -194,4 +194,4 @@ def _confidence(
         level += 1
     if any(_leads(each) for each in others):
         level -= 1
-    return _LEVELS[max(0, min(level, 2))]
+    return CONFIDENCES[max(0, min(level, 2))]

@@ -39,6 +39,7 @@ class Hits:
     rules: Mapping[int, frozenset[int]]
     frames: frozenset[int]
     losses: frozenset[int]
+    inits: frozenset[int]
 
 
 def _by_literal() -> Mapping[bytes, frozenset[int]]:
@@ -83,6 +84,7 @@ def find_literals(texts: Sequence[str]) -> Hits:
         rules,
         frozenset(line for frame in _FRAMES for line in _lines_with(frame, block, ends)),
         frozenset(_lines_with(b"loss", block, ends)),
+        frozenset(_lines_with(b" nranks ", block, ends)),
     )
 
 

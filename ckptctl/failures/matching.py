@@ -82,11 +82,18 @@ _STEP = re.compile(
 _FINITE = re.compile(r"\bloss\b[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 
+# Source: NCCL 2.18 to 2.28 `init.cc`.
+_COMMUNICATOR = re.compile(
+    r"(?<![\w.-])(?P<host>[\w.-]{1,253}):\d{1,9}:\d{1,9} \[\d{1,4}\] NCCL INFO .{0,200}"
+    r"\brank (?P<rank>\d{1,6}) nranks (?P<n>\d{1,6})\b"
+)
+
+
 class LogReader:
     """Reads one log, block by block; `n_progress` counts its lines of training progress.
 
-    After `until_s` of the monotonic clock no further line is matched, and `stopped` is
-    true.
+    `hosts` are the nodes of ranks, as far as the log shows them. After `until_s` of the
+    monotonic clock no further line is matched, and `stopped` is true.
     """
 
     def __init__(self, name: str, until_s: float = math.inf) -> None:
@@ -95,6 +102,8 @@ class LogReader:
         self._until_s = until_s
         self.n_progress = 0
         self.first_failed: tuple[str | None, int | None] | None = None
+        self.hosts: dict[int, str] = {}
+        self._n_ranks = 0
         self._step = -1
         self._clocked = ""
         self._progressed = ""
@@ -109,6 +118,8 @@ class LogReader:
         """
         hits = find_literals([raw for _, raw in block])
         for index, (number, raw) in enumerate(block):
+            if index in hits.inits:
+                self._place(raw)
             if index in hits.losses:
                 self._progress(raw)
             if raw[:48].count(":") > 1:
@@ -126,6 +137,18 @@ class LogReader:
     def _within(self, asked: Collection[int] | None) -> bool:
         """Whether a line may continue or end a traceback or a report."""
         return self._report is not None or (asked is not None and bool(self._tracebacks))
+
+    def _place(self, raw: str) -> None:
+        """Learn the node of a rank from the line that NCCL prints for each communicator."""
+        match = _COMMUNICATOR.search(raw, 0, MAX_MATCHED)
+        if match is None or int(match["n"]) < self._n_ranks:
+            return
+        # Ranks of smaller communicators are counted within these.
+        if int(match["n"]) > self._n_ranks:
+            self.hosts.clear()
+        self._n_ranks = int(match["n"])
+        if len(self.hosts) < _MAX_RANKS:
+            self.hosts[int(match["rank"])] = match["host"]
 
     def last_progress_s(self) -> float | None:
         """The time of the last line of progress, if known."""

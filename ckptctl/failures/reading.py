@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,6 +48,7 @@ class Read:
 
     evidence: tuple[Evidence, ...]
     first_failed: tuple[str | None, int | None] | None
+    hosts: Mapping[int, str]
     dumps: tuple[Dump, ...]
     not_dumps: tuple[str, ...]
     n_files: int
@@ -156,6 +157,7 @@ def read_logs(
     return Read(
         evidence=tuple(found for found in evidence if found.file in read),
         first_failed=next((each.first_failed for each in logs if each.first_failed), None),
+        hosts=dict(pair for each in logs for pair in each.hosts.items()),
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
         n_files=len(logs),

@@ -67,6 +67,9 @@ class Evidence:
     """Whether to restart, if it differs from the class; else empty."""
 
 
+CONFIDENCES = ("low", "medium", "high")
+
+
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """Hardware named in the logs: a node, its devices, the ranks that ran there."""
@@ -77,6 +80,8 @@ class Suspect:
     """The devices that the logs name."""
     ranks: tuple[int, ...]
     """The ranks that the logs name."""
+    confidence: str
+    """How certain it is that this hardware failed: `high`, `medium` or `low`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,5 +171,10 @@ class Classification:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the suspected nodes."""
-        return tuple(each.node for each in self.suspects if each.node is not None)
+        """The names of the suspected nodes, without those of low confidence."""
+        return self.nodes_from("medium")
+
+    def nodes_from(self, confidence: str) -> tuple[str, ...]:
+        """The names of the nodes that are suspected with at least this confidence."""
+        enough = CONFIDENCES[CONFIDENCES.index(confidence) :]
+        return tuple(each.node for each in self.suspects if each.node and each.confidence in enough)

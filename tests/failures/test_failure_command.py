@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
 
 import pytest
 from command_line import run_and_follow as run_ckptctl
+from command_line import run_ckptctl as run_alone
 from command_line import validated
 
 import ckptctl
@@ -126,8 +128,13 @@ def test_the_suspected_nodes_are_printed_one_a_line_with_the_evidence_beside(tmp
     assert (quiet.stdout, quiet.stderr) == ("node017\nnode018\n", "")
     document = validated(run_ckptctl("classify", tmp_path / "dmesg.log", "--json").stdout)
     assert document["suspects"] == [
-        {"node": "node017", "devices": ["PCI:0000:3b:00", "PCI:0000:af:00"], "ranks": []},
-        {"node": "node018", "devices": ["PCI:0000:3b:00"], "ranks": []},
+        {
+            "node": "node017",
+            "devices": ["PCI:0000:3b:00", "PCI:0000:af:00"],
+            "ranks": [],
+            "confidence": "high",
+        },
+        {"node": "node018", "devices": ["PCI:0000:3b:00"], "ranks": [], "confidence": "high"},
     ]
 
 
@@ -142,6 +149,58 @@ def test_no_node_is_printed_for_a_failure_of_the_job(tmp_path):
     (tmp_path / "job.log").write_text("srun: error: node016: task 3: Exited\n" + CODE)
     ran = run_ckptctl("classify", "--print-nodes", tmp_path / "job.log")
     assert (ran.stdout, ran.returncode) == ("", 0)
+
+
+UNSURE = "node016:812:0 [3] NCCL WARN NET/OFI Request completed with error. RC: 15\n"
+COMMUNICATORS = "".join(
+    f"node{16 + rank // 2:03}:8{rank}:9{rank} [{rank % 2}] NCCL INFO ncclCommInitRank comm 0x55 "
+    f"rank {rank} nranks 4 cudaDev {rank % 2} - Init COMPLETE\n"
+    f"node{16 + rank // 2:03}:8{rank}:9{rank} [{rank % 2}] NCCL INFO comm 0x77 rank 0 nranks 1\n"
+    for rank in range(4)
+)
+
+
+def test_a_node_of_low_confidence_is_printed_only_when_asked_for(tmp_path):
+    (tmp_path / "job.log").write_text(UNSURE)
+    ran = run_ckptctl("classify", "--print-nodes", tmp_path / "job.log")
+    assert (ran.stdout, ran.returncode) == ("", 0)
+    assert "suspected: node016 (GPU 3); confidence low" in ran.stderr
+    asked = run_ckptctl(
+        "classify", "--print-nodes", "--min-confidence", "low", tmp_path / "job.log"
+    )
+    assert asked.stdout == "node016\n"
+
+
+def test_what_the_kernel_reports_is_printed_beside_an_unsure_answer(tmp_path):
+    (tmp_path / "job.log").write_text(UNSURE)
+    (tmp_path / "dmesg.log").write_text(LOST_GPU)
+    answer = ckptctl.classify([str(tmp_path / "job.log"), str(tmp_path / "dmesg.log")])
+    assert answer.nodes == ("node017",)
+
+
+def test_the_node_of_a_named_rank_is_found_by_the_lines_of_its_communicator(tmp_path):
+    lagging = "[Rank 0] [2, 3] finished collective #6, but didn't join collective #7\n"
+    (tmp_path / "job.log").write_text(COMMUNICATORS + lagging)
+    (suspect,) = ckptctl.classify(str(tmp_path / "job.log")).suspects
+    assert (suspect.node, suspect.ranks) == ("node017", (2, 3))
+
+
+def test_an_endless_log_ends_at_the_deadline_and_the_answer_reports_it(tmp_path):
+    endless = subprocess.Popen(["yes", "RuntimeError: shapes differ"], stdout=subprocess.PIPE)
+    try:
+        ran = run_alone("classify", "-", "--deadline", "1s", stdin=endless.stdout)
+    finally:
+        endless.kill()
+        endless.communicate()
+    assert ran.returncode == 0
+    assert "the deadline was reached, and the rest was not read" in ran.stdout
+    assert "shapes differ" in ran.stdout
+
+
+def test_no_line_is_read_after_the_deadline(tmp_path):
+    (tmp_path / "job.log").write_text(LOST_GPU)
+    answer = ckptctl.classify(str(tmp_path / "job.log"), deadline_s=-1.0)
+    assert (answer.deadline_reached, answer.n_lines, answer.failure) == (True, 0, "unknown")
 
 
 def test_hardware_that_the_kernel_names_decides_over_an_earlier_stop(tmp_path):
