@@ -158,8 +158,11 @@ def _samples_of(row: Row) -> Number | None:
 
 def _count(resume: Resume, what: str, count: Count) -> Finding | None:
     twice = list(_twice(resume, count))
+    rates = _per_step(resume.after[:_N_RECENT], count)
     for row, a, b in twice:
         if abs(a.value - b.value) > max(a.quantum, b.quantum):
+            if rates and _follows_ranks(resume, row, a.value, b.value, median(rates)):
+                return None
             return _count_finding(row, what, a.value, b.value, "before the resume it had")
     if twice:
         return None
@@ -169,7 +172,35 @@ def _count(resume: Resume, what: str, count: Count) -> Finding | None:
     expected, found, per_step = counted
     if abs(found - expected) <= 1.5 * per_step:
         return None
+    row = next(row for row in resume.after if count(row) is not None)
+    if _follows_ranks(resume, row, expected, found, per_step):
+        return None
     return _count_finding(resume.after[0], what, expected, found, "the steps before lead to")
+
+
+def _follows_ranks(
+    resume: Resume, row: Row, expected: float, found: float, per_step: float
+) -> bool:
+    """Whether the count is off by the number of ranks, or by its change, and by nothing else.
+
+    torchtitan saves the tokens of one rank and logs their sum over the ranks of now, so
+    the logged count changes with their number, and a checkpoint holds a part of it
+    (`torchtitan/train.py`, `ntokens_seen`).
+    """
+    point = resume.resume_point
+    if point is None or expected <= 0:
+        return False
+    since = per_step * (row.step - point.step)
+    held, shown = expected - since, found - since
+    if held <= 0:
+        return False
+    if point.growth != 1:
+        return abs(shown - held * point.growth) <= 1.5 * per_step
+    if any(row.tokens for row in (*resume.before, *resume.overwritten)):
+        return False  # the log before has the same sum
+    n_ranks = round(shown / held)
+    fits = point.world_size is None or (n_ranks > 0 and point.world_size % n_ranks == 0)
+    return n_ranks > 1 and fits and abs(shown - held * n_ranks) <= 1.5 * per_step
 
 
 def _count_jump(resume: Resume, what: str, count: Count) -> Finding | None:
