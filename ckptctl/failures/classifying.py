@@ -18,6 +18,7 @@ from ckptctl.failures.deciding import Decision, decide, hardware
 from ckptctl.failures.exit_codes import SCHEDULERS, evidence_of_exit, evidence_of_state
 from ckptctl.failures.reading import Read, read_logs
 from ckptctl.failures.results import CONFIDENCES, Classification, Evidence, Suspect
+from ckptctl.failures.stacks import compared
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 
@@ -71,7 +72,7 @@ def classify(
     read = read_logs(names, flight_recorder, storage, deadline_s)
     stall = compare_dumps(read.dumps)
     place = flight_recorder or next((dump.file for dump in read.dumps), "")
-    found = (*read.evidence, *evidence_of(stall, place), *given)
+    found = (*read.evidence, *compared(read.stacks), *evidence_of(stall, place), *given)
     decision = decide(found, read.first_failed)
     finished = _is_zero(exit_code) or state in _FINISHED
     return _answer(decision, found, scheduler, read, stall, finished=finished)

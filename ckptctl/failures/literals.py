@@ -24,7 +24,10 @@ _ONLY_SEEMS = {
     b"batch size": b"global batch size:",
     b"sample": b"consumed samples:",
 }
-_FRAMES = (b"traceback (most recent", b"root cause (first")
+_FRAMES = (
+    *(b"traceback (most recent", b"root cause (first", b"(most recent call first)"),
+    b"fatal python error",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from ckptctl.failures.literals import find_literals
 from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES, Rule
+from ckptctl.failures.stacks import StackReader
 from ckptctl.storage.log_lines import MAX_MATCHED
 
 _MAX_TEXT = 400
@@ -109,6 +110,7 @@ class LogReader:
         self._progressed = ""
         self._tracebacks: set[int | None] = set()
         self._report: dict[str, str] | None = None
+        self.stacks = StackReader(name)
 
     def take(self, block: Sequence[tuple[int, str]]) -> Iterator[Evidence]:
         """The evidence in the next lines, each with its number, in order.
@@ -135,8 +137,10 @@ class LogReader:
                     yield found
 
     def _within(self, asked: Collection[int] | None) -> bool:
-        """Whether a line may continue or end a traceback or a report."""
-        return self._report is not None or (asked is not None and bool(self._tracebacks))
+        """Whether a line may continue or end a traceback, a report or a stack."""
+        if self._report is not None or self.stacks.reading:
+            return True
+        return asked is not None and bool(self._tracebacks)
 
     def _place(self, raw: str) -> None:
         """Learn the node of a rank from the line that NCCL prints for each communicator."""
@@ -156,6 +160,7 @@ class LogReader:
 
     def _evidence_in(self, number: int, raw: str, asked: Collection[int] | None) -> Evidence | None:
         found = take_apart(raw)
+        self.stacks.take(number, found.message[:MAX_MATCHED], found.rank)
         if self._framed(found) or asked is None:
             return None
         return self._weighed(number, found, sorted(asked))

@@ -24,6 +24,7 @@ from ckptctl.failures.flight_recorder import (
 )
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import Evidence
+from ckptctl.failures.stacks import Stack
 from ckptctl.options import StorageOptions
 from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
 from ckptctl.storage.opening import is_local
@@ -49,6 +50,7 @@ class Read:
     evidence: tuple[Evidence, ...]
     first_failed: tuple[str | None, int | None] | None
     hosts: Mapping[int, str]
+    stacks: tuple[Stack, ...]
     dumps: tuple[Dump, ...]
     not_dumps: tuple[str, ...]
     n_files: int
@@ -158,6 +160,7 @@ def read_logs(
         evidence=tuple(found for found in evidence if found.file in read),
         first_failed=next((each.first_failed for each in logs if each.first_failed), None),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
+        stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(reading.dumps.values()),
         not_dumps=not_dumps,
         n_files=len(logs),

@@ -10,7 +10,7 @@ import pattern_growth
 import pytest
 from pattern_growth import Search
 
-from ckptctl.failures import loglines, matching
+from ckptctl.failures import loglines, matching, stacks
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.log_lines import MAX_MATCHED
 
@@ -51,13 +51,18 @@ def test_a_pattern_of_a_rule_takes_linear_time_on_long_lines(pattern: str) -> No
     assert too_slow(re.compile(pattern, re.IGNORECASE).search, texts_of(pattern)) == []
 
 
-WHOLE_MESSAGE = ("_STEP", "_FINITE", "_RETRIED", "_GAVE_UP", "_CODE")
+WHOLE_MESSAGE = ("_STEP", "_FINITE", "_RETRIED", "_GAVE_UP", "_CODE", "_COMMUNICATOR")
 
 
 @pytest.mark.parametrize("name", WHOLE_MESSAGE)
 def test_a_pattern_for_whole_messages_takes_linear_time_on_long_lines(name: str) -> None:
     pattern = getattr(matching, name)
     assert too_slow(pattern.search, texts_of(pattern.pattern)) == []
+
+
+@pytest.mark.parametrize("pattern", [stacks._THREAD, stacks._FRAME], ids=["thread", "frame"])
+def test_a_pattern_for_stacks_takes_linear_time_on_long_lines(pattern: re.Pattern[str]) -> None:
+    assert too_slow(pattern.match, texts_of(pattern.pattern)) == []
 
 
 @pytest.mark.parametrize("pattern", loglines._PREFIXES, ids=lambda pattern: pattern.pattern[:30])

@@ -1,0 +1,153 @@
+"""Read the stacks that py-spy or faulthandler printed, and compare them across ranks.
+
+A job that hangs has ranks that wait in a collective, and one or a few that are somewhere
+else: those are the ones to look at. `matching` passes the lines of a log, in order.
+
+Source: py-spy 0.4 `dump`; CPython 3.12 `Python/traceback.c`, `Modules/faulthandler.c`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.failures.results import Evidence, Role
+
+_MAX_FRAMES = 200
+_MAX_STACKS = 100_000
+_THREAD = re.compile(
+    r"^\s*(?:Thread (?:0x)?[0-9A-Fa-f]+ \((?:active|idle)[^)]{0,40}\)"
+    r"(?:: \"(?P<name>[^\"]{0,80})\")?"
+    r"|(?:Current thread|Thread) 0x[0-9A-Fa-f]+ (?:\[[^\]]{0,80}\] )?\(most recent call first\):)"
+)
+_FRAME = re.compile(
+    r"^\s{1,20}(?:(?P<name>\S{1,200}) \((?P<file>[^():]{1,400}):(?P<line>\d{1,9})\)"
+    r"|File \"(?P<file_2>[^\"]{1,400})\", line (?P<line_2>\d{1,9}) in (?P<name_2>\S{1,200}))"
+)
+_CRASH = re.compile(r"\bFatal Python error\b")
+_RANK = re.compile(r"rank[_.-]?(\d{1,7})|(?:^|[_.-])(\d{1,7})(?:\.\w{1,8})?$", re.IGNORECASE)
+# Where a rank waits for others, by the file of a frame or the name of a function.
+_WAITS_IN = re.compile(r"(?:^|/)torch/distributed/|distributed_c10d|deepspeed/comm/|horovod")
+_WAITING = re.compile(
+    r"^(?:synchronize|wait|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|"
+    r"broadcast|recv|irecv|item)$"
+)
+# Frames that are no place of the program: the interpreter's library, torch, installed packages.
+_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages|lib/python3\.\d+)/|^<")
+_TOP = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One function on a stack."""
+
+    name: str
+    file: str
+    line: int
+
+
+@dataclass(slots=True)
+class Stack:
+    """The stack of one thread, the innermost frame first."""
+
+    rank: int | None
+    file: str
+    line: int
+    thread: str
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is that of the main thread."""
+        named = self.thread in ("MainThread", "")
+        return named and bool(self.frames) and self.frames[-1].name == "<module>"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread waits for other ranks, as far as its frames show."""
+        return any(
+            _WAITS_IN.search(each.file) or (_WAITING.match(each.name) and "torch" in each.file)
+            for each in self.frames[:_TOP]
+        )
+
+    @property
+    def place(self) -> str:
+        """The innermost function of the program, as `name (file:line)`."""
+        own = (each for each in self.frames if not _LIBRARY.search(each.file))
+        frame = next(own, self.frames[0])
+        return f"{frame.name} ({frame.file}:{frame.line})"
+
+
+class StackReader:
+    """Collects the stacks in the lines of one log."""
+
+    def __init__(self, name: str) -> None:
+        self.stacks: list[Stack] = []
+        self._name = name
+        self._open: Stack | None = None
+        self._crashed = False
+
+    @property
+    def reading(self) -> bool:
+        """Whether the next line may be a frame."""
+        return self._open is not None
+
+    def take(self, number: int, text: str, rank: int | None) -> None:
+        """Take a line that begins a stack, or that follows one."""
+        if (match := _FRAME.match(text)) is not None and self._open is not None:
+            if len(self._open.frames) < _MAX_FRAMES:
+                name = match["name"] or match["name_2"]
+                line = int(match["line"] or match["line_2"])
+                self._open.frames.append(Frame(name, match["file"] or match["file_2"], line))
+            return
+        self._open = None
+        self._crashed = self._crashed or _CRASH.search(text) is not None
+        match = _THREAD.match(text)
+        # faulthandler prints the stacks of a process that crashed in the same form.
+        if match is not None and not self._crashed and len(self.stacks) < _MAX_STACKS:
+            in_name = None if rank is not None else _RANK.search(self._name)
+            rank = int(in_name[1] or in_name[2]) if in_name else rank
+            self._open = Stack(rank, self._name, number, match["name"] or "")
+            self.stacks.append(self._open)
+
+
+def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
+    """The ranks whose main thread is elsewhere while at least half of all wait for others.
+
+    Of several stacks of one rank the last counts. Nothing where fewer than three ranks
+    have a stack.
+    """
+    of_rank = {each.rank: each for each in stacks if each.rank is not None and each.is_main}
+    waiting = {rank: each for rank, each in of_rank.items() if each.waits}
+    if len(of_rank) < 3 or len(waiting) * 2 < len(of_rank):
+        return
+    others = {rank: each for rank, each in of_rank.items() if rank not in waiting}
+    if not others:
+        others, waiting = _elsewhere(waiting)
+    if not others:
+        return
+    first = others[min(others)]
+    places = Counter(each.place for each in others.values()).most_common(1)
+    waits_at = Counter(each.place for each in waiting.values()).most_common(1)
+    yield Evidence(
+        rule="collective.stacks-differ",
+        failure="hang",
+        role=Role.SUSPECT,
+        says=f"the main thread is at {places[0][0]}, and {len(waiting):,} other ranks wait at "
+        f"{waits_at[0][0]}",
+        file=first.file,
+        line=first.line,
+        text=first.place,
+        ranks=tuple(sorted(others)),
+    )
+
+
+def _elsewhere(waiting: Mapping[int, Stack]) -> tuple[dict[int, Stack], dict[int, Stack]]:
+    """The few that wait at another place of the program than most, and the rest."""
+    (most, n_most), *_ = Counter(each.place for each in waiting.values()).most_common()
+    few = {rank: each for rank, each in waiting.items() if each.place != most}
+    if n_most * 2 <= len(waiting):
+        few = {}
+    return few, {rank: each for rank, each in waiting.items() if rank not in few}
