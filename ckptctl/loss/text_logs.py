@@ -150,6 +150,7 @@ class TextLog:
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
         self._resumed: int | None = None
+        self._accumulated = 1
         self._hints: tuple[bytes, ...] = ()
         self._shapes: LineShapes | None = None
         self._incomplete: set[tuple[str, int | None]] = set()
@@ -225,19 +226,26 @@ class TextLog:
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, rest = split_prefix(text)
+        accumulated = markers.accumulated_in(rest[:MAX_MATCHED])
+        if accumulated is not None:
+            self._accumulated = accumulated
+            for reader in self._line_readers():
+                reader.accumulated = accumulated
         marker = markers.read_marker(rest[:MAX_MATCHED], LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
             return
         yield from self._ended()
         self._resumed = marker.step
-        for reader in self._readers.values():
-            if isinstance(reader, LineReader):
-                reader.resume(marker.step)
+        for reader in self._line_readers():
+            reader.resume(marker.step)
         if self._undecided:
             self._undecided.append((None, rank, marker))
         else:
             yield from self._marked(rank, marker)
+
+    def _line_readers(self) -> Iterator[LineReader]:
+        return (reader for reader in self._readers.values() if isinstance(reader, LineReader))
 
     def _marked(self, rank: int | None, marker: Marker) -> Iterator[Marker]:
         first = self._ranks.marker(rank, marker)
@@ -269,6 +277,7 @@ class TextLog:
                     self._readers.clear()
                 reader = self._readers[key] = form.reader(self._keys)
                 if isinstance(reader, LineReader):
+                    reader.accumulated = self._accumulated
                     reader.resume(self._resumed)
             for row in reader.read(text if form.records else text[:MAX_MATCHED], position):
                 yield from self._found(form, rank, row)

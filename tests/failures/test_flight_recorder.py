@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,24 @@ def test_the_rank_that_never_joined_is_named_with_the_collective_and_its_line(re
     if pattern.startswith("nccl"):
         assert stalled.frame is not None
         assert "flight_recorder_job.py" in stalled.frame
+
+
+def test_the_analyser_of_torch_finds_the_same_rank_missing(recorded, tmp_path):
+    pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    # The dumps of gloo list no members, and the analyser reads groups of NCCL only.
+    members = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    for rank in range(4):
+        document = pickle.loads((recorded / "absent" / f"nccl_trace_rank_{rank}").read_bytes())
+        document["pg_config"] = members
+        for entry in document["entries"]:
+            entry["profiling_name"] = entry["profiling_name"].replace("gloo:", "nccl:")
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(document, 2))
+    module = "torch.distributed.flight_recorder.fr_trace"
+    program = f"from {module} import main; main()"
+    command = [sys.executable, "-c", program, str(tmp_path), "-p", "trace_"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.findall(r"missing ranks: (.*)", report.stdout + report.stderr) == ["{2}"]
+    assert compared(tmp_path, "trace_*").never_joined == (2,)
 
 
 def test_a_rank_that_passes_another_shape_is_named(recorded):

@@ -285,6 +285,8 @@ class LineReader:
         self._n_drawn = 0
         self._last_loss: Number | None = None
         self._snapshot: LineReader | None = None
+        self.accumulated = 1
+        """How many batches of a progress bar make one step."""
 
     @property
     def open(self) -> bool:
@@ -320,7 +322,12 @@ class LineReader:
 
     def resume(self, step: int | None) -> None:
         """Take note that the log announced a resume after `step`."""
-        self._rounds.resume(step)
+        self._rounds.resume(None if step is None else step * self._batches)
+
+    @property
+    def _batches(self) -> int:
+        """How many of the steps that are printed make one step of the run."""
+        return self.accumulated if self.format.redrawn and self.format.rounds else 1
 
     def spans(self, text: str) -> Mapping[str, tuple[int, int]] | None:
         """Where `text` has its step and the fields of its row; None unless it is a whole row.
@@ -402,9 +409,10 @@ class LineReader:
         if step == 0 and self.format.redrawn:
             return None  # a bar of which no step is done has the loss of the bar before
         per, epoch = groups.get("per") or "", groups.get("epoch")
-        return self._rounds.step(
+        batch = self._rounds.step(
             step, int(per) if per.isdecimal() else None, int(epoch) if epoch else None
         )
+        return -(-batch // self._batches)
 
 
 class Rounds:

@@ -85,13 +85,14 @@ HINTS: Sequence[bytes] = (
     b"oading checkpoint from",
     b"from scratch",
     b"NEW RUN",
+    b"accumulate_grad_batches",
 )
 """Every marker's line contains one of these literals; other lines are not matched."""
 
 # Each literal contains one of these.
 _ROOTS = (
     *(b"checkpoint", b"raining", b"fresh start", b"from scratch", b"estored all states"),
-    *(b"esumed", b"esuming", b"NEW RUN"),
+    *(b"esumed", b"esuming", b"NEW RUN", b"accumulate_grad_batches"),
 )
 # A search for every literal takes longer than all else that is done with a log. With few kinds
 # of characters kept, a log is a fifth as long, and most roots are not in what is left.
@@ -100,6 +101,15 @@ _LITERALS = tuple(
     (root.translate(None, _DROPPED), root, tuple(hint for hint in HINTS if root in hint))
     for root in _ROOTS
 )
+
+
+_ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
+
+
+def accumulated_in(text: str) -> int | None:
+    """How many batches make one step of Lightning, where a line shows its setting."""
+    match = _ACCUMULATED.search(text)
+    return max(1, int(match[1])) if match else None
 
 
 def hints_in(block: bytes) -> list[bytes]:
