@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from test_calibration import FORMS
 
 from ckptctl.failures.classes import CLASSES
+from ckptctl.failures.matching import LogReader
 from ckptctl.failures.rules import RULES, Rule
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -31,3 +33,61 @@ def test_a_rule_names_a_class_and_compiles(rule: Rule) -> None:
 def test_no_two_rules_of_one_name_have_the_same_role() -> None:
     counted = Counter((rule.name, rule.role) for rule in RULES)
     assert [name for name, n in counted.items() if n > 1] == []
+
+
+CORPUS = Path(__file__).parent
+# Lines for the rules that no line of the corpus is for, in words of the project.
+EXAMPLES = {
+    "ckptctl.storage": "ckptctl.errors.StorageUnavailable: s3://runs: no answer",
+    "ckptctl.damaged": "ckptctl.errors.StepDamaged: run step 40: a shard is cut short",
+    "ckptctl.fenced": "ckptctl.errors.Fenced: another attempt owns the root",
+    "ckptctl.refused": "ckptctl.errors.StateRefused: the step has no optimizer",
+    "ckptctl.gpu": "ckptctl.errors.GpuFailed: rank 3 on node017: wrong product",
+    "ckptctl.ranks-lost": "ckptctl.errors.RanksLost: ranks 3 and 7 sent no heartbeat",
+    "xid.other": "NVRM: Xid (PCI:0000:3b:00): 199, pid=7, name=python",
+    "kernel.panic": "[  71.5] Kernel panic - not syncing: stop",
+    "kernel.sxid-nonfatal": "[  71.5] nvidia-nvswitch3: SXid (PCI:0000:85:00.0): 19999, Non-fatal",
+    "gpu.dcgm": "dcgm diagnostic of node017: memory Result: Fail",
+    "slurm.cancelled-state": "JobState=CANCELLED ExitCode=0:0",
+    "slurm.task-killed": "srun: error: node017: task 3: Killed",
+    "slurm.comm": "srun: error: step: Zero Bytes were transmitted or received",
+    "kubernetes.deleted": "Job was deleted by the owner",
+    "kubernetes.unscheduled": "Warning  FailedScheduling  no node fits",
+    "nccl.cuda": "ncclUnhandledCudaError: a call to CUDA failed",
+    "nccl.internal": "ncclInternalError: a check within the library failed",
+    "collective.lagging": "[3] are the lagging ranks",
+    "nvrx.stopped": "maximum restarts without progress: terminating",
+}
+
+
+def answered() -> set[str]:
+    """The rules that a line of the corpus is evidence by."""
+    tables = [(CORPUS / name).read_text() for name in ("lines_a.tsv", "lines_b.tsv")]
+    lines = [row.split("\t", 1)[1] for table in tables for row in table.splitlines()]
+    for log in (CORPUS / "logs").rglob("*"):
+        lines += log.read_text().splitlines() if log.is_file() else []
+    lines += [line for _, text, _ in FORMS for line in text.splitlines()]
+    return {name for line in lines for name in rules_of(line)}
+
+
+def rules_of(line: str) -> set[str]:
+    return {found.rule for found in LogReader("line").take([(1, line)])}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rule_answers_its_example(name: str) -> None:
+    assert rules_of(EXAMPLES[name]) == {name}
+
+
+@pytest.mark.parametrize("rule", [r.name for r in RULES if r.name.startswith("xid.")])
+def test_a_rule_of_an_xid_answers_a_line_with_its_number(rule: str) -> None:
+    number = rule.removeprefix("xid.")
+    if number.isdecimal():
+        assert rules_of(f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=7, name=python") == {rule}
+
+
+def test_every_rule_has_a_line_that_it_answers() -> None:
+    covered = {*answered(), *EXAMPLES}
+    assert [
+        rule.name for rule in RULES if rule.name not in covered and not rule.name.startswith("xid.")
+    ] == []
