@@ -14,6 +14,7 @@ from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line
 from ckptctl.cli.values import LevelChoice, level_of, parse_duration
 from ckptctl.errors import UsageError
+from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
@@ -108,6 +109,25 @@ def run(
             "and after a failed one.",
         ),
     ] = "15m",
+    section_timeouts: Annotated[
+        str | None,
+        option(
+            "--section-timeouts",
+            metavar="SECTION:TIME,...",
+            help="How long a rank may report nothing in setup, first-step, step, checkpoint, "
+            "async-save or evaluation before the job counts as hung; by default learned from "
+            "earlier attempts.",
+        ),
+    ] = None,
+    out_of_section_timeout: Annotated[
+        str | None,
+        option(
+            "--out-of-section-timeout",
+            metavar="TIME",
+            help="The same outside of sections, and for the growth of --log in a job without "
+            "heartbeats.",
+        ),
+    ] = None,
     state: Annotated[
         str | None,
         option(
@@ -137,8 +157,9 @@ def run(
     the job to end nothing is restarted. Ends with the exit code of the command, with 93 when
     the budget is spent, with 11 when no step is usable, with 75 when the storage does not
     answer or the steps of the run have disappeared, with 10 when the root does not exist. The
-    command gets the number of restarts in CKPTCTL_RESTART_COUNT. With --json the command's
-    output goes to standard error.
+    command gets the number of restarts in CKPTCTL_RESTART_COUNT. A job that hangs is ended and
+    restarted, and its rank at fault is named, if it uses ckptctl.train. With --json the
+    command's output goes to standard error.
     """
     found = ckptctl.keep_running(
         command,
@@ -154,7 +175,8 @@ def run(
         state=state,
         reset_budget=reset_budget,
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
-        tell=lambda said: out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err),
+        section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
+        tell=lambda said: _tell(out, said),
         on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
         stdout=_STDERR if out.as_json else None,
         requirements=requirements,
@@ -166,6 +188,36 @@ def run(
     elif out.talks or found.exit_code:
         out.lines(supervised_lines(found), to=out.err)
     return found.exit_code
+
+
+def _tell(out: Output, said: str) -> None:
+    if out.talks or said.startswith("warning: "):
+        out.lines([line(f"ckptctl: {said}", hang=2)], to=out.err)
+
+
+_SECTION_NAMES: dict[str, Section] = {
+    **{name: name for name in SECTIONS},
+    "checkpointing": "checkpoint",  # of NVRx and Megatron Bridge
+}
+
+
+def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]:
+    """The limits in seconds that the two options give."""
+    limits: dict[Section, float] = {}
+    for part in () if sections is None else sections.split(","):
+        name, _, text = part.strip().partition(":")
+        section = _SECTION_NAMES.get(name)
+        if section is None or section in limits:
+            what = "which is no section" if section is None else "twice"
+            raise UsageError(
+                f"--section-timeouts names {name!r}, {what}; the sections are "
+                f"{', '.join(SECTIONS)}",
+                instead="--section-timeouts setup:600,step:180,checkpoint:420",
+            )
+        limits[section] = parse_duration(text, f"--section-timeouts {name}") or 0.0
+    if outside is not None:
+        limits["outside"] = parse_duration(outside, "--out-of-section-timeout") or 0.0
+    return limits
 
 
 def _codes(given: list[str] | tuple[()]) -> tuple[int, ...]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.distributed.launcher import RESTART_COUNT, cluster_context
@@ -22,6 +23,7 @@ from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.own.heartbeats import Section
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.inspection.seal_and_marks import check_marks_file
 from ckptctl.model import Level
@@ -32,7 +34,9 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.causes import Logs
 from ckptctl.supervisor.child import Signals
+from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import HeldState, take_over
+from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
     MAX_FREE_RESTARTS,
@@ -82,6 +86,7 @@ def keep_running(
     state: str | None = None,
     reset_budget: str | None = None,
     wait_s: float = WAIT_S,
+    section_timeouts: Mapping[Section, float] = MappingProxyType({}),
     on_attempt: Callable[[Attempt], None] = lambda _attempt: None,
     tell: Callable[[str], None] = lambda _message: None,
     stdout: int | None = None,
@@ -103,12 +108,14 @@ def keep_running(
     `create`, a missing root is created. `wait_s` bounds the wait for a storage that does not
     answer, before the first attempt and after a failed one. The state of the run is kept in
     the first root, or in the folder or URL `state`; a later call continues with it.
-    `reset_budget` is the reason to begin a new budget. `on_attempt` gets each attempt when it
-    has ended, `tell` the messages between them. `stdout` is the descriptor for the command's
-    output, by default the one of this process. The command finds the number of its restarts
-    in `CKPTCTL_RESTART_COUNT`. `policy` and `requirements` are those of `pick`; steps are
-    inspected at `structure` if no `level` is given. Each field of the three options objects
-    is also a keyword.
+    `reset_budget` is the reason to begin a new budget. `section_timeouts` are limits in seconds: a
+    job with a rank that reports nothing for longer hangs, and is ended and restarted; other
+    sections have limits that are learned or built in. `on_attempt` gets each attempt when it has
+    ended, `tell` the messages between them. `stdout` is the descriptor for the command's output,
+    by default the one of this process. The command finds the number of its restarts in
+    `CKPTCTL_RESTART_COUNT`. `policy` and `requirements` are those of `pick`; steps are inspected
+    at `structure` if no `level` is given. Each field of the three options objects is also a
+    keyword.
 
     The exit code is the command's when it is done, was asked to stop, or must not be started
     again; 10 where the root does not exist; 11 where no step is usable; 75 where the storage
@@ -121,6 +128,7 @@ def keep_running(
         raise UsageError("the command is missing", next_command="ckptctl run --root ROOT -- CMD")
     limits = Limits(max_restarts, max_free_restarts, frozenset({*NO_RESTART, *no_restart}))
     limits.check()
+    sections = SectionLimits(section_timeouts)
     if not backoff_s >= 0 or not wait_s >= 0:
         raise UsageError("--backoff and --wait-storage must be 0 or more")
     if reset_budget is not None and not reset_budget.strip():
@@ -148,7 +156,7 @@ def keep_running(
     with opened(state or roots.first) as store:
         folder = "" if state else STATE_FOLDER
         supervisor = _Supervisor(
-            _Job(tuple(command), tuple(logs), stdout),
+            _Job(tuple(command), tuple(logs), stdout, sections),
             WatchedRoots(roots, inspect, opened, wait_s),
             Revisions(store, folder, of_root=state is None),
             limits,
@@ -159,11 +167,12 @@ def keep_running(
 
 
 class _Job(NamedTuple):
-    """The command, the logs that it writes to, and the descriptor for its output."""
+    """The command, its logs, the descriptor for its output, and the limits of its sections."""
 
     command: tuple[str, ...]
     logs: tuple[str, ...]
     stdout: int | None
+    sections: SectionLimits
 
 
 class _NotStarted(Exception):
@@ -215,7 +224,10 @@ class _Supervisor:
                 about = (self._job.command, self._roots.url, (), (), message)
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
-            watchers: tuple[Watcher, ...] = (held,)
+            self._job.sections.recall(held.state["sections"])
+            hangs = HangWatcher(self._job.sections, self._job.logs, self._tell)
+            stack.callback(hangs.close)
+            watchers: tuple[Watcher, ...] = (held, hangs)
             verdict = self._run_attempt(held, watchers)
             on_attempt(self._attempts[-1])
             while verdict.decision is Decision.RESTART:
@@ -337,7 +349,14 @@ class _Supervisor:
             **_blamed(hang, cause),  # type: ignore[typeddict-item]
         }
         best = seen.step if progress else state["best"]
-        held.save({**held.state, "best": best, "attempts": [*state["attempts"], attempt]})
+        held.save(
+            {
+                **held.state,
+                "best": best,
+                "attempts": [*state["attempts"], attempt],
+                "sections": self._job.sections.documents(),
+            }
+        )
         left = budget_of(since_progress(held.state)).left(self._limits)
         self._attempts.append(_result(attempt, verdict, left))
         return verdict

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.train.agreement import resolve
     from ckptctl.train.checkpointer import Checkpointer
     from ckptctl.train.graceful import GracefulStop, outlive_stop
+    from ckptctl.train.heartbeats import heartbeat
     from ckptctl.train.job import Start
     from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
@@ -40,6 +41,7 @@ __all__ = [
     "Start",
     "check_gpu",
     "cluster_context",
+    "heartbeat",
     "make_group",
     "outlive_stop",
     "ping",
@@ -52,6 +54,7 @@ _HOMES = {
     "ckptctl.train.job": "Start",
     "ckptctl.distributed.launcher": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop outlive_stop",
+    "ckptctl.train.heartbeats": "heartbeat",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",
     "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",

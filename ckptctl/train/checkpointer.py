@@ -23,6 +23,7 @@ from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import SETTLE_S, Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
+from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
 from ckptctl.train.restoring import Policies
@@ -98,6 +99,7 @@ class Checkpointer:
         storage: StorageOptions = StorageOptions(),
         **keywords: Unpack[PickKeywords],
     ) -> None:
+        heartbeat("setup")
         if optimizer is not None and model is None:
             raise UsageError("optimizer requires model")
         if keep is not None and keep < 1:
@@ -169,8 +171,10 @@ class Checkpointer:
         if replay is not None and replay < 1:
             raise UsageError(f"replay is {replay}; it must be at least 1")
         try:
+            heartbeat("setup")
             if replay is not None:
                 self._replay = Resume(self._job, resume_from).replay(replay)
+                heartbeat("first-step", step=self._replay.step)
                 return self._replay
             attempt, start = Resume(self._job, resume_from).run()
         except CkptctlError as error:
@@ -180,6 +184,7 @@ class Checkpointer:
         attempt.watch()
         atexit.register(self._at_exit)
         self._attempt = attempt
+        heartbeat("first-step", step=start.step)
         return start
 
     # Saving
@@ -203,10 +208,11 @@ class Checkpointer:
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
-        self.flush()
-        one = self._next_save(step, self._job.group)
-        self._run(one, self._state(step, tokens, samples), tokens, loss)
-        return one.url
+        with inside("checkpoint"):
+            self.flush()
+            one = self._next_save(step, self._job.group)
+            self._run(one, self._state(step, tokens, samples), tokens, loss)
+            return one.url
 
     def save_async(
         self,
@@ -225,12 +231,13 @@ class Checkpointer:
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
-        self.flush()
-        one = self._next_save(step, self._later)
-        state = self._stager.staged(self._state(step, tokens, samples))
-        self._flight = self._pool.submit(self._run, one, state, tokens, loss)
-        self._begun().saved = step
-        return one.url
+        with inside("checkpoint"):
+            self.flush()
+            one = self._next_save(step, self._later)
+            state = self._stager.staged(self._state(step, tokens, samples))
+            self._flight = self._pool.submit(self._run_later, one, state, tokens, loss)
+            self._begun().saved = step
+            return one.url
 
     def flush(self) -> None:
         """Wait for the save in flight, and raise its error.
@@ -240,7 +247,8 @@ class Checkpointer:
         flight, self._flight = self._flight, None
         try:
             if flight is not None:
-                flight.result()
+                with inside("checkpoint"):
+                    flight.result()
         finally:
             if self._retention is not None:
                 self._retention.wait()
@@ -288,10 +296,18 @@ class Checkpointer:
         self._job.group.from_all(lambda: check_readable(state))
         return state
 
+    def _run_later(self, one: StepSave, *about: Any) -> None:
+        """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
+        report_saving(one.number)
+        try:
+            self._run(one, *about)
+        finally:
+            report_saving(None)
+
     def _run(
         self, one: StepSave, state: dict[str, Any], tokens: int | None, loss: float | None
     ) -> None:
-        """Save, record it, and start to remove older steps; in a thread for `save_async`."""
+        """Save, record it, and start to remove older steps."""
         began_s = time.monotonic()
         one.run(state)
         attempt = self._begun()
@@ -330,8 +346,10 @@ class Checkpointer:
         """Record the training progress; call it after each step, on every rank.
 
         Writes a line at most every 30 s, and one for the first non-finite loss. A later
-        resume reads from it how soon a failure followed the loaded step.
+        resume reads from it how soon a failure followed the loaded step. Under `ckptctl run` it
+        is the heartbeat of this rank, too.
         """
+        heartbeat("step", step=step)
         if self._replay is None:
             self._begun().note(step, loss)
 
@@ -383,6 +401,7 @@ class Checkpointer:
         self._leave("exit")
 
     def _leave(self, how: str) -> None:
+        heartbeat("outside")
         atexit.unregister(self._at_exit)
         self._pool.shutdown(wait=False)
         self._stager.close()

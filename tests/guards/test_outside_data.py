@@ -18,6 +18,7 @@ import pytest
 from ckptctl.cli.app import run
 from ckptctl.errors import CkptctlError, OwnFileUnreadable, RecordUnreadable
 from ckptctl.formats.bounded_json import MAX_DEPTH, NotJson, decode_first_json, decode_json
+from ckptctl.formats.own.heartbeats import read_heartbeat
 from ckptctl.storage.opening import open_store
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
@@ -266,11 +267,17 @@ def runbook_report(root: Path, data: bytes) -> None:
     assert _document(put(root.parent / "report.json", data)) in (None, {"step": "\ufffd\ufffd"})
 
 
+def heartbeat(_root: Path, data: bytes) -> None:
+    with pytest.raises(OwnFileUnreadable):
+        read_heartbeat(data)
+
+
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
     "failures/flight_recorder.py": (classify_reads_a_dump,),
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
+    "formats/own/heartbeats.py": (heartbeat,),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
     "preflight_checks/sizing.py": (preflight_reads_a_resume_report,),

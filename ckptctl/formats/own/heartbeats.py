@@ -1,0 +1,108 @@
+"""The heartbeat of a rank: one small file, from which a supervisor on the same node reads.
+
+`ckptctl.train` writes it, `ckptctl run` reads it. It holds no times: the supervisor measures
+by its own clock since when a heartbeat has not changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Literal, TypedDict, get_args
+
+from ckptctl.errors import OwnFileUnreadable
+from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.own.files import typed
+
+FOLDER_VARIABLE = "CKPTCTL_HEARTBEATS"
+"""The variable in which `ckptctl run` gives its job the folder of the heartbeats."""
+
+MAX_BYTES = 1024
+"""Of one heartbeat; a larger file is none."""
+
+Section = Literal[
+    "setup", "first-step", "step", "checkpoint", "async-save", "evaluation", "outside"
+]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+"""The parts of a job that have limits of their own.
+
+`setup` ends when the job has resumed, `first-step` with its first step. `async-save` runs beside
+the others. `outside` is everything else.
+"""
+
+MAX_RANK = 1 << 20
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_NAME = re.compile(r"rank-([0-9]{1,7})\.json")
+_LARGEST_SIGNAL = 64
+
+
+class Heartbeat(TypedDict):
+    """The state of one rank when it wrote last."""
+
+    rank: int
+    local_world_size: int | None
+    """How many ranks the launcher started on this node; null where it does not tell."""
+    node: str
+    pid: int
+    started: int
+    """When the process was started, in clock ticks after the boot, as `/proc/PID/stat` has it."""
+    count: int
+    """How often the rank has reported."""
+    section: str
+    step: int | None
+    saving: int | None
+    """The step of the asynchronous save in flight."""
+    stack_signal: int | None
+    """The signal that makes the process write its stacks; null where it has no handler."""
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's heartbeat."""
+    return f"rank-{rank}.json"
+
+
+def stacks_name(rank: int) -> str:
+    """The name of the file to which a rank adds its stacks."""
+    return f"rank-{rank}.stacks"
+
+
+def rank_in(name: str) -> int | None:
+    """The rank whose heartbeat has this name; None for other files."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found and int(found[1]) < MAX_RANK else None
+
+
+def heartbeat_bytes(beat: Heartbeat) -> bytes:
+    """The heartbeat as it is written."""
+    return json.dumps(beat, separators=(",", ":")).encode()
+
+
+def read_heartbeat(data: bytes) -> Heartbeat:
+    """The heartbeat in a file. Raises `OwnFileUnreadable` for anything else.
+
+    The file may be written by anybody who runs as this user: values out of bounds are refused.
+    """
+    try:
+        fields = decode_json(data, max_bytes=MAX_BYTES, numbers="integers", unique_keys=True)
+    except NotJson as error:
+        raise OwnFileUnreadable(f"it is not JSON: {str(error)[:80]}") from error
+    if not isinstance(fields, dict):
+        raise OwnFileUnreadable("it is JSON, but no object")
+    beat = typed(Heartbeat, fields)
+    for what in _out_of_bounds(beat):
+        raise OwnFileUnreadable(f"{what} is out of bounds")
+    return beat
+
+
+def _out_of_bounds(beat: Heartbeat) -> Iterator[str]:
+    if beat["rank"] >= MAX_RANK or (beat["local_world_size"] or 0) > MAX_RANK:
+        yield "the rank"
+    if beat["section"] not in SECTIONS or beat["section"] == "async-save":
+        yield "the section"
+    if not _NODE.fullmatch(beat["node"]):
+        yield "the node"
+    if not 0 < beat["pid"] < 1 << 31:
+        yield "the process id"
+    if not 0 < (beat["stack_signal"] or 1) <= _LARGEST_SIGNAL:
+        yield "the signal"

@@ -1,0 +1,331 @@
+"""Collect what shows why ranks of this node do not go on, before they are ended.
+
+For each rank: the state of its process, and the stacks of its threads, twice, by py-spy where
+it is installed and may read the process, else by the signal that `ckptctl.train` has set a
+handler for. Besides, the dumps of torch's flight recorder. `naming` decides what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptctl.failures.flight_recorder import MAX_BYTES as MAX_DUMP_BYTES
+from ckptctl.failures.flight_recorder import Dump, NotADump, read_dump
+from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
+from ckptctl.supervisor.processes import Process, is_alive
+
+SAMPLES = 4
+BETWEEN_S = 1.0
+"""How many samples of a process are taken, and the time between: work changes its stack."""
+
+_WORKING = 0.05
+"""The share of a processor that shows work. Source: DLRover takes less for a hang."""
+
+_ANSWER_S = 5.0
+"""How long stacks are waited for; faulthandler writes them in milliseconds."""
+_PY_SPY_S = 15.0
+_POLL_S = 0.1
+_MAX_STACKS_BYTES = 1 << 20
+_AT_ONCE = 16
+
+_DUMP_PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_DUMP_PREFIX = "/tmp/nccl_trace_rank_"  # noqa: S108  # only read
+"""Where torch writes the dumps without these variables. Source: torch 2.13,
+`torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`."""
+
+
+class Frame(NamedTuple):
+    """One call on a stack."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]
+"""The calls of the main thread, the innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvidence:
+    """What was found about one rank of this node.
+
+    `state` is the state of its main thread that all samples had, by proc(5): `T` for stopped, `D`
+    for waiting in the kernel; empty where it changed, or where the process is gone. `stack` is
+    that of the main thread, None where no sample has one. `asked` says that the process has a
+    handler which was called. `moves` says that its stack changed between the samples.
+    """
+
+    rank: int
+    node: str
+    alive: bool = True
+    state: str = ""
+    stack: Stack | None = None
+    asked: bool = False
+    moves: bool = False
+
+
+class Evidence(NamedTuple):
+    """What was found on this node, and the files in which it was kept.
+
+    `works` says that processes which ranks have started were busy meanwhile: an evaluation in a
+    process of its own.
+    """
+
+    ranks: tuple[RankEvidence, ...]
+    dumps: tuple[Dump, ...]
+    files: tuple[str, ...]
+    works: bool
+
+
+class _Sample(NamedTuple):
+    state: str
+    stack: Stack | None
+    asked: bool
+
+
+def collect(
+    beats: Mapping[int, Heartbeat],
+    processes: Callable[[], Iterable[Process]],
+    folder: str,
+    out: str,
+    since_s: float,
+    *,
+    of_save: bool = False,
+) -> Evidence:
+    """Collect evidence of all ranks; the files lie in `out`, which is created.
+
+    `processes` finds those of the job: others are neither signalled nor read, whatever a
+    heartbeat names. `folder` holds the heartbeats and the stacks. Dumps of the flight recorder
+    that are older than `since_s` (seconds since 1970) belong to earlier attempts. With `of_save`
+    the stacks are those of the thread of an asynchronous save. Takes some seconds, and at most
+    about forty.
+    """
+    os.makedirs(out, exist_ok=True)
+    found = set(processes())
+    own = {rank: Process(beat["pid"], beat["started"]) for rank, beat in beats.items()}
+    alive = {rank: process for rank, process in own.items() if process in found}
+    ranks = {process.pid for process in alive.values()}
+    helpers = [process for process in found if process.pid not in ranks]
+    spent = _ticks(helpers, ranks)
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        pending = {
+            rank: pool.submit(_samples, beats[rank], process, folder, out, of_save)
+            for rank, process in alive.items()
+        }
+        samples = {rank: each.result() for rank, each in pending.items()}
+    took_s = time.monotonic() - began_s
+    later = _ticks(helpers, ranks)
+    used = sum(ticks - spent[process] for process, ticks in later.items() if process in spent)
+    dumps = _dumps(out, since_s)
+    return Evidence(
+        tuple(_evidence(rank, beat["node"], samples.get(rank, ())) for rank, beat in beats.items()),
+        dumps,
+        tuple(sorted(entry.path for entry in os.scandir(out))),
+        used / os.sysconf("SC_CLK_TCK") >= _WORKING * took_s,
+    )
+
+
+def _evidence(rank: int, node: str, samples: Sequence[_Sample]) -> RankEvidence:
+    if not samples:
+        return RankEvidence(rank, node, alive=False)
+    states = {sample.state for sample in samples}
+    stacks = [sample.stack for sample in samples if sample.stack is not None]
+    return RankEvidence(
+        rank,
+        node,
+        state=states.pop() if len(states) == 1 else "",
+        stack=stacks[-1] if stacks else None,
+        asked=any(sample.asked for sample in samples),
+        moves=len({*stacks}) > 1,
+    )
+
+
+def state_of(process: Process) -> str:
+    """The state of the main thread as proc(5) has it; empty where it cannot be read."""
+    try:
+        with open(f"/proc/{process.pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode("ascii")
+    except (OSError, IndexError, ValueError):
+        return ""
+
+
+def _ticks(helpers: Sequence[Process], ranks: set[int]) -> dict[Process, int]:
+    """The processor time of the processes below ranks, in clock ticks."""
+    parents, used = {}, {}
+    for process in helpers:
+        with suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            parents[process.pid] = int(fields[1])
+            used[process] = int(fields[11]) + int(fields[12])
+
+    def below_a_rank(pid: int) -> bool:
+        for _ in range(64):
+            pid = parents.get(pid, 0)
+            if pid in ranks or not pid:
+                break
+        return pid in ranks
+
+    return {process: ticks for process, ticks in used.items() if below_a_rank(process.pid)}
+
+
+# Stacks
+
+
+def _samples(
+    beat: Heartbeat, process: Process, folder: str, out: str, of_save: bool
+) -> list[_Sample]:
+    """What several samples at one rank show; fewer where it does not answer."""
+    found: list[_Sample] = []
+    for n in range(SAMPLES):
+        if n:
+            time.sleep(BETWEEN_S)
+        found.append(_sample(beat, process, folder, out, of_save))
+        if found[-1].asked and found[-1].stack is None and not of_save:
+            break  # it does not answer; each further sample would wait as long
+    return found
+
+
+def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: bool) -> _Sample:
+    state = state_of(process)
+    # A stopped process answers nobody, and py-spy would wait for it.
+    if state == "T":
+        return _Sample(state, None, asked=False)
+    kept = os.path.join(out, f"rank-{beat['rank']}.txt")
+    text = _by_py_spy(process)
+    stack = stack_in(text, of_save=of_save)
+    asked = False
+    if stack is None and beat["stack_signal"] is not None:
+        asked = True
+        text = _by_signal(
+            beat["stack_signal"], process, os.path.join(folder, stacks_name(beat["rank"]))
+        )
+        stack = stack_in(text, of_save=of_save)
+    if text:
+        with suppress(OSError), open(kept, "a", encoding="utf-8") as file:
+            file.write(f"rank {beat['rank']}, process {process.pid}, state {state}\n{text}\n")
+    return _Sample(state, stack, asked)
+
+
+def _by_py_spy(process: Process) -> str:
+    """The stacks as py-spy prints them; empty where it is not installed or may not read them."""
+    program = shutil.which("py-spy")
+    if program is None or not is_alive(process):
+        return ""
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(process.pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_PY_SPY_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout[:_MAX_STACKS_BYTES].decode("utf-8", "replace")
+
+
+def _by_signal(number: int, process: Process, path: str) -> str:
+    """What the process adds to the file when it gets the signal; empty without an answer."""
+    try:
+        begin = os.path.getsize(path)
+        fd = os.pidfd_open(process.pid)
+        try:
+            # Without its handler the signal would end the process.
+            if is_alive(process) and _catches(process.pid, number):
+                signal.pidfd_send_signal(fd, number)
+        finally:
+            os.close(fd)
+        size, until_s = begin, time.monotonic() + _ANSWER_S
+        while time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            before, size = size, os.path.getsize(path)
+            if size == before > begin:
+                break
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(_MAX_STACKS_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _catches(pid: int, number: int) -> bool:
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+# A thread, and a call, as py-spy 0.4 and as faulthandler of Python 3.9 to 3.15 print them.
+_THREADS = (
+    re.compile(r'Thread \S{1,40} \([^)]{0,40}\)(?:: "(?P<main>MainThread)?.{0,200}")?'),
+    re.compile(r"(?:(?P<main>Current thread)|Thread) 0x.{1,120}\(most recent call first\):"),
+)
+_FRAMES = (
+    re.compile(r"\s+(?P<function>.{1,500}) \((?P<file>.{1,500}):(?P<line>\d{1,9})\)"),
+    re.compile(r'  File "(?P<file>.{1,600})", line (?P<line>\d{1,9}) in (?P<function>.{1,600})'),
+)
+_OF_SAVE = "ckptctl/train/saving.py"
+
+
+def stack_in(text: str, *, of_save: bool = False) -> Stack | None:
+    """The stack of the main thread, or of the asynchronous save; None where it is not there.
+
+    `text` is what py-spy or faulthandler wrote. The kernel gives a signal to the main thread of
+    a process if that does not block it: the current thread of faulthandler is the main one.
+    """
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if thread := _match(_THREADS, line):
+            threads.append((thread["main"] is not None, []))
+        elif threads and (frame := _match(_FRAMES, line)):
+            threads[-1][1].append(Frame(frame["function"], frame["file"], int(frame["line"])))
+    for is_main, frames in threads:
+        saves = any(frame.file.endswith(_OF_SAVE) for frame in frames)
+        if frames and (saves and not is_main if of_save else is_main):
+            return tuple(frames)
+    return None
+
+
+def _match(patterns: Iterable[re.Pattern[str]], line: str) -> re.Match[str] | None:
+    return next(filter(None, (each.fullmatch(line) for each in patterns)), None)
+
+
+# Dumps of the flight recorder
+
+
+def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
+    """Copy the dumps of this attempt, and read them."""
+    given = (os.environ.get(name) for name in _DUMP_PREFIX_VARIABLES)
+    prefix = next(filter(None, given), _DUMP_PREFIX)
+    found = []
+    with suppress(OSError):
+        for entry in os.scandir(os.path.dirname(prefix) or "."):
+            name = entry.name.removeprefix(os.path.basename(prefix))
+            if name == entry.name or not name.isdecimal():
+                continue
+            with suppress(OSError, NotADump):
+                about = entry.stat()
+                if about.st_mtime < since_s or about.st_size > MAX_DUMP_BYTES:
+                    continue
+                kept = os.path.join(out, f"flight_recorder_rank_{name}")
+                shutil.copyfile(entry.path, kept)
+                with open(kept, "rb") as file:
+                    found.append(read_dump(kept, file.read()))
+    return tuple(found)

@@ -1,0 +1,333 @@
+"""Watch the ranks of a job, and report a hang: a rank that does not come further.
+
+A hang is a rank that has not reported within the limit of its section. A limit that nobody
+gave is extended while the job shows that it works: while stacks change, or processes that a
+rank started use the processor. A job without heartbeats is watched by its logs alone, and
+ended for their silence only with a limit that a person gave.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from ckptctl.formats.own.heartbeats import Heartbeat, Section
+from ckptctl.formatting import duration
+from ckptctl.storage.waiting import start_daemon
+from ckptctl.supervisor.evidence import Evidence, collect, state_of
+from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
+from ckptctl.supervisor.limits import Limit, SectionLimits
+from ckptctl.supervisor.naming import name_ranks
+from ckptctl.supervisor.processes import Process
+from ckptctl.supervisor.watching import Hang, Running
+
+GAP_S = 5.0
+"""A supervisor that was not called for so long was suspended, or the machine was: what passed
+meanwhile is held against nobody. It is called about once a second."""
+
+_SAMPLE_AGAIN_S = 30.0
+"""How long after samples that showed work the next are taken, at least."""
+
+_QUIET_S = 1800.0
+"""After how long without a line in the logs a message is printed, where no limit is given."""
+
+_MOST_MISSING = 64
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The last heartbeat of a rank, and since when it and its save in flight are the same."""
+
+    beat: Heartbeat
+    since_s: float
+    saving_since_s: float
+
+
+class _Late(NamedTuple):
+    """A section whose limit has passed, and for how long its rank has not reported."""
+
+    section: Section
+    limit: Limit
+    waited_s: float
+
+
+class HangWatcher:
+    """Watches one attempt after the other; a `Watcher`.
+
+    `limits` learn from what the ranks needed. `logs` are watched where a job writes no
+    heartbeats. Evidence is kept in `folder`, by default a new one for temporary files: the
+    storage of the root may be what hangs.
+    """
+
+    def __init__(
+        self,
+        limits: SectionLimits,
+        logs: Sequence[str],
+        tell: Callable[[str], None],
+        folder: str | None = None,
+    ) -> None:
+        self._limits = limits
+        self._folder = Folder()
+        self._logs = LogGrowth(logs)
+        self._kept_in = folder
+        self._tell = tell
+        self._reset(0)
+        if not limits.seen and not (logs and "outside" in limits.given):
+            self._tell(
+                "a hang is detected only if the job writes heartbeats (ckptctl.train does); for "
+                "other jobs give --log and --out-of-section-timeout"
+            )
+
+    def close(self) -> None:
+        """Remove the folder of the heartbeats."""
+        self._folder.remove()
+
+    def prepare(self, attempt: int) -> Mapping[str, str]:
+        """Forget the attempt before; what the environment of the job must hold."""
+        self._folder.clear()
+        self._reset(attempt)
+        return self._folder.variables
+
+    def finish(self) -> None:
+        """Nothing is left to keep: the limits have learned while the attempt ran."""
+
+    def _reset(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._began_at_s = time.time()
+        self._began_s = float("nan")
+        self._polled_s = float("nan")
+        self._next_sample_s = float("-inf")
+        self._ranks: dict[int, _Rank] = {}
+        self._logs.reset()
+
+    def poll(self, running: Running, now_s: float) -> Hang | None:
+        """A hang with its evidence, or None."""
+        if math.isnan(self._polled_s):
+            self._began_s = now_s
+        elif now_s - self._polled_s > GAP_S:
+            self._restart_timers(now_s)
+        self._polled_s = now_s
+        self._take_in(self._folder.read(), now_s)
+        if not self._ranks:
+            return self._judge_unheard(running, now_s)
+        late = self._late(now_s)
+        if late is None:
+            self._next_sample_s = float("-inf")
+            return None
+        return self._judge(late, running, now_s)
+
+    def _restart_timers(self, now_s: float) -> None:
+        self._began_s = now_s
+        self._logs.reset()
+        for rank in self._ranks.values():
+            rank.since_s = rank.saving_since_s = now_s
+
+    # Heartbeats
+
+    def _take_in(self, beats: Mapping[int, Heartbeat], now_s: float) -> None:
+        """Start the timer of each rank that has reported, and learn how long it took."""
+        first = min(beats, default=0)
+        for number, beat in beats.items():
+            one = int(number == first)  # the reports of one rank are counted
+            rank = self._ranks.get(number)
+            if rank is None or rank.beat["pid"] != beat["pid"]:
+                if rank is None:
+                    self._limits.learn("outside", now_s - self._began_s, one)
+                self._ranks[number] = _Rank(beat, now_s, now_s)
+                continue
+            before = rank.beat
+            if beat["saving"] != before["saving"]:
+                if before["saving"] is not None:
+                    self._limits.learn("async-save", now_s - rank.saving_since_s, one)
+                rank.saving_since_s = now_s
+            if beat["count"] != before["count"]:
+                is_step = before["section"] == beat["section"] == "step"
+                n = one * max(1, beat["count"] - before["count"]) if is_step else one
+                self._limits.learn(_section(before), now_s - rank.since_s, n)
+                rank.since_s = now_s
+            rank.beat = beat
+
+    def _late(self, now_s: float) -> _Late | None:
+        """The section whose limit passed first; None where none has."""
+        waits = [
+            (_section(rank.beat), now_s - rank.since_s)
+            for rank in self._ranks.values()
+            # A rank that waits for its own save in flight has the time of that.
+            if rank.beat["saving"] is None or rank.beat["section"] != "checkpoint"
+        ]
+        waits += [
+            ("async-save", now_s - rank.saving_since_s)
+            for rank in self._ranks.values()
+            if rank.beat["saving"] is not None
+        ]
+        if self._missing():
+            waits.append(("outside", now_s - self._began_s))
+        times = (_Late(section, self._limits.of(section), waited_s) for section, waited_s in waits)
+        late = (each for each in times if each.waited_s > each.limit.seconds)
+        return max(late, key=lambda each: each.waited_s - each.limit.seconds, default=None)
+
+    def _missing(self) -> list[int]:
+        """Ranks of this node that have not reported yet, if their numbers are known.
+
+        Launchers number the ranks of a node one after the other.
+        """
+        size = max((rank.beat["local_world_size"] or 0 for rank in self._ranks.values()), default=0)
+        if not size or len(self._ranks) >= size:
+            return []
+        first = min(self._ranks) // size * size
+        return [n for n in range(first, first + size) if n not in self._ranks][:_MOST_MISSING]
+
+    def _judge(self, late: _Late, running: Running, now_s: float) -> Hang | None:
+        """A hang, unless the whole job is stopped, the ranks have ended, or they still work."""
+        section, limit, waited_s = late
+        is_last = waited_s >= limit.longest_s
+        if now_s < self._next_sample_s and not is_last:
+            return None
+        beats = {number: rank.beat for number, rank in self._ranks.items()}
+        found = set(running.processes())
+        alive = {process_of(beat) for beat in beats.values()} & found
+        if not alive:
+            return None  # the launcher finishes, or starts the ranks again
+        if self._is_stopped({*alive, running.leader}, now_s):
+            return None
+        if section == "async-save":
+            beats = {number: beat for number, beat in beats.items() if beat["saving"] is not None}
+        evidence = self._collect(beats, running, of_save=section == "async-save")
+        if not is_last and _works(evidence):
+            if self._next_sample_s < now_s - limit.seconds:
+                self._tell(
+                    f"no report for {duration(waited_s)} in section {section}, but the job works: "
+                    f"it is ended after {duration(limit.longest_s)} at the latest"
+                )
+            self._next_sample_s = now_s + max(_SAMPLE_AGAIN_S, limit.seconds / 4)
+            return None
+        missing = self._missing() if section != "async-save" else []
+        hang = _hang(
+            section,
+            f"no report for {duration(waited_s)} in section {section} (limit "
+            f"{duration(limit.seconds)})",
+            evidence,
+            missing,
+        )
+        if not hang.ranks and not limit.given:
+            # Should it have been no hang, the next attempt waits longer.
+            self._limits.learn(section, waited_s, 0)
+        return hang
+
+    def _is_stopped(self, processes: Collection[Process], now_s: float) -> bool:
+        """Whether the whole job is stopped, as `scontrol suspend` does; its time is not counted."""
+        if not processes or any(state_of(process) != "T" for process in processes):
+            return False
+        self._tell("the whole job is stopped (process state T); the time is not counted")
+        self._restart_timers(now_s)
+        return True
+
+    def _collect(
+        self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
+    ) -> Evidence:
+        if self._kept_in is None:
+            self._kept_in = tempfile.mkdtemp(prefix="ckptctl-evidence-")
+        out = os.path.join(self._kept_in, f"attempt-{self._attempt}")
+        return collect(
+            beats, running.processes, self._folder.path, out, self._began_at_s, of_save=of_save
+        )
+
+    # Without heartbeats
+
+    def _judge_unheard(self, running: Running, now_s: float) -> Hang | None:
+        """Judge an attempt that has not written a heartbeat.
+
+        A job that never wrote one is ended for the silence of its logs, by a limit that a person
+        gave; one that did in an earlier attempt is still in its imports.
+        """
+        limit = self._limits.of("outside")
+        quiet_s = self._logs.quiet_s(now_s)
+        if self._limits.seen:
+            waited_s, what = now_s - self._began_s, "no heartbeat in"
+        elif quiet_s is not None:
+            waited_s, what = quiet_s, "no log grew for"
+        else:
+            return None
+        if not self._limits.seen and not limit.given:
+            if waited_s > _QUIET_S:
+                self._logs.reset()
+                self._tell(
+                    f"no log grew for {duration(waited_s)}; only --out-of-section-timeout ends a "
+                    "job without heartbeats for that"
+                )
+            return None
+        if waited_s <= limit.seconds or self._is_stopped(running.processes(), now_s):
+            return None
+        evidence = self._collect(beats_of_launched(running.processes()), running)
+        message = f"{what} {duration(waited_s)} (limit {duration(limit.seconds)})"
+        return _hang("outside", message, evidence, ())
+
+
+def _hang(section: Section, message: str, evidence: Evidence, missing: Collection[int]) -> Hang:
+    """The report of a hang, with the ranks at fault as far as the evidence decides."""
+    named = name_ranks(evidence.ranks, evidence.dumps, missing)
+    nodes = {each.node for each in evidence.ranks if each.rank in named.ranks}
+    if {*named.ranks} & {*missing}:
+        nodes = {each.node for each in evidence.ranks}  # they are on this node, too
+    kept = f"; evidence in {os.path.dirname(evidence.files[0])}" if evidence.files else ""
+    return Hang(
+        f"{message}; {named.why}{kept}", section, named.ranks, tuple(sorted(nodes)), evidence.files
+    )
+
+
+def _section(beat: Heartbeat) -> Section:
+    return cast(Section, beat["section"])  # `read_heartbeat` has checked it
+
+
+def _works(evidence: Evidence) -> bool:
+    """Whether ranks come further although they do not report; a stopped one proves a hang."""
+    if any(not each.alive or each.state == "T" for each in evidence.ranks):
+        return False
+    return evidence.works or any(each.moves for each in evidence.ranks)
+
+
+class LogGrowth:
+    """When the logs of a job grew last.
+
+    A thread reads the sizes: a log on a storage that does not answer must not delay the
+    supervisor, and its silence is no evidence against the job.
+    """
+
+    EVERY_S = 1.0
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self._sizes: tuple[int, ...] = ()
+        self._grew_s = self._measured_s = time.monotonic()
+        if paths:
+            start_daemon("ckptctl-logs", self._measure)
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self._grew_s = time.monotonic()
+
+    def quiet_s(self, now_s: float) -> float | None:
+        """For how long no log has grown; None where there is no log, or no answer."""
+        if not self._paths or now_s - self._measured_s > GAP_S + self.EVERY_S:
+            return None
+        return now_s - self._grew_s
+
+    def _measure(self) -> None:
+        while True:
+            sizes = tuple(_size(path) for path in self._paths)
+            self._measured_s = time.monotonic()
+            if sizes != self._sizes:
+                self._sizes, self._grew_s = sizes, self._measured_s
+            time.sleep(self.EVERY_S)
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.path.getsize(path)
+    return 0

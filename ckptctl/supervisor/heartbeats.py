@@ -1,0 +1,96 @@
+"""The folder of heartbeats that `ckptctl run` gives its job, and what is in it.
+
+The folder is in memory of this node where the system has that, and only this user can enter
+it. Ranks on other nodes have no such folder and write nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.errors import OwnFileUnreadable
+from ckptctl.formats.own.heartbeats import (
+    FOLDER_VARIABLE,
+    MAX_BYTES,
+    Heartbeat,
+    rank_in,
+    read_heartbeat,
+)
+from ckptctl.supervisor.processes import Process
+
+MAX_RANKS = 4096
+"""How many heartbeats are read; a node has a few hundred ranks at most."""
+
+_IN_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is made by mkdtemp
+
+
+class Folder:
+    """The folder of the heartbeats of one job on this node."""
+
+    def __init__(self) -> None:
+        in_memory = os.path.isdir(_IN_MEMORY) and os.access(_IN_MEMORY, os.W_OK)
+        self.path = tempfile.mkdtemp(prefix="ckptctl-", dir=_IN_MEMORY if in_memory else None)
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What the environment of the job must hold."""
+        return {FOLDER_VARIABLE: self.path}
+
+    def clear(self) -> None:
+        """Remove all that an earlier attempt left, also a section that it had begun."""
+        for entry in os.scandir(self.path):
+            with suppress(OSError):
+                os.unlink(entry.path)
+
+    def read(self) -> dict[int, Heartbeat]:
+        """The heartbeats by rank, in their order; a file that is no heartbeat is passed over."""
+        names = ((rank_in(entry.name), entry.path) for entry in os.scandir(self.path))
+        paths = sorted((rank, path) for rank, path in names if rank is not None)
+        found = {}
+        for rank, path in paths[:MAX_RANKS]:
+            with suppress(OSError, OwnFileUnreadable), open(path, "rb") as file:
+                beat = read_heartbeat(file.read(MAX_BYTES + 1))
+                if beat["rank"] == rank:
+                    found[rank] = beat
+        return found
+
+    def remove(self) -> None:
+        """Remove the folder, at the end of the run."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def process_of(beat: Heartbeat) -> Process:
+    """The process that wrote a heartbeat, as it names itself."""
+    return Process(beat["pid"], beat["started"])
+
+
+def beats_of_launched(processes: Iterable[Process]) -> dict[int, Heartbeat]:
+    """What a job without heartbeats shows: the rank that its launcher gave to each process.
+
+    Of a rank and what it has started the oldest process is the rank.
+    """
+    found: dict[int, Heartbeat] = {}
+    for process in sorted(processes, key=lambda each: (each.started, each.pid)):
+        with suppress(OSError):
+            with open(f"/proc/{process.pid}/environ", "rb") as file:
+                pairs = (each.partition(b"=") for each in file.read().split(b"\0"))
+            about = cluster_context({os.fsdecode(name): os.fsdecode(v) for name, _, v in pairs})
+            if about.rank is not None and about.rank not in found:
+                found[about.rank] = Heartbeat(
+                    rank=about.rank,
+                    local_world_size=about.local_world_size,
+                    node=about.node,
+                    pid=process.pid,
+                    started=process.started,
+                    count=0,
+                    section="outside",
+                    step=None,
+                    saving=None,
+                    stack_signal=None,
+                )
+    return found

@@ -1,0 +1,213 @@
+"""Write the heartbeat of this rank for the `ckptctl run` that started the job.
+
+`Checkpointer` writes it; a script without one calls `heartbeat`. Without `ckptctl run` nothing
+is written, and no signal handler is set. The file is on the node itself, and an unchanged
+section is written once a second at most. No failure to write reaches the training.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.formats.own.heartbeats import (
+    FOLDER_VARIABLE,
+    MAX_BYTES,
+    SECTIONS,
+    Heartbeat,
+    Section,
+    file_name,
+    heartbeat_bytes,
+    read_heartbeat,
+    stacks_name,
+)
+
+EVERY_S = 1.0
+"""How often an unchanged section is written at most, in seconds."""
+
+_FIRST_FREE, _LAST_FREE = 35, 64
+"""Real-time signals; glibc uses 32 and 33, and 34 is `SIGRTMIN`, which programs take first."""
+
+
+def heartbeat(section: Section | None = None, *, step: int | None = None) -> None:
+    """Report that this rank goes on, and which section of the job it is in.
+
+    `ckptctl run` ends a job whose rank does not report within the limit of its section. Without
+    `section` the rank stays in the one that it is in, `outside` at first. `Checkpointer` reports
+    setup, steps and saves by itself; an evaluation is best begun with
+    `heartbeat("evaluation")`. Costs a microsecond, and a write of a small file on this node at
+    most once a second. Does nothing in a job that `ckptctl run` did not start.
+
+    Raises `UsageError` for a section that does not exist.
+    """
+    if section is not None and (section not in SECTIONS or section == "async-save"):
+        names = ", ".join(name for name in SECTIONS if name != "async-save")
+        raise UsageError(f"section is {section!r}; the sections are {names}")
+    writer = _writer()
+    if writer is not None:
+        writer.beat(section, step)
+
+
+@contextmanager
+def inside(section: Section) -> Iterator[None]:
+    """Report a section, and at its end the one before it."""
+    writer = _writer()
+    before: Section = "outside" if writer is None else writer.section
+    heartbeat(section)
+    try:
+        yield
+    finally:
+        heartbeat(before)
+
+
+def report_saving(step: int | None) -> None:
+    """Report that an asynchronous save of a step began; None when it has ended."""
+    writer = _writer()
+    if writer is not None:
+        writer.save(step)
+
+
+_LOCK = threading.Lock()
+_writers: dict[int, _Writer | None] = {}
+"""The writer by process id: a forked process does not report for its parent."""
+
+
+def _writer() -> _Writer | None:
+    pid = os.getpid()
+    if pid not in _writers:
+        with _LOCK:
+            if pid not in _writers:
+                # A process that was forked from a rank is no rank.
+                _writers[pid] = None if _writers else _opened()
+    return _writers[pid]
+
+
+def _opened() -> _Writer | None:
+    folder = os.environ.get(FOLDER_VARIABLE, "")
+    try:
+        if not folder or os.stat(folder).st_uid != os.geteuid():
+            return None
+        writer = _Writer(folder, _rank())
+        # A program that a rank starts inherits its environment, and must not report for it.
+        return None if _is_taken(writer.path) else writer
+    except OSError:
+        return None
+
+
+def _rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return cluster_context().rank or 0
+
+
+def _is_taken(path: str) -> bool:
+    """Whether another living process writes this file."""
+    try:
+        with open(path, "rb") as file:
+            beat = read_heartbeat(file.read(MAX_BYTES + 1))
+        return beat["pid"] != os.getpid() and beat["started"] == started_ticks(beat["pid"])
+    except (OSError, OwnFileUnreadable, ValueError, IndexError):
+        return False
+
+
+def started_ticks(pid: int) -> int:
+    """When a process was started, in clock ticks after the boot. Raises `OSError`."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name of the program may hold spaces and parentheses.
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+class _Writer:
+    """Writes the heartbeat of this process."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        cluster = cluster_context()
+        self.path = os.path.join(folder, file_name(rank))
+        self._stacks_path = os.path.join(folder, stacks_name(rank))
+        self._lock = threading.Lock()
+        self._written_s = float("-inf")
+        self._stacks: BinaryIO | None = None
+        self._beat = Heartbeat(
+            rank=rank,
+            local_world_size=cluster.local_world_size,
+            node=cluster.node,
+            pid=os.getpid(),
+            started=started_ticks(os.getpid()),
+            count=0,
+            section="outside",
+            step=None,
+            saving=None,
+            stack_signal=None,
+        )
+
+    @property
+    def section(self) -> Section:
+        """The section that was reported last."""
+        return self._beat["section"]  # type: ignore[return-value]  # `heartbeat` has checked it
+
+    def beat(self, section: Section | None, step: int | None) -> None:
+        """Count one report; write it if the section is another or a second has passed."""
+        with self._lock:
+            beat = self._beat
+            beat["count"] += 1
+            if step is not None:
+                beat["step"] = step
+            is_new = section is not None and section != beat["section"]
+            if section is not None:
+                beat["section"] = section
+            if is_new or time.monotonic() - self._written_s >= EVERY_S:
+                self._write()
+
+    def save(self, step: int | None) -> None:
+        with self._lock:
+            self._beat["saving"] = step
+            self._beat["count"] += 1
+            self._write()
+
+    def _write(self) -> None:
+        self._written_s = time.monotonic()
+        # A full or removed folder must not end a training job.
+        with suppress(OSError):
+            self._keep_handler()
+            aside = f"{self.path}.new"
+            with open(aside, "wb") as file:
+                file.write(heartbeat_bytes(self._beat))
+            os.replace(aside, self.path)
+
+    def _keep_handler(self) -> None:
+        """Set the handler that writes stacks once; withdraw it if the job uses its signal."""
+        number = self._beat["stack_signal"]
+        if self._stacks is None:
+            number = _free_signal()
+            if number is not None:
+                self._stacks = open(  # noqa: SIM115  # the handler writes to it as long as the process lives
+                    self._stacks_path, "ab", buffering=0
+                )
+                # Not chained: system calls that it interrupts are restarted then.
+                faulthandler.register(number, self._stacks, all_threads=True, chain=False)
+                self._beat["stack_signal"] = number
+        elif number is not None and signal.getsignal(number) is not signal.SIG_DFL:
+            # The job has set a handler of its own since. It stays, and is never called by us.
+            self._beat["stack_signal"] = None
+
+
+def _free_signal() -> int | None:
+    """A real-time signal that nothing in this process handles, ignores or blocks."""
+    masks = 0
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name in ("SigBlk", "SigIgn", "SigCgt"):
+                masks |= int(value, 16)
+    free = (number for number in range(_LAST_FREE, _FIRST_FREE - 1, -1))
+    return next((number for number in free if not masks >> (number - 1) & 1), None)

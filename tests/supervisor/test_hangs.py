@@ -1,0 +1,355 @@
+"""A rank that does not come further is reported and named: real processes, a clock of the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.formats.own.heartbeats import SECTIONS, file_name, heartbeat_bytes, read_heartbeat
+from ckptctl.supervisor.hangs import GAP_S, HangWatcher
+from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, Seen
+from ckptctl.supervisor.watching import Hang
+from ckptctl.train.heartbeats import started_ticks
+
+GIVEN = dict.fromkeys(SECTIONS, 30.0)
+BUSY = """
+def work(depth):
+    end = time.monotonic() + 0.01
+    while time.monotonic() < end: pass
+    if depth: work(depth - 1)
+while True: work(50)
+"""
+
+
+BESIDE = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
+
+
+class Watch:
+    """A watcher of ranks, called by a clock that the test moves."""
+
+    def __init__(self, folder: Path, limits: SectionLimits, logs: tuple[str, ...] = ()) -> None:
+        self.messages: list[str] = []
+        self.limits = limits
+        self.watcher = HangWatcher(limits, logs, self.messages.append, str(folder / "evidence"))
+        self.now_s = 1000.0
+        self.begin(1)
+
+    def begin(self, attempt: int) -> None:
+        self.ranks = Ranks(self.watcher.prepare(attempt))
+
+    def poll(self) -> Hang | None:
+        return self.watcher.poll(self.ranks.running, self.now_s)
+
+    def wait(self, seconds: float) -> Hang | None:
+        """Let time pass, with a poll every few seconds as the supervisor does."""
+        found = self.poll()
+        until_s = self.now_s + seconds
+        while found is None and self.now_s < until_s:
+            self.now_s += GAP_S - 1
+            found = self.poll()
+        return found
+
+    def file(self, rank: int) -> Path:
+        return Path(self.watcher._folder.path) / file_name(rank)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[object]:
+    """A function that makes a `Watch`; the processes end with the test."""
+    made: list[Watch] = []
+
+    def make(given: dict | None = None, seen: dict | None = None, **about: object) -> Watch:
+        made.append(Watch(tmp_path, SectionLimits(given or {}, seen), **about))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.ranks.end()
+        each.watcher.close()
+
+
+@pytest.mark.parametrize("section", ["setup", "first-step", "step", "checkpoint", "outside"])
+def test_a_stopped_rank_is_named_with_its_section(watch, section: str):
+    one = watch(GIVEN)
+    for rank in range(3):
+        one.ranks.start(rank, section=section)
+    assert one.wait(20) is None
+    one.ranks.signal(1, signal.SIGSTOP)
+    found = one.wait(30)
+    assert (found.section, found.ranks, found.nodes) == (section, (1,), (os.uname().nodename,))
+    assert "rank 1 was stopped (process state T)" in found.message
+    assert [Path(path).name for path in found.evidence] == ["rank-0.txt", "rank-2.txt"]
+    assert "line" in Path(found.evidence[0]).read_text()
+
+
+def test_a_rank_that_was_killed_is_named_where_its_peers_wait(watch):
+    one = watch(GIVEN)
+    for rank in range(3):
+        one.ranks.start(rank)
+    one.ranks.signal(2, signal.SIGKILL)
+    assert one.wait(40).ranks == (2,)
+
+
+def test_a_rank_that_never_reported_is_named(watch):
+    one = watch(GIVEN)
+    one.ranks.size = 4
+    for rank in (4, 5, 7):
+        one.ranks.start(rank)
+    found = one.wait(40)
+    assert found.ranks == (6,)
+    assert "has not reported at all" in found.message
+
+
+def test_a_rank_whose_stack_differs_is_named(watch):
+    one = watch(GIVEN)
+    for rank in range(3):
+        one.ranks.start(rank)
+    one.ranks.start(3, "batch = None\ntime.sleep(1e6)")
+    found = one.wait(40)
+    assert found.ranks == (3,)
+    assert "is at another place than the others" in found.message
+
+
+def test_a_rank_that_does_not_write_its_stacks_is_named(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0)
+    one.ranks.start(1)
+    everything = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nsys.stdin.read()"
+    one.ranks.start(2, everything)
+    found = one.wait(40)
+    assert found.ranks == (2,)
+    assert "does not write its stacks when asked" in found.message
+
+
+def test_ranks_at_the_same_place_are_undecided(watch):
+    one = watch(GIVEN)
+    for rank in range(3):
+        one.ranks.start(rank)
+    found = one.wait(40)
+    assert found.ranks == ()
+    assert "undecided: all ranks of this node are at the same place" in found.message
+
+
+# Time that does not count
+
+
+def test_a_gap_of_the_clock_restarts_all_timers(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0)
+    assert one.wait(20) is None
+    one.now_s += 3600
+    assert one.wait(20) is None
+    assert one.wait(30) is not None
+
+
+def test_a_job_that_is_stopped_as_a_whole_does_not_hang(watch):
+    one = watch(GIVEN)
+    for rank in range(2):
+        one.ranks.start(rank)
+        one.ranks.signal(rank, signal.SIGSTOP)
+    assert one.wait(100) is None
+    assert any("the whole job is stopped" in message for message in one.messages)
+
+
+def test_what_was_in_progress_ends_with_the_attempt(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0, section="checkpoint")
+    assert one.wait(20) is None
+    one.ranks.end()
+    one.begin(2)
+    assert not one.file(0).exists()
+    assert one.wait(25) is None
+    one.ranks.start(0, section="step")
+    assert one.wait(25) is None
+    assert one.wait(30).section == "step"
+
+
+def test_ranks_that_have_ended_are_not_waited_for(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0, section="outside")
+    one.poll()
+    one.ranks.signal(0, signal.SIGKILL)
+    assert one.wait(200) is None
+
+
+# Slow and sound work
+
+
+def test_a_limit_that_nobody_gave_is_extended_while_stacks_change(watch):
+    one = watch(seen={"step": Seen(0, LONGEST_S / FACTOR - 10)})
+    one.ranks.start(0)
+    one.ranks.start(1, BUSY)
+    assert one.wait(LONGEST_S - 10) is None
+    assert [m for m in one.messages if "but the job works" in m]
+    assert one.wait(20).section == "step"
+
+
+def test_a_limit_that_nobody_gave_is_extended_while_an_evaluation_runs_beside(watch):
+    one = watch()
+    one.ranks.start(0)
+    one.ranks.start(1, f"subprocess.run([sys.executable, '-c', {BESIDE!r}])")
+    assert one.wait(620) is None
+    assert [m for m in one.messages if "but the job works" in m]
+
+
+def test_a_limit_that_a_person_gave_is_not_extended(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0, BUSY)
+    assert one.wait(40).section == "step"
+
+
+def test_without_work_a_built_in_limit_ends_the_job(watch):
+    one = watch()
+    one.ranks.start(0)
+    one.ranks.start(1)
+    assert one.wait(590) is None
+    assert "limit 10 min" in one.wait(20).message
+
+
+def test_an_asynchronous_save_has_a_limit_beside_the_step(watch):
+    one = watch({"async-save": 100})
+    for rank in range(2):
+        one.ranks.start(
+            rank,
+            "from ckptctl.train.heartbeats import report_saving\n"
+            "report_saving(7)\n"
+            f"if {rank}: report_saving(None)\n"
+            "while sys.stdin.readline():\n"
+            "    heartbeat('step'); time.sleep(1); heartbeat('step'); print(flush=True)",
+        )
+    found = None
+    for _ in range(5):
+        for rank in range(2):
+            one.ranks.tell(rank)
+        found = found or one.wait(25)
+    assert (found.section, found.ranks) == ("async-save", (0,))
+
+
+# SectionLimits
+
+
+def test_limits_are_learned_from_what_ranks_needed_and_kept_above_the_least():
+    limits = SectionLimits({}, {"step": Seen(5000, 1.0), "checkpoint": Seen(50, 2000.0)})
+    assert limits.of("step").seconds == 180
+    assert limits.of("checkpoint").seconds == FACTOR * 2000
+    assert SectionLimits({}, {"step": Seen(10, 1.0)}).of("step").seconds == 600
+    assert SectionLimits({"step": 7.0}, {"step": Seen(10, 1e6)}).of("step") == (7.0, True)
+
+
+def test_times_between_reports_are_learned(watch):
+    one = watch()
+    one.ranks.start(
+        0, "while sys.stdin.readline():\n    time.sleep(1.1); heartbeat('step'); print(flush=True)"
+    )
+    assert one.wait(100) is None
+    one.ranks.tell(0)
+    one.poll()
+    assert one.limits.seen["step"].n == 1
+    assert one.limits.seen["step"].longest_s >= 100
+
+
+def test_an_undecided_hang_makes_the_next_limit_longer(watch):
+    one = watch()
+    one.ranks.start(0)
+    one.ranks.start(1)
+    assert one.wait(700).ranks == ()
+    assert one.limits.of("step").seconds > 2000
+
+
+@pytest.mark.parametrize("given", [{"stepp": 60.0}, {"step": 1.0}, {"step": float("nan")}])
+def test_a_limit_that_cannot_be_kept_is_refused(given: dict):
+    with pytest.raises(UsageError):
+        SectionLimits(given)
+
+
+# Without heartbeats
+
+
+def test_without_heartbeats_and_logs_nothing_is_detected_and_that_is_said(watch):
+    one = watch(GIVEN)
+    (message,) = one.messages
+    assert message.startswith("a hang is detected only if the job writes heartbeats")
+    assert one.wait(1000) is None
+
+
+def test_a_log_that_does_not_grow_ends_a_job_only_by_a_limit_that_a_person_gave(
+    watch, tmp_path: Path
+):
+    (tmp_path / "log").write_text("step 1\n")
+    one = watch({}, logs=(str(tmp_path / "log"),))
+    one.now_s = one.watcher._logs._grew_s
+    for _ in range(2):
+        one.now_s += 4
+        assert one.poll() is None
+
+
+def test_a_job_that_reported_in_an_earlier_attempt_is_expected_to_report(watch):
+    one = watch({"outside": 60}, seen={"step": Seen(3, 1.0)})
+    assert one.wait(50) is None
+    assert one.wait(20).section == "outside"
+
+
+# What others write into the folder
+
+
+BEAT = {
+    "rank": 0,
+    "local_world_size": None,
+    "node": "n1",
+    "pid": 9,
+    "started": 1,
+    "count": 3,
+    "section": "step",
+    "step": 7,
+    "saving": None,
+    "stack_signal": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rank": 1 << 20}, {"pid": 0}, {"pid": 1 << 31}, {"stack_signal": 65}),
+        *({"section": "else"}, {"section": "async-save"}, {"count": -1}, {"count": 1.5}),
+        *({"node": "--all"}, {"node": "a,b"}, {"node": "a[1-9]"}, {"node": "a=b"}, {"more": 1}),
+    ],
+)
+def test_a_heartbeat_out_of_bounds_is_refused(change: dict):
+    read_heartbeat(json.dumps(BEAT).encode())
+    with pytest.raises(OwnFileUnreadable):
+        read_heartbeat(json.dumps({**BEAT, **change}).encode())
+
+
+def test_a_heartbeat_that_names_a_process_outside_of_the_job_does_no_harm(watch):
+    one = watch(GIVEN)
+    one.ranks.start(0)
+    outsider = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    named = {"rank": 5, "pid": outsider.pid, "started": started_ticks(outsider.pid)}
+    one.file(5).write_bytes(json.dumps({**BEAT, **named}).encode())
+    one.file(6).write_bytes(b"[" * 100_000)
+    found = one.wait(40)
+    assert found.ranks == (5,)
+    outsider.communicate(b"\n")
+    assert outsider.returncode == 0
+
+
+def test_a_heartbeat_is_read_as_it_was_written(watch):
+    one = watch(GIVEN)
+    one.ranks.start(3, section="checkpoint")
+    beat = read_heartbeat(one.file(3).read_bytes())
+    assert heartbeat_bytes(beat) == one.file(3).read_bytes()
+    assert (beat["rank"], beat["section"], beat["step"], beat["pid"]) == (
+        3,
+        "checkpoint",
+        7,
+        one.ranks.pid(3),
+    )
