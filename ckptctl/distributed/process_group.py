@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
@@ -96,7 +97,7 @@ class ProcessGroup:
         self._on_progress: OnProgress | None = None
         self._progress = (0, 0)
         self._next_meeting_s = 0.0
-        self._has_shared = False
+        self._n_shared = 0
 
     @property
     def is_first(self) -> bool:
@@ -176,8 +177,24 @@ class ProcessGroup:
                 self._progress = (self._progress[1], self._progress[1])
             while self._meet(is_done=True, has_failed=outcome.error is not None)[0] < self.size:
                 time.sleep(_MEET_EVERY_S / 10)
-        self._has_shared = True
+        self._n_shared += 1
         return self.from_all(outcome.get)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Raise an error of this process, before it calls `share`, in the `share` of all others.
+
+        Without this the others would wait in `share` for a process that never calls it.
+        """
+        n_shared = self._n_shared
+        try:
+            yield
+        except RanksLost:
+            raise
+        except CkptctlError as error:
+            if self.size > 1 and self._n_shared == n_shared:
+                self.share(partial(_raise, error))
+            raise
 
     def agree(self, exit_code: int) -> int:
         """The exit code of rank 0, on every rank.
@@ -185,7 +202,7 @@ class ProcessGroup:
         A process that failed before it shared anything does not wait and keeps its own: the
         others detect that it has ended.
         """
-        if self.size == 1 or not self._has_shared:
+        if self.size == 1 or not self._n_shared:
             return exit_code
         agreed = self.from_first(lambda: exit_code)
         self.gather(None)  # rank 0 serves the others' connections until all have read
@@ -216,6 +233,10 @@ class ProcessGroup:
             act()
         except RuntimeError as error:  # torch raises these for a lost peer and for a timeout
             raise ranks_lost(error) from error
+
+
+def _raise(error: CkptctlError) -> None:
+    raise error
 
 
 def ranks_lost(error: BaseException) -> RanksLost:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from ckptctl.inspection.predecessor import Older
     from ckptctl.inspection.seal_and_marks import Notes
 
-MAX_QUICK_READS = 10_000
-"""Up to so many reads on a file system, `structure` is the default level."""
-
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
@@ -76,7 +74,7 @@ def inspect_step(
 ) -> Inspection:
     """Inspect one step.
 
-    `level` None is as deep as is cheap on this storage, see `cheap_level`. `content` says
+    `level` None is as deep as is cheap on this storage, see `stages.cheap_level`. `content` says
     which bytes are read at that level, and within which limits. From `structure` on its
     records are compared with those of the first of the `older` steps, where the caller
     gives these. A storage that fails, or a lack of memory, gives a report with the verdict
@@ -91,40 +89,29 @@ def inspect_step(
     file. What `opened` holds already is not read again.
     """
     is_helper = content is not None and content.is_helper
-    found = Found(requirements, level or Level.LISTING, content, older, confirm)
+    asked = level or Level.LISTING
+    found = Found(requirements, asked, content, older, confirm, chooses_level=level is None)
     try:
-        if level is None:
-            found.level = cheap_level(opened.store.kind, opened.parts)
-        for stage in HELPER_STAGES if is_helper else STAGES:
-            found.findings += [*stage(opened, found)]
+        with content.group.sharing() if content is not None else nullcontext():
+            for stage in HELPER_STAGES if is_helper else STAGES:
+                found.findings += [*stage(opened, found)]
         report = report_on(opened, found)
     except (StorageError, MemoryError) as error:
         failed = inspection_failed(opened, error)
-        found.level = level or Level.LISTING
+        found.level = asked
         return Inspection(report_failed(opened.listed, found, failed), opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, found.notes)
 
 
-def cheap_level(kind: Kind, parts: Sequence[OpenPart]) -> Level:
-    """The level of an inspection for which nobody asked for a level."""
-    cheap = kind is not Kind.OBJECT and _n_reads(parts) <= MAX_QUICK_READS
-    return Level.STRUCTURE if cheap else Level.LISTING
-
-
-def why_not_deeper(kind: Kind, inspection: Inspection) -> str:
+def why_not_deeper(inspection: Inspection) -> str:
     """What the next level would have cost, or what it would have compared."""
-    parts = inspection.parts
     if inspection.report.level is Level.STRUCTURE:
-        n_bytes = sum(file.size for part in parts for file in part.part.files)
+        n_bytes = sum(file.size for part in inspection.parts for file in part.part.files)
         return f"the checksums of its {n_bytes:,} bytes were not compared"
-    n_reads = _n_reads(parts)
-    if kind is Kind.OBJECT:
+    n_reads = inspection.opened.n_structure_reads
+    if inspection.opened.store.kind is Kind.OBJECT:
         return f"--level structure would send {n_reads:,} more requests"
     return f"--level structure would take {n_reads:,} reads"
-
-
-def _n_reads(parts: Sequence[OpenPart]) -> int:
-    return sum(part.n_structure_reads for part in parts)
 
 
 def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Finding:

@@ -100,6 +100,11 @@ class OpenStep:
         """The folders of tensors in the step."""
         return tuple(OpenPart(self, part) for part in self.step.parts)
 
+    @property
+    def n_structure_reads(self) -> int:
+        """How many reads the structure of all parts takes."""
+        return sum(part.n_structure_reads for part in self.parts)
+
     @cached_property
     def metadata(self) -> Metadata:
         """The global metadata of the step's own folder; what most steps have alone.
@@ -181,7 +186,8 @@ class OpenPart:
         return self.in_step(layouts.METADATA if rank is None else f"__{rank}.metadata")
 
     @cached_property
-    def _decoded(self) -> tuple[Metadata | Finding, ...]:
+    def decoded(self) -> tuple[Metadata | Finding, ...]:
+        """The decoded metadata files and what is wrong with them; see `read_metadata`."""
         return tuple(read_metadata(self)) if self.part.format in SHARDED else ()
 
     @cached_property
@@ -190,12 +196,7 @@ class OpenPart:
 
         Cost: one read for each metadata file.
         """
-        return tuple(one for one in self._decoded if isinstance(one, Metadata))
-
-    @property
-    def metadata_findings(self) -> tuple[Finding, ...]:
-        """What is wrong with the metadata files; see `read_metadata`."""
-        return tuple(one for one in self._decoded if isinstance(one, Finding))
+        return tuple(one for one in self.decoded if isinstance(one, Metadata))
 
     @property
     def own_number(self) -> int | None:

@@ -50,7 +50,8 @@ class Found:
 
     `readable` are the paths of parts without a fault in listing and metadata, `sound`
     those without one in their records too. `notes` are there where ckptctl has noted
-    anything, `content` once the bytes were read.
+    anything, `content` once the bytes were read. With `chooses_level` nobody asked for a
+    level, and the stage `metadata` chooses it by its cost.
     """
 
     requirements: Requirements
@@ -58,6 +59,7 @@ class Found:
     asked: Asked | None = None
     older: Older | None = None
     confirm: bool = True
+    chooses_level: bool = False
     findings: list[Finding] = field(default_factory=list)
     readable: set[str] = field(default_factory=set)
     sound: set[str] = field(default_factory=set)
@@ -93,12 +95,24 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
             found.readable.add(part.path)
         yield from findings
     yield from check_holds_anything([part.metadata for part in opened.parts])
+    if found.chooses_level:
+        found.level = cheap_level(opened)
+
+
+MAX_QUICK_READS = 10_000
+"""Up to so many reads on a file system, `structure` is the default level."""
+
+
+def cheap_level(opened: OpenStep) -> Level:
+    """The level of an inspection for which nobody asked for a level."""
+    is_cheap = opened.store.kind is not Kind.OBJECT and opened.n_structure_reads <= MAX_QUICK_READS
+    return Level.STRUCTURE if is_cheap else Level.LISTING
 
 
 def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     if part.part.format is PartFormat.SAFETENSORS:
         yield from inspect_safetensors(opened.store, part.folder, part.part)
-    yield from part.metadata_findings
+    yield from (one for one in part.decoded if isinstance(one, Finding))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])
         yield from check_times(opened.step, part.part, part.ranges.file_names)

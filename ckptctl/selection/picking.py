@@ -6,7 +6,6 @@ all (10), none is usable (11), the storage could not be inspected (75, 77).
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -21,10 +20,8 @@ from ckptctl.selection.choosing import Choice, absent_kinds, demanded
 from ckptctl.selection.empty_roots import Beginning
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Answer, Pick
-from ckptctl.selection.roots import RootListing, list_root
 from ckptctl.selection.searching import Search, search
-from ckptctl.selection.tiers import Roots, Tier, Trees, roots_in
-from ckptctl.storage.contract import Store
+from ckptctl.selection.tiers import Roots, Tier, roots_in
 from ckptctl.storage.opening import SharedStores
 
 if TYPE_CHECKING:
@@ -75,7 +72,7 @@ def pick(
         )
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
-        done = _searched(stack, named, policy, requirements, storage)
+        done = search(stack, named, policy, requirements, storage)
         found = _answered(done, requirements, allow_fresh=allow_fresh)
         return _created(found, done.tiers) if create else found
 
@@ -88,21 +85,8 @@ def pick_step(
     Its store is one of the shared ones, and stays open.
     """
     with ExitStack() as stack:
-        done = _searched(stack, roots, policy, requirements, storage)
+        done = search(stack, roots, policy, requirements, storage)
         return _answered(done, requirements), done.opened
-
-
-def _searched(
-    stack: ExitStack,
-    roots: Roots,
-    policy: PickPolicy,
-    requirements: Requirements,
-    storage: StorageOptions,
-) -> Search:
-    def listed(store: Store, pattern: re.Pattern[str] | None) -> tuple[RootListing, Trees]:
-        return list_root(store, pattern), {}
-
-    return search(stack, roots, listed, policy, requirements, storage)
 
 
 def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = False) -> Pick:

@@ -73,10 +73,10 @@ def scan(
         done = search(
             stack,
             named,
-            lambda store, pattern: list_all(store, pattern, last),
             policy,
             requirements,
             storage,
+            lambda store, pattern: list_all(store, pattern, last),
         )
         choice = done.choice
         steps = [c for c in done.candidates if c not in choice.no_steps]

@@ -32,6 +32,7 @@ from ckptctl.selection.roots import (
     RootListing,
     check_pointers,
     duplicates,
+    list_root,
     older_steps,
     too_large_numbers,
 )
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked
 
 ListRoot = Callable[[Store, re.Pattern[str] | None], tuple[RootListing, Trees]]
+
+
+def names_only(store: Store, pattern: re.Pattern[str] | None) -> tuple[RootListing, Trees]:
+    """List a root with the names of its steps, and no step."""
+    return list_root(store, pattern), {}
 
 
 @dataclass(slots=True)
@@ -78,19 +84,19 @@ class Search:
 def search(
     stack: ExitStack,
     roots: Roots,
-    list_root: ListRoot,
     policy: PickPolicy,
     requirements: Requirements,
     storage: StorageOptions,
+    list_steps: ListRoot = names_only,
 ) -> Search:
     """Open the roots until `stack` ends, list each, and choose a step.
 
-    Raises as `open_tiers` and `judge_empty` do. Cost: one call of `list_root` for each root,
+    Raises as `open_tiers` and `judge_empty` do. Cost: one call of `list_steps` for each root,
     and the inspection of each step that decides the choice.
     """
     check_marks_file(requirements.marks)
     pattern = compile_pattern(requirements.pattern)
-    tiers = open_tiers(stack, roots, lambda store: list_root(store, pattern), storage)
+    tiers = open_tiers(stack, roots, lambda store: list_steps(store, pattern), storage)
     inspector = CachingInspector(tiers, requirements, policy.level)
     candidates = in_order(candidates_of(tiers), policy)
     choice = choose(candidates, inspector, policy)
@@ -172,11 +178,7 @@ class CachingInspector:
         if self.level is not None:
             return None
         return next(
-            (
-                why_not_deeper(self._tiers[candidate.tier].store.kind, one)
-                for candidate, one in self.looked.items()
-                if one.report is report
-            ),
+            (why_not_deeper(one) for one in self.looked.values() if one.report is report),
             None,
         )
 

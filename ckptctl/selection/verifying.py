@@ -7,11 +7,12 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file, shard_rank
@@ -40,7 +41,6 @@ from ckptctl.storage.opening import open_store
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckptctl.distributed.process_group import ProcessGroup
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import OnProgress, Stop
 
@@ -93,12 +93,18 @@ def verify(
         storage,
     )
     reading = None
+    group = group or ProcessGroup()
     if level is Level.CONTENT:
-        reading = _reading(content, stop, on_progress, group)
+        reading = content_asked(content, group, stop, on_progress)
     else:
         _check_no_content(step, content)
-    with open_target(step, requirements, storage) as found:
-        return found.inspect(requirements, level, reading).report
+    with ExitStack() as stack:
+        opened: list[OpenTarget] = []
+        # A process that does not find the step must not leave the others waiting for its share.
+        group.from_all(
+            lambda: opened.append(stack.enter_context(open_target(step, requirements, storage)))
+        )
+        return opened[0].inspect(requirements, level, reading).report
 
 
 def _check_no_content(step: str, content: ContentOptions) -> None:
@@ -119,20 +125,20 @@ def _check_no_content(step: str, content: ContentOptions) -> None:
             )
 
 
-def _reading(
+def content_asked(
     content: ContentOptions,
-    stop: Stop | None,
-    on_progress: OnProgress | None,
-    group: ProcessGroup | None,
+    group: ProcessGroup,
+    stop: Stop | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Asked:
+    """What an inspection at level `content` is asked for; its deadline begins now."""
     # Imported here: the other levels do not need them, and start sooner.
-    from ckptctl.distributed.process_group import ProcessGroup
     from ckptctl.inspection.content import Asked, parse_subset
     from ckptctl.records.byte_pass import Limits, Stop
 
     until_s = None if content.deadline_s is None else time.monotonic() + content.deadline_s
     limits = Limits(content.jobs, until_s, stop or Stop(), on_progress)
-    return Asked(limits, parse_subset(content.subset), group or ProcessGroup(), content.nan_scan)
+    return Asked(limits, parse_subset(content.subset), group, content.nan_scan)
 
 
 class OpenTarget(OpenStep):

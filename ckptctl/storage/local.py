@@ -96,7 +96,7 @@ class LocalStore:
 
     def read(self, path: str, *, limit: int) -> bytes:
         """See `Store.read`."""
-        return self._tried(path, lambda: self._whole(path, limit))
+        return self._tried(path, partial(self._whole, path, limit))
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: concurrent on a network file system, sequential on a disk."""
@@ -420,21 +420,17 @@ class LocalStore:
     # Errors
 
     def _tried(self, path: str, once: Callable[[], T]) -> T:
-        read_error = False
+        meaning = partial(self._meaning, path)
+        return retried(once, what=self._named(path), retries=_RETRIES, meaning=meaning)
 
-        def attempt() -> T:
-            nonlocal read_error
-            try:
-                return once()
-            except OSError as exc:
-                # A read error of a disk may be transient once; more retries only take time.
-                passing = exc.errno == errno.EIO and not read_error
-                read_error = exc.errno == errno.EIO
-                if exc.errno in _HEALS or passing:
-                    raise Transient(exc.strerror or type(exc).__name__) from exc
-                raise self._error(path, exc) from exc
-
-        return retried(attempt, what=self._named(path), retries=_RETRIES)
+    def _meaning(self, path: str, exc: OSError, before: Transient | None) -> StorageError:
+        """The error for a failed call; a `Transient` if another try may succeed."""
+        earlier = before.__cause__ if before is not None else None
+        # A disk's read error may pass once; further tries only take time.
+        is_first = not isinstance(earlier, OSError) or earlier.errno != errno.EIO
+        if exc.errno in _HEALS or (exc.errno == errno.EIO and is_first):
+            return Transient(exc.strerror or type(exc).__name__)
+        return self._error(path, exc)
 
     def _error(self, path: str, exc: OSError) -> StorageError:
         what = f"{self._named(path)}: {exc.strerror or type(exc).__name__}"

@@ -138,7 +138,7 @@ class ObjectStore:
         """See `Store.read`: one request, for one byte more than the limit."""
         key = self._key(path)
         try:
-            data, _ = self._tried(path, lambda: self._client.get(key, 0, limit + 1))
+            data, _ = self._tried(path, partial(self._client.get, key, 0, limit + 1))
         except ShortRead:
             return b""  # a range of an empty object cannot be satisfied
         if len(data) > limit:
@@ -166,12 +166,12 @@ class ObjectStore:
         """
         key = self._key(path)
         if replace:
-            self._tried(path, lambda: self._client.put(key, data, create=False))
+            self._tried(path, partial(self._client.put, key, data, create=False))
             return
         # Some stores take a conditional write and ignore the condition.
-        if self._tried(path, lambda: self._client.exists(key)):
+        if self._tried(path, partial(self._client.exists, key)):
             raise AlreadyExists(f"{self._named(path)} already exists; it was not changed")
-        self._tried(path, lambda: self._create(key, data))
+        self._tried(path, partial(self._create, key, data))
 
     def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
         """See `Store.put_pieces`: one request, or one for each part of the object."""
@@ -194,7 +194,7 @@ class ObjectStore:
     def remove(self, path: str) -> None:
         """See `Store.remove`; a bucket with versioning keeps the removed version."""
         key = self._key(path)
-        self._tried(path, lambda: self._client.delete(key))
+        self._tried(path, partial(self._client.delete, key))
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
         """See `Store.list_uploads`."""
@@ -202,7 +202,7 @@ class ObjectStore:
         found: list[Upload] = []
         token: object = None
         while True:
-            page, token = self._tried(path, self._uploads_page(prefix, token))
+            page, token = self._tried(path, partial(self._client.list_uploads, prefix, token=token))
             found += page
             if token is None:
                 break
@@ -215,7 +215,7 @@ class ObjectStore:
     def abort_upload(self, upload: Upload) -> None:
         """See `Store.abort_upload`."""
         key = self._key(upload.path)
-        self._tried(upload.path, lambda: self._client.abort_upload(key, upload.id))
+        self._tried(upload.path, partial(self._client.abort_upload, key, upload.id))
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -232,7 +232,9 @@ class ObjectStore:
         found: list[FileInfo] = []
         token: str | None = None
         while True:
-            page, following = self._tried(path, self._page(prefix, deep=deep, token=token))
+            page, following = self._tried(
+                path, partial(self._client.list_page, prefix, deep=deep, token=token)
+            )
             found += page
             if following is None:
                 break
@@ -246,16 +248,6 @@ class ObjectStore:
             key=attrgetter("path"),
         )
 
-    def _page(
-        self, prefix: str, *, deep: bool, token: str | None
-    ) -> Callable[[], tuple[list[FileInfo], str | None]]:
-        return lambda: self._client.list_page(prefix, deep=deep, token=token)
-
-    def _uploads_page(
-        self, prefix: str, token: object
-    ) -> Callable[[], tuple[Sequence[Upload], object]]:
-        return lambda: self._client.list_uploads(prefix, token=token)
-
     def _span(self, span: Span, etags: dict[str, str]) -> bytes:
         """The bytes of a span; `etags` maps paths to the ETags of earlier reads."""
         if span.length == 0:
@@ -264,7 +256,7 @@ class ObjectStore:
         wanted = f"{self._named(span.path)}: bytes {span.offset:,} to {end:,} were requested"
         if span.offset < 0 or span.length < 0:
             raise ShortRead(f"{wanted}; the range is invalid")
-        data, etag = self._tried(span.path, lambda: self._client.get(key, span.offset, end))
+        data, etag = self._tried(span.path, partial(self._client.get, key, span.offset, end))
         if etags.setdefault(span.path, etag) != etag:
             raise Replaced(f"{self._named(span.path)} was replaced while it was read")
         if len(data) < span.length:
@@ -276,7 +268,7 @@ class ObjectStore:
 
     def _kept(self, path: str) -> Kept:
         key = self._key(path)
-        return self._tried(path, lambda: self._client.kept(key))
+        return self._tried(path, partial(self._client.kept, key))
 
     def _create(self, key: str, data: bytes) -> None:
         try:

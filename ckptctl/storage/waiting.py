@@ -175,24 +175,40 @@ class Retries:
     for_s: float = 0.0
 
 
-def retried(once: Callable[[], T], *, what: str, retries: Retries) -> T:
+def retried(
+    once: Callable[[], T],
+    *,
+    what: str,
+    retries: Retries,
+    meaning: Callable[[OSError, Transient | None], Exception] | None = None,
+) -> T:
     """The result of `once`, which is called again after each `Transient` within `retries`.
 
     Pauses double from `FIRST_PAUSE_S` to `LONGEST_PAUSE_S`, `THROTTLED` times as long after
     a `Throttled`. Each is shortened by a random share of up to a half, so that ranks that
-    were throttled together do not retry together.
+    were throttled together do not retry together. `meaning` returns the error for an
+    `OSError`, given the failure before it; only a `Transient` is retried.
 
     Raises `StorageUnavailable` with the number of attempts and the elapsed seconds when the
     last attempt failed.
     """
     began = time.monotonic()
     n_tries = 0
+    failure: Transient | None = None
     while True:
         try:
             with busy(what):
                 return once()
         except Transient as exc:
             failure = exc
+        except OSError as exc:
+            if meaning is None:
+                raise
+            error = meaning(exc, failure)
+            if not isinstance(error, Transient):
+                raise error from exc
+            error.__cause__ = exc
+            failure = error
         n_tries += 1
         if n_tries > retries.count and time.monotonic() - began >= retries.for_s:
             break

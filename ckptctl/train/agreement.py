@@ -29,16 +29,24 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
+from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.part_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
-from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import (
+    ContentOptions,
+    PickKeywords,
+    PickPolicy,
+    Requirements,
+    StorageOptions,
+    options_from,
+)
 from ckptctl.selection.empty_roots import judge_empty
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
-from ckptctl.selection.roots import list_root
+from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.tiers import Roots, open_tiers, roots_in
-from ckptctl.selection.verifying import open_target, verify
+from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
 if TYPE_CHECKING:
@@ -300,23 +308,30 @@ def _differs(path: str, digests: tuple[tuple[str, str], ...], selection: Selecti
 
 
 def prove_content(
-    decision: Decision, group: ProcessGroup, selection: Selection
+    decision: Decision, group: ProcessGroup, selection: Selection, opened: OpenStep
 ) -> LoadFailed | None:
     """Verify every byte of the step if level `content` was requested; shared by all ranks.
 
-    Returns the failure that all ranks agree on, None for a sound step. Raises
-    `StorageError`. Cost: every byte of the step, each read by one rank.
+    `opened` is the step as this rank reads it; what it holds is not read again. Returns the
+    failure that all ranks agree on, None for a sound step. Raises `StorageError`. Cost:
+    every byte of the step, each read by one rank.
     """
-    path = decision.path
-    if path is None or selection.policy.level is not Level.CONTENT:
+    if selection.policy.level is not Level.CONTENT:
         return None
+    pattern = compile_pattern(selection.requirements.pattern)
+
+    def older() -> tuple[StepName, ...]:
+        return older_steps(list_root(opened.store, pattern).steps, decision.step or 0)
+
     reports = group.from_all(
-        lambda: verify(
-            path,
-            level=Level.CONTENT,
-            requirements=selection.requirements,
-            storage=selection.storage,
-            group=group,
+        lambda: (
+            inspect_step(
+                opened,
+                selection.requirements,
+                level=Level.CONTENT,
+                content=content_asked(ContentOptions(), group),
+                older=older,
+            ).report
         )
     )
     report = reports[0]
@@ -388,9 +403,19 @@ def resolve(
 
     failed: list[int] = []
     while True:
-        decision = group.from_first(lambda: decide(resume_from, selection, skip=tuple(failed))[0])
+        inspected: OpenStep | None = None  # on rank 0, the step with what was read of it
+
+        def decide_here() -> Decision:
+            nonlocal inspected
+            decision, inspected = decide(resume_from, selection, skip=tuple(failed))
+            return decision
+
+        decision = group.from_first(decide_here)
+        if decision.path is None or decision.step is None:
+            return None
         prove_seen(decision, group, selection)
-        if decision.step is None or prove_content(decision, group, selection) is None:
+        opened = opened_here(decision, selection, inspected)
+        if prove_content(decision, group, selection, opened) is None:
             return decision.path
         failed.append(decision.step)
         if len(failed) > policy.max_fallback:

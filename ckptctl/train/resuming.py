@@ -132,9 +132,10 @@ class Resume:
             if decision.path is None or decision.step is None:
                 return Restored(decision, decision.rejected, Progress(0), Inventory())
             prove_seen(decision, job.group, job.selection)
-            error = prove_content(decision, job.group, job.selection)
+            opened = opened_here(decision, job.selection, self._opened)
+            error = prove_content(decision, job.group, job.selection, opened)
             if error is None:
-                loaded = self._load(decision)
+                loaded = self._load(decision, opened)
                 if not isinstance(loaded, LoadFailed):
                     saved, inventory = self._restore(decision.step, loaded)
                     rejected = (*failed.values(), *decision.rejected)
@@ -152,10 +153,9 @@ class Resume:
             self._branches = abandoned_branches(self._job, decision)
         return decision
 
-    def _load(self, decision: Decision) -> dict[str, Any] | LoadFailed:
+    def _load(self, decision: Decision, opened: OpenStep) -> dict[str, Any] | LoadFailed:
         """The state loaded on this rank, or the failure that all ranks agree on."""
         job = self._job
-        opened = opened_here(decision, job.selection, self._opened)
         loaded: dict[str, Any] = {}
 
         def prepare() -> None:

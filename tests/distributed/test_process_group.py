@@ -219,3 +219,41 @@ def test_the_error_of_one_process_ends_the_work_of_all_and_names_its_rank(tmp_pa
     assert done.returncode == 0, done.stderr
     line = f"StorageUnavailable 75 rank 2 on {socket.gethostname()}: the mount is stale"
     assert done.stdout.count(line) == SIZE
+
+
+UNSEEN = """
+import os, sys
+from ckptctl import Level, verify
+from ckptctl.distributed.launcher import launched_rank
+from ckptctl.distributed.process_group import joined
+from ckptctl.errors import CkptctlError
+
+step, missing = sys.argv[1:]
+with joined(launched_rank(os.environ)) as group:
+    own = missing if group.rank == int(os.environ["BLIND"]) else step
+    try:
+        verify(own, level=Level.CONTENT, group=group)
+    except CkptctlError as error:
+        print(f"{type(error).__name__} {error.exit_code} {error.message}")
+    print("again", verify(step, level=Level.CONTENT, group=group).exit_code)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("blind", [0, 2])
+def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(
+    step: Path, tmp_path: Path, blind: int
+):
+    (tmp_path / "unseen.py").write_text(UNSEEN)
+    missing = tmp_path / "step_5"
+    done = subprocess.run(
+        [*TORCHRUN[:-2], tmp_path / "unseen.py", step, missing],
+        env=clean_environment(OMP_NUM_THREADS="1", BLIND=str(blind)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    line = f"PathNotFound 2 rank {blind} on {socket.gethostname()}: {missing} does not exist"
+    assert done.stdout.count(line) == SIZE, done.stdout
+    assert done.stdout.count("again 0") == SIZE

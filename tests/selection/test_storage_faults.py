@@ -216,9 +216,9 @@ def test_a_restarted_job_that_finds_nothing_is_not_fresh(
 
 
 def test_many_reads_keep_pick_at_the_listing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptctl.inspection import inspecting as looking
+    from ckptctl.inspection import stages
 
-    monkeypatch.setattr(looking, "MAX_QUICK_READS", 1)
+    monkeypatch.setattr(stages, "MAX_QUICK_READS", 1)
     chosen = ckptctl.pick(str(root))
     assert chosen.level is Level.LISTING
     assert chosen.level_reason is not None

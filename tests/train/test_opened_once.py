@@ -55,9 +55,10 @@ def counted() -> Iterator[Counts]:
         threading.setprofile(None)
 
 
-def checkpointer(root: Path) -> Checkpointer:
+def checkpointer(root: Path, level: str | None = None) -> Checkpointer:
     model = torch.nn.Linear(4, 4)
-    return Checkpointer(str(root), model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Checkpointer(str(root), model=model, optimizer=optimizer, level=level)
 
 
 @pytest.fixture
@@ -76,8 +77,9 @@ def digest(step: Path) -> str:
     return sha256((step / ".metadata").read_bytes()).hexdigest()
 
 
-def test_a_resume_decodes_each_metadata_once_and_opens_no_store_anew(root: Path):
-    resumed = checkpointer(root)
+@pytest.mark.parametrize("level", [None, "content"])
+def test_a_resume_decodes_each_metadata_once_and_opens_no_store_anew(root: Path, level: str | None):
+    resumed = checkpointer(root, level)
     with counted() as counts:
         assert resumed.resume("auto").step == 2
     assert counts.decoded == {digest(root / "step_2"): 1, digest(root / "step_1"): 1}
