@@ -28,7 +28,7 @@ from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.inspection.part_files import Structure, read_structure
-from ckptctl.model import Chunks, TensorEntry
+from ckptctl.model import Chunks, RangeColumns, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Span
@@ -148,7 +148,10 @@ def chunked(shape: tuple[int, ...], cuts: tuple[int, ...]) -> TensorEntry:
     zeros = array("q", [0] * n)
     offsets = array("q", itertools.chain.from_iterable(boxes))
     chunks = Chunks(
-        len(shape), n, offsets, array("q", sizes * n), array("i", zeros), zeros, zeros, ["f"]
+        len(shape),
+        offsets,
+        array("q", sizes * n),
+        RangeColumns(array("i", zeros), zeros, zeros, ["f"]),
     )
     return TensorEntry("w", "float32", shape, chunks)
 

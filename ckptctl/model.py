@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, overload
+from typing import Annotated, NamedTuple, overload
 
 # Types of fields of JSON documents. The constraint is part of the JSON Schema; integers
 # are never negative unless they come from a log.
@@ -112,13 +112,31 @@ class Chunk:
     byte_range: ByteRange | None
 
 
+class RangeColumns(NamedTuple):
+    """The byte ranges of the chunks of one tensor, in columns of one value a chunk.
+
+    `files` indexes `file_names`, which all tensors of a metadata share, and is `NO_FILE` for
+    a chunk without a byte range. `transforms` holds the few chunks that have any.
+    """
+
+    files: array[int]
+    starts: array[int]
+    lengths: array[int]
+    file_names: Sequence[str]
+    transforms: Mapping[int, tuple[str, ...]] = {}
+
+    @classmethod
+    def missing(cls, n_chunks: int) -> RangeColumns:
+        """Columns of chunks without byte ranges."""
+        none = array("q", [0]) * n_chunks
+        return cls(array("i", [NO_FILE]) * n_chunks, none, none, ())
+
+
 class Chunks(Sequence[Chunk]):
     """The chunks of one tensor, in columns.
 
-    `offsets` and `sizes` hold `n_dims` values a chunk, one chunk after the
-    other; `files`, `starts` and `lengths` hold one. `files` indexes
-    `file_names`, which all tensors of a metadata share, and is `NO_FILE` for a
-    chunk without a byte range. `transforms` holds the few chunks that have any.
+    `offsets` and `sizes` hold `n_dims` values a chunk, one chunk after the other; the
+    columns of `ranges` are attributes as well.
     """
 
     __slots__ = (
@@ -134,26 +152,13 @@ class Chunks(Sequence[Chunk]):
     )
 
     def __init__(
-        self,
-        n_dims: int,
-        n_chunks: int,
-        offsets: array[int],
-        sizes: array[int],
-        files: array[int],
-        starts: array[int],
-        lengths: array[int],
-        file_names: Sequence[str],
-        transforms: Mapping[int, tuple[str, ...]] | None = None,
+        self, n_dims: int, offsets: array[int], sizes: array[int], ranges: RangeColumns
     ) -> None:
         self.n_dims = n_dims
-        self.n_chunks = n_chunks
+        self.n_chunks = len(ranges.files)
         self.offsets = offsets
         self.sizes = sizes
-        self.files = files
-        self.starts = starts
-        self.lengths = lengths
-        self.file_names = file_names
-        self.transforms: Mapping[int, tuple[str, ...]] = transforms or {}
+        self.files, self.starts, self.lengths, self.file_names, self.transforms = ranges
 
     @classmethod
     def of(cls, n_dims: int, chunks: Sequence[Chunk]) -> Chunks:
@@ -163,14 +168,15 @@ class Chunks(Sequence[Chunk]):
         numbers = {name: number for number, name in enumerate(names)}
         return cls(
             n_dims,
-            len(chunks),
             array("q", [x for c in chunks for x in c.offsets]),
             array("q", [x for c in chunks for x in c.sizes]),
-            array("i", [numbers[r.file] if r else NO_FILE for r in ranges]),
-            array("q", [r.offset if r else 0 for r in ranges]),
-            array("q", [r.length if r else 0 for r in ranges]),
-            names,
-            {i: r.transforms for i, r in enumerate(ranges) if r and r.transforms},
+            RangeColumns(
+                array("i", [numbers[r.file] if r else NO_FILE for r in ranges]),
+                array("q", [r.offset if r else 0 for r in ranges]),
+                array("q", [r.length if r else 0 for r in ranges]),
+                names,
+                {i: r.transforms for i, r in enumerate(ranges) if r and r.transforms},
+            ),
         )
 
     def __len__(self) -> int:

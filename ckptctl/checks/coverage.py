@@ -18,7 +18,7 @@ from operator import add
 
 from ckptctl.findings import Finding
 from ckptctl.formatting import at_most_few, counted, inside, verb
-from ckptctl.model import NO_FILE, Chunks, Metadata, TensorEntry
+from ckptctl.model import Chunks, Metadata, RangeColumns, TensorEntry
 
 Box = tuple[tuple[int, int], ...]
 """Begin and end of a box of elements, a pair for each dimension."""
@@ -123,8 +123,7 @@ def _together(ranks: Sequence[Chunks]) -> Chunks:
     for chunks in ranks:
         offsets.extend(chunks.offsets)
         sizes.extend(chunks.sizes)
-    files, nowhere = array("i", [NO_FILE]) * n_chunks, array("q", [0]) * n_chunks
-    return Chunks(ranks[0].n_dims, n_chunks, offsets, sizes, files, nowhere, nowhere, ())
+    return Chunks(ranks[0].n_dims, offsets, sizes, RangeColumns.missing(n_chunks))
 
 
 def _is_a_row(tensor: TensorEntry) -> bool:

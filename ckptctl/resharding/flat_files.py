@@ -35,6 +35,7 @@ from ckptctl.model import (
     Chunks,
     FileInfo,
     Metadata,
+    RangeColumns,
     TensorEntry,
 )
 from ckptctl.records.slices import TensorSlice, aligned
@@ -274,7 +275,6 @@ def _metadata(leaves: Sequence[Leaf], stubs: Mapping[str, TensorStub]) -> Metada
         if stub is None:
             others[fqn] = BytesEntry(fqn, None, path)
             continue
-        none: array[int] = array("q")
-        chunks = Chunks(len(stub.shape), 0, none, none, none, none, none, ())
+        chunks = Chunks(len(stub.shape), array("q"), array("q"), RangeColumns.missing(0))
         tensors[fqn] = TensorEntry(fqn, stub.dtype, stub.shape, chunks, path)
     return Metadata(tensors, others, ())

@@ -27,7 +27,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_index,
 )
 from ckptctl.formats.frameworks.state_keys import entry_kinds
-from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, TensorEntry
+from ckptctl.model import ByteRange, Chunks, FileInfo, Metadata, Part, RangeColumns, TensorEntry
 from ckptctl.records.reads import read_headers
 from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles
@@ -141,8 +141,7 @@ def _part(
         ends = [map(sum, zip(box.offsets, box.shape, strict=True)) for box, _ in held]
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
-        none: array[int] = array("q")
-        chunks = Chunks(len(shape), 0, none, none, none, none, none, ())
+        chunks = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
         entries[name] = TensorEntry(fqn, dtype, shape, chunks, keys)
     kinds = entry_kinds(Metadata({e.fqn: e for e in entries.values()}, {}, ()), path)
     tensors = []

@@ -15,7 +15,7 @@ from made_parts import Box, metadata, tensor
 
 from ckptctl.checks.coverage import check_coverage, check_part_coverage
 from ckptctl.findings import Finding
-from ckptctl.model import Chunks, TensorEntry
+from ckptctl.model import Chunks, RangeColumns, TensorEntry
 
 patient = settings(deadline=None)  # a busy machine is no fault
 
@@ -154,7 +154,9 @@ def columns(shape: tuple[int, ...], boxes: list[Box]) -> TensorEntry:
     offsets = array("q", [x for at, _ in boxes for x in at])
     sizes = array("q", [x for _, size in boxes for x in size])
     files, places = array("i", [0] * n), array("q", range(n))
-    chunks = Chunks(len(shape), n, offsets, sizes, files, places, array("q", [1] * n), ["f"])
+    chunks = Chunks(
+        len(shape), offsets, sizes, RangeColumns(files, places, array("q", [1] * n), ["f"])
+    )
     return TensorEntry("w", "float32", shape, chunks)
 
 

@@ -9,7 +9,15 @@ from made_parts import listing, metadata, tensor
 
 from ckptctl.checks.presence import check_presence, escape_reason
 from ckptctl.findings import Finding, Severity
-from ckptctl.model import ByteRange, BytesEntry, Chunks, FileInfo, Metadata, TensorEntry
+from ckptctl.model import (
+    ByteRange,
+    BytesEntry,
+    Chunks,
+    FileInfo,
+    Metadata,
+    RangeColumns,
+    TensorEntry,
+)
 from ckptctl.records.ranges import Ranges
 
 FILE = "__0_0.distcp"
@@ -244,7 +252,7 @@ def test_a_hundred_thousand_files_of_one_entry_each_are_one_pass():
     tensors = {}
     for i in range(n):
         one, zero = array("q", [1]), array("q", [0])
-        chunks = Chunks(1, 1, zero, one, array("i", [i]), zero, array("q", [100]), names)
+        chunks = Chunks(1, zero, one, RangeColumns(array("i", [i]), zero, array("q", [100]), names))
         tensors[f"w{i}"] = TensorEntry(f"w{i}", "float32", (1,), chunks)
     part = Metadata(tensors, {}, names)
     assert check(part, files=listing(dict.fromkeys(names, 100))) == []

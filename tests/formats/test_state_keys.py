@@ -11,11 +11,11 @@ from ckptctl.formats.frameworks.state_keys import (
     optimizer_is_hollow,
     optimizer_of,
 )
-from ckptctl.model import Chunks, TensorEntry
+from ckptctl.model import Chunks, RangeColumns, TensorEntry
 
 
 def tensor(dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    empty = Chunks(len(shape), 0, array("q"), array("q"), array("i"), array("q"), array("q"), ())
+    empty = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
     return TensorEntry("x", dtype, shape, empty)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ckptctl.formats.pickles.stubs import Malformed
-from ckptctl.model import NO_FILE, Chunks
+from ckptctl.model import NO_FILE, Chunks, RangeColumns
 
 Dims = tuple[int, ...]
 
@@ -83,14 +83,9 @@ class ChunkTable:
         self._share_ranges()
         return Chunks(
             n_dims,
-            len(self.offsets),
             array("q", chain.from_iterable(self.offsets)),
             array("q", chain.from_iterable(self.sizes)),
-            self._files,
-            self._starts,
-            self._lengths,
-            file_names,
-            self._transforms,
+            RangeColumns(self._files, self._starts, self._lengths, file_names, self._transforms),
         )
 
     def _share_ranges(self) -> None:
