@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
-    from ckptctl.options import ContentOptions, PickPolicy, Requirements, StorageOptions
+    from ckptctl.options import (
+        ContentOptions,
+        PickPolicy,
+        Requirements,
+        StorageOptions,
+        TrainOptions,
+    )
     from ckptctl.preflight_checks.results import Check, Preflight
     from ckptctl.preflight_checks.running import preflight
     from ckptctl.resharding.comparing import diff
@@ -93,6 +99,7 @@ __all__ = [
     "StorageOptions",
     "StorageUnavailable",
     "Supervised",
+    "TrainOptions",
     "TrainState",
     "UsageError",
     "Verdict",
@@ -140,7 +147,7 @@ _HOMES = {
     "ckptctl.selection.scanning": "scan",
     "ckptctl.selection.sealing": "seal",
     "ckptctl.selection.verifying": "show verify",
-    "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions",
+    "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions TrainOptions",
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",
     "ckptctl.model": "Level StatePart TrainState WorldSize",

@@ -184,10 +184,73 @@ class VerifyKeywords(StepKeywords, total=False):
     nan_scan: bool
 
 
+SETTLE_S = 60.0
+"""How long a rank waits to see the files of rank 0: NFS caches folder listings for that long."""
+
+JOB_TIMEOUT_S = 1800.0
+"""How long a rank of a job waits for the slowest one, which may still be loading."""
+
+RNG_POLICIES = ("reseed", "refuse")
+KINDS_LOST = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
+"""The kinds of state that `accept_lost` may name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How a `Checkpointer` names and seals its steps, and what it does about lost state.
+
+    `step_format` makes the name of a step from its number; with `seal` each step is sealed.
+    `seed` is the run's seed, from which random states are derived at another number of
+    ranks. `dp_rank` and `dp_size` are this rank's position among the data-parallel ranks, by
+    default among all. `rng` at another number of ranks: `reseed` (from seed, step and rank)
+    or `refuse`. `accept_repetition` continues although samples would be repeated or skipped.
+    `accept_lost` are kinds of state that may be missing from the step. `settle_s` is how
+    long a rank waits to see the files of rank 0, `patience_s` how long it waits for the
+    slowest rank.
+    """
+
+    step_format: str = "step_{}"
+    seal: bool = True
+    seed: int = 0
+    dp_rank: int | None = None
+    dp_size: int | None = None
+    rng: str = "reseed"
+    accept_repetition: bool = False
+    accept_lost: Collection[str] = ()
+    settle_s: float = SETTLE_S
+    patience_s: float = JOB_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accept_lost", tuple(self.accept_lost))
+        if self.rng not in RNG_POLICIES:
+            raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
+        unknown = [kind for kind in self.accept_lost if kind not in KINDS_LOST]
+        if unknown:
+            raise UsageError(
+                f"{unknown[0]!r} is not a kind of state; expected one of {', '.join(KINDS_LOST)}"
+            )
+
+
+class TrainKeywords(PickKeywords, total=False):
+    """The fields of `TrainOptions` and of the options of `pick` as keywords."""
+
+    step_format: str
+    seal: bool
+    seed: int
+    dp_rank: int | None
+    dp_size: int | None
+    rng: str
+    accept_repetition: bool
+    accept_lost: Collection[str]
+    settle_s: float
+    patience_s: float
+
+
 _A = TypeVar("_A", bound="Options")
 _B = TypeVar("_B", bound="Options")
 _C = TypeVar("_C", bound="Options")
-Options = StorageOptions | Requirements | PickPolicy | ContentOptions
+_D = TypeVar("_D", bound="Options")
+Options = StorageOptions | Requirements | PickPolicy | ContentOptions | TrainOptions
 
 
 @overload
@@ -198,6 +261,10 @@ def options_from(keywords: Mapping[str, Any], first: _A, second: _B, /) -> tuple
 def options_from(
     keywords: Mapping[str, Any], first: _A, second: _B, third: _C, /
 ) -> tuple[_A, _B, _C]: ...
+@overload
+def options_from(
+    keywords: Mapping[str, Any], first: _A, second: _B, third: _C, fourth: _D, /
+) -> tuple[_A, _B, _C, _D]: ...
 def options_from(
     keywords: Mapping[str, Any], /, *options: Options
 ) -> Options | tuple[Options, ...]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptctl.distributed.launcher import LaunchedRank, launched_rank
 from ckptctl.errors import CkptctlError, MissingExtra, RanksLost, UsageError
+from ckptctl.options import JOB_TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,9 +31,6 @@ OnProgress = Callable[[int, int], None]
 
 COMMAND_TIMEOUT_S = 300.0
 """How long a process of a command waits for the slowest; a dead one is detected at once."""
-
-JOB_TIMEOUT_S = 1800.0
-"""The same for the ranks of a training job, one of which may still be loading."""
 
 BACKEND = "gloo"
 """It needs no GPU, and detects a dead process by its closed connection."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_group
+from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -34,6 +34,8 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.part_files import MAX_METADATA_BYTES
 from ckptctl.model import Level
 from ckptctl.options import (
+    JOB_TIMEOUT_S,
+    SETTLE_S,
     ContentOptions,
     PickKeywords,
     PickPolicy,
@@ -51,9 +53,6 @@ from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-SETTLE_S = 60.0
-"""How long a rank waits to see the files of rank 0: NFS caches folder listings for that long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,24 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.distributed.process_group import JOB_TIMEOUT_S, ProcessGroup, make_group
+from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
-from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import (
+    PickPolicy,
+    Requirements,
+    StorageOptions,
+    TrainKeywords,
+    TrainOptions,
+    options_from,
+)
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
-from ckptctl.train.agreement import SETTLE_S, Selection
+from ckptctl.train.agreement import Selection
 from ckptctl.train.attempt import RECORD_TIMEOUT_S, Attempt
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.job import Job, Start, Tell
 from ckptctl.train.ledger import to_stderr
-from ckptctl.train.restoring import Policies
 from ckptctl.train.resuming import Resume
 from ckptctl.train.retaining import Retention
 from ckptctl.train.saving import SaveTarget, StepSave, check_step_format
@@ -60,15 +66,12 @@ class Checkpointer:
     `StatefulDataLoader`, or any object with `state_dict`. `extra` are other objects with
     `state_dict` and `load_state_dict`, by name. `keep` is how many complete and sealed
     steps stay, of those that `resume` would use; older ones are removed in the background.
-    None removes nothing. `seed` is the run's seed, from which random states are derived at
-    another number of ranks. `dp_rank` and `dp_size` are this rank's position among the
-    data-parallel ranks, by default among all. `rng`, `accept_repetition` and `accept_lost`
-    allow state to be lost; see `docs/train.md`. `settle_s` is how long a rank waits to see
-    the files of rank 0, `patience_s` how long it waits for the slowest rank. `tell` prints
-    a message.
+    None removes nothing. `tell` prints a message.
 
-    `policy`, `requirements` and `storage` are those of `pick`; each of their fields is also
-    a keyword.
+    `options` states how steps are named and sealed, how long ranks wait, and which state
+    may be lost; see `docs/train.md`. `policy`, `requirements` and `storage` are those of
+    `pick`. Each field of the four options objects is also a keyword: `seed=1`,
+    `accept_lost=["rng"]`, `level="content"`.
     """
 
     def __init__(
@@ -83,39 +86,32 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
-        seed: int = 0,
-        seal: bool = True,
-        step_format: str = "step_{}",
-        dp_rank: int | None = None,
-        dp_size: int | None = None,
-        rng: str = "reseed",
-        accept_repetition: bool = False,
-        accept_lost: Collection[str] = (),
-        settle_s: float = SETTLE_S,
-        patience_s: float = JOB_TIMEOUT_S,
         tell: Tell = to_stderr,
+        options: TrainOptions = TrainOptions(),
         policy: PickPolicy = PickPolicy(),
         requirements: Requirements = Requirements(),
         storage: StorageOptions = StorageOptions(),
-        **keywords: Unpack[PickKeywords],
+        **keywords: Unpack[TrainKeywords],
     ) -> None:
         heartbeat("setup")
         if optimizer is not None and model is None:
             raise UsageError("optimizer requires model")
         if keep is not None and keep < 1:
             raise UsageError(f"keep is {keep}; it must be at least 1")
-        check_step_format(step_format)
-        policy, requirements, storage = options_from(keywords, policy, requirements, storage)
+        options, policy, requirements, storage = options_from(
+            keywords, options, policy, requirements, storage
+        )
+        check_step_format(options.step_format)
         if requirements.pattern is not None:
             raise UsageError(
                 "a Checkpointer names its steps by step_format; pattern is for resolve"
             )
         # An earlier attempt can no longer publish, so an unfinished save is not in progress.
         requirements = replace(requirements, grace_s=0.0)
-        group = make_group(patience_s)
+        group = make_group(options.patience_s)
         roots = roots_in(root, optional_roots)
         shared = self._shared = SharedStores.of(storage)
-        selection = Selection(roots, policy, requirements, shared, settle_s)
+        selection = Selection(roots, policy, requirements, shared, options.settle_s)
         stores = {url: open_store(url, shared) for url in roots.urls}
         self._job = Job(
             roots.first,
@@ -124,11 +120,11 @@ class Checkpointer:
             RankPosition(
                 group.rank,
                 group.size,
-                group.rank if dp_rank is None else dp_rank,
-                group.size if dp_size is None else dp_size,
+                group.rank if options.dp_rank is None else options.dp_rank,
+                group.size if options.dp_size is None else options.dp_size,
             ),
             Parts(model, optimizer, scheduler, dataloader, grad_scaler, extra or {}),
-            Policies(rng, accept_repetition, tuple(accept_lost)),
+            options,
             selection,
             tell,
             open_store(roots.first, replace(storage, timeout_s=RECORD_TIMEOUT_S, retries=0)),
@@ -136,16 +132,17 @@ class Checkpointer:
         )
         # An outage of a minute must not end a run that could save afterwards.
         self._save_store = open_store(roots.first, replace(storage, retry_for_s=SAVE_RETRY_S))
-        self._later = make_group(patience_s)  # for asynchronous saves, whose collectives overlap
-        self._keep, self._seed, self._seal, self._key = keep, seed, seal, requirements.key
-        self._step_format = step_format
+        self._later = make_group(
+            options.patience_s
+        )  # for asynchronous saves, whose collectives overlap
+        self._keep = keep
         self._attempt: Attempt | None = None
         self._replay: Start | None = None
         self._flight: Future[None] | None = None
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
-        give_generator(self._job.parts, self._job.position, seed)
+        give_generator(self._job.parts, self._job.position, options.seed)
 
     # Resuming
 
@@ -261,7 +258,7 @@ class Checkpointer:
             )
         if self._job.group.is_first:
             self._job.tell(f"replay: step {step} is not saved")
-        return join_url(self._job.store.url, self._step_format.format(step))
+        return join_url(self._job.store.url, self._job.options.step_format.format(step))
 
     def _begun(self) -> Attempt:
         if self._attempt is None:
@@ -278,9 +275,9 @@ class Checkpointer:
             self._save_store,
             group,
             attempt.token,
-            self._step_format,
-            self._seal,
-            self._key,
+            self._job.options.step_format,
+            self._job.options.seal,
+            self._job.selection.requirements.key,
             attempt.origin,
         )
         return StepSave(target, step)
@@ -288,7 +285,7 @@ class Checkpointer:
     def _state(self, step: int, tokens: int | None, samples: int | None) -> dict[str, Any]:
         if samples is None and self._job.parts.has_global_loader:
             samples = self._job.parts.dataloader.position
-        progress = {"step": step, "seed": self._seed}
+        progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if tokens is None else {"tokens": tokens}
         progress |= {} if samples is None else {"samples": samples}
         state = collect(self._job.parts, self._job.position, progress)

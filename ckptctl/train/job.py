@@ -8,9 +8,10 @@ from typing import Any
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageError
+from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import Store
 from ckptctl.train.agreement import Decision, Rejected, Selection
-from ckptctl.train.restoring import Inventory, Policies, Progress
+from ckptctl.train.restoring import Inventory, Progress
 from ckptctl.train.state import Parts, RankPosition
 
 Tell = Callable[[str], None]
@@ -45,7 +46,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The environment of a resume: roots, ranks, their objects, and the caller's policies.
+    """The environment of a resume: roots, ranks, their objects, and the caller's options.
 
     `root` is held and saved to; `stores` are all roots by address, in order of preference.
     `later` opens `root` with a short timeout and no retries, for writes beside training.
@@ -56,7 +57,7 @@ class Job:
     group: ProcessGroup
     position: RankPosition
     parts: Parts
-    policies: Policies
+    options: TrainOptions
     selection: Selection
     tell: Tell
     later: Store

@@ -2,8 +2,8 @@
 
 Reads into the existing tensors of the job. Bytes that do not load are a reason to take an older
 step (`LoadFailed`). A storage that does not answer, too little memory and another model are errors
-that an older step would not avoid. The policies of the job decide about state that another number
-of ranks cannot take over. State that would be lost without such a policy is an error.
+that an older step would not avoid. The options of the job decide about state that another number
+of ranks cannot take over. State that would be lost without such an option is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import shlex
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,10 @@ from ckptctl.errors import (
     StateRefused,
     StepDamaged,
     StorageUnavailable,
-    UsageError,
 )
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
+from ckptctl.options import TrainOptions
 from ckptctl.storage.contract import ShortRead
 from ckptctl.train.agreement import Decision, check_one_metadata
 from ckptctl.train.state import (
@@ -38,33 +38,6 @@ from ckptctl.train.state import (
     reseed,
     restore_rng,
 )
-
-RNG_POLICIES = ("reseed", "refuse")
-KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
-"""The kinds of state that can be lost, and that `accept_lost` may name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What to do with state that does not fit the present job.
-
-    `rng`: at another number of ranks, `reseed` (from the run's seed, the step and the rank)
-    or `refuse`. `accept_repetition`: continue although samples would be repeated or
-    skipped. `accept_lost`: kinds of state that may be missing from the step.
-    """
-
-    rng: str = "reseed"
-    accept_repetition: bool = False
-    accept_lost: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.rng not in RNG_POLICIES:
-            raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
-        unknown = [kind for kind in self.accept_lost if kind not in KINDS]
-        if unknown:
-            raise UsageError(
-                f"{unknown[0]!r} is not a kind of state; expected one of {', '.join(KINDS)}"
-            )
 
 
 @dataclass(slots=True)
@@ -111,13 +84,13 @@ def restore(
     parts: Parts,
     position: RankPosition,
     saved: Progress,
-    policies: Policies,
+    options: TrainOptions,
 ) -> Inventory:
     """Restore everything on this rank; returns the result for each kind of state.
 
-    Raises `StateRefused` if state would be lost that the policies do not allow.
+    Raises `StateRefused` if state would be lost that the options do not allow.
     """
-    return _Restore(loaded, parts, position, saved, policies).run()
+    return _Restore(loaded, parts, position, saved, options).run()
 
 
 class _Restore:
@@ -129,13 +102,13 @@ class _Restore:
         parts: Parts,
         position: RankPosition,
         saved: Progress,
-        policies: Policies,
+        options: TrainOptions,
     ) -> None:
         self._loaded = loaded
         self._parts = parts
         self._position = position
         self._saved = saved
-        self._policies = policies
+        self._options = options
         self._inventory = Inventory()
 
     def run(self) -> Inventory:
@@ -205,7 +178,7 @@ class _Restore:
             f"there are {position.dp_size} now: the data would restart, repeating {consumed} "
             "samples"
         )
-        if not self._policies.accept_repetition:
+        if not self._options.accept_repetition:
             raise StateRefused(
                 f"{why}. Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose "
                 "position is valid for any number of ranks, or pass accept_repetition=True"
@@ -220,7 +193,7 @@ class _Restore:
                 f"the data set differs from that of the step: {state['fingerprint']} there, "
                 f"{now['fingerprint']} here, so the same positions are other samples"
             )
-            if not self._policies.accept_repetition:
+            if not self._options.accept_repetition:
                 raise StateRefused(f"{why}. accept_repetition=True continues at the same position")
             notes.append(why)
         for name in ("global_batch", "num_workers", "seed"):
@@ -250,17 +223,17 @@ class _Restore:
             f"random numbers were saved for {saved.world_size} ranks, but there are "
             f"{position.world_size}"
         )
-        if self._policies.rng == "refuse":
+        if self._options.rng == "refuse":
             raise StateRefused(f"{why} now; rng='reseed' derives new ones")
         reseed(saved.seed or 0, saved.step, position.rank)
         inventory.derived.append("rng")
         inventory.notes.append(f"{why} now: derived from seed {saved.seed or 0}, step and rank")
 
     def _refuse_lost(self) -> None:
-        policies = self._policies
+        options = self._options
         lost = self._inventory.lost
-        refused = [name for name in lost if name.split()[0] not in policies.accept_lost]
-        if policies.accept_repetition and "dataloader" in refused:
+        refused = [name for name in lost if name.split()[0] not in options.accept_lost]
+        if options.accept_repetition and "dataloader" in refused:
             refused.remove("dataloader")
         if refused:
             kinds = tuple(sorted({name.split()[0] for name in refused}))

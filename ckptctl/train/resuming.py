@@ -177,7 +177,7 @@ class Resume:
         job = self._job
         saved = progress_of(loaded, step)
         inventory, *others = job.group.from_all(
-            lambda: restore(loaded, job.parts, job.position, saved, job.policies)
+            lambda: restore(loaded, job.parts, job.position, saved, job.options)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):

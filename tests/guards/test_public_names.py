@@ -20,7 +20,7 @@ PUBLIC = {
     *("LossReport", "LossVerdict", "check_loss"),
     *("diff", "Diff", "Difference", "convert", "Converted"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),
-    *("ContentOptions", "PickPolicy", "Requirements", "StorageOptions"),
+    *("ContentOptions", "PickPolicy", "Requirements", "StorageOptions", "TrainOptions"),
     *("AccessDenied", "CkptctlError", "MissingExtra", "NothingToResume", "PathNotFound"),
     *("StorageError", "StorageUnavailable", "UsageError"),
 }
