@@ -21,15 +21,15 @@ import pytest
 from typer.main import get_command
 
 import ckptctl
-from ckptctl import ContentOptions, Level, PickPolicy, Requirements, StorageOptions
+from ckptctl import ContentOptions, Level, PickPolicy, Requirements, StorageOptions, TrainOptions
 from ckptctl import options as options_module
 from ckptctl.cli.app import build_app, run
 from ckptctl.cli.output import Output
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.options import options_from
 from ckptctl.selection.choosing import choose
-from ckptctl.selection.retention import retain
-from ckptctl.selection.verifying import _reading, open_target
+from ckptctl.selection.retention import RetentionPlan
+from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.opening import open_store
 
 KEY = b"a key that is long enough"
@@ -95,8 +95,8 @@ def watched() -> Iterator[Seen]:
             f.f_locals["requirements"]
         ),
         choose.__code__: lambda f: seen.policies.append(f.f_locals["policy"]),
-        retain.__code__: lambda f: seen.policies.append(f.f_locals["rules"].policy),
-        _reading.__code__: lambda f: seen.contents.append(f.f_locals["content"]),
+        RetentionPlan.__init__.__code__: lambda f: seen.policies.append(f.f_locals["rules"].policy),
+        content_asked.__code__: lambda f: seen.contents.append(f.f_locals["content"]),
         open_store.__code__: lambda f: seen.storages.append(
             options_from(f.f_locals["keywords"], f.f_locals["storage"])
         ),
@@ -225,6 +225,7 @@ KEYWORDS = {
     "StorageKeywords": (StorageOptions,),
     "StepKeywords": (Requirements, StorageOptions),
     "PickKeywords": (PickPolicy, Requirements, StorageOptions),
+    "TrainKeywords": (TrainOptions, PickPolicy, Requirements, StorageOptions),
     "VerifyKeywords": (ContentOptions, Requirements, StorageOptions),
 }
 
