@@ -263,7 +263,7 @@ def test_each_public_function_takes_the_fields_of_its_objects_as_keywords_and_no
         parameters = signature.parameters
         kinds = {
             kind.__name__
-            for kind in (StorageOptions, Requirements, PickPolicy, ContentOptions)
+            for kind in (StorageOptions, Requirements, PickPolicy, ContentOptions, TrainOptions)
             for each in parameters.values()
             if each.annotation == kind.__name__
         }
