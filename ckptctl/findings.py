@@ -17,12 +17,12 @@ class Severity(str, Enum):
     """How bad one finding is.
 
     A `fault` makes the step unusable, a `warning` needs a person's attention, a
-    `remark` is for information.
+    `note` is for information.
     """
 
     FAULT = "fault"
     WARNING = "warning"
-    REMARK = "remark"
+    NOTE = "note"
 
 
 class Verdict(str, Enum):
@@ -84,8 +84,8 @@ def _fault(verdict: Verdict | None, title: str) -> Code:
     return Code(Severity.FAULT, verdict, title)
 
 
-def _remark(title: str) -> Code:
-    return Code(Severity.REMARK, None, title)
+def _note(title: str) -> Code:
+    return Code(Severity.NOTE, None, title)
 
 
 def _warning(title: str) -> Code:
@@ -109,10 +109,10 @@ CODES: Mapping[str, Code] = {
     "shard.truncated": _fault(
         Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires"
     ),
-    "shard.empty": _remark("an empty shard file that nothing refers to"),
+    "shard.empty": _note("an empty shard file that nothing refers to"),
     "shard.newer": _warning("a shard file is much newer than the metadata"),
     "shard.stale": _warning("a shard file is unchanged since the step before, and others changed"),
-    "shard.orphan": _remark("a shard file that no metadata names"),
+    "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
     "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range"),
     "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges in one file overlap"),
@@ -126,30 +126,30 @@ CODES: Mapping[str, Code] = {
     "record.mismatch": _fault(Verdict.CORRUPT, "a record does not match the metadata"),
     "record.unsafe": _fault(Verdict.UNSAFE, "loading a record could run code"),
     "record.crc": _fault(Verdict.CORRUPT, "the bytes of a record do not match its checksum"),
-    "record.no-crc": _remark("the records have no checksums"),
-    "record.transformed": _remark("the records are compressed, and their framing was not checked"),
+    "record.no-crc": _note("the records have no checksums"),
+    "record.transformed": _note("the records are compressed, and their framing was not checked"),
     "record.unverifiable": _fault(
         Verdict.UNVERIFIABLE, "records have neither checksums nor a seal"
     ),
-    "content.partial": _remark("only part of the bytes was compared"),
+    "content.partial": _note("only part of the bytes was compared"),
     "content.unfinished": _fault(
         Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished"
     ),
     "values.not-finite": _warning("a tensor contains NaN or infinity"),
     "format.unsupported": _fault(Verdict.UNVERIFIABLE, "the format is not sharded DCP"),
-    "format.no-checksums": _remark("the format has no checksums"),
+    "format.no-checksums": _note("the format has no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(
         Verdict.INCOMPLETE, "the file that the framework writes last is missing"
     ),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
-    "state.missing": _remark("some train state is missing"),
-    "state.lost": _remark("some train state cannot be restored at this world size"),
-    "state.left-out": _remark("the target format cannot hold part of the step"),
+    "state.missing": _note("some train state is missing"),
+    "state.lost": _note("some train state cannot be restored at this world size"),
+    "state.left-out": _note("the target format cannot hold part of the step"),
     "state.mixed": _fault(Verdict.CORRUPT, "shard files disagree about the optimizer's step count"),
-    "world-size.differs": _remark("the step was written by a different number of ranks"),
-    "world-size.fixed": _remark("the step loads only at the world size that wrote it"),
+    "world-size.differs": _note("the step was written by a different number of ranks"),
+    "world-size.fixed": _note("the step loads only at the world size that wrote it"),
     "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted"),
     "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress"),
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection"),
@@ -162,9 +162,9 @@ CODES: Mapping[str, Code] = {
     ),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
     "step.superseded": _fault(Verdict.SUPERSEDED, "the step belongs to an abandoned branch"),
-    "step.finished-late": _remark("the metadata arrived after the step was superseded"),
-    "step.accepted": _remark("the step was rejected and later accepted"),
-    "step.pinned": _remark("the step is pinned, and is not removed"),
+    "step.finished-late": _note("the metadata arrived after the step was superseded"),
+    "step.accepted": _note("the step was rejected and later accepted"),
+    "step.pinned": _note("the step is pinned, and is not removed"),
     "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal"),
     "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated"),
     "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
@@ -175,9 +175,9 @@ CODES: Mapping[str, Code] = {
     "seal.outdated": _warning("the step was saved again after it was sealed"),
     "seal.partial": _warning("the seal does not cover the whole step"),
     "seal.unkeyed": _warning("the seal was made without a key, and one was given"),
-    "seal.no-key": _remark("the seal was made with a key, and none was given"),
-    "seal.extra": _remark("a file was added after the step was sealed"),
-    "seal.missing": _remark("the step has no seal"),
+    "seal.no-key": _note("the seal was made with a key, and none was given"),
+    "seal.extra": _note("a file was added after the step was sealed"),
+    "seal.missing": _note("the step has no seal"),
     "store.contradicts": _fault(
         Verdict.CORRUPT, "the bytes of an object do not match the checksum that the store reports"
     ),
@@ -188,13 +188,13 @@ CODES: Mapping[str, Code] = {
         Verdict.UNVERIFIABLE, "the store has no checksum that can be compared with a seal"
     ),
     "mark.damaged": _warning("a mark cannot be read"),
-    "mark.outdated": _remark("a mark refers to an earlier save of the step"),
+    "mark.outdated": _note("a mark refers to an earlier save of the step"),
     "step.duplicate": _warning("two folders have the same step number"),
     "step.number": _warning("a name has a step number that is too large"),
-    "pointer.differs": _remark("a pointer file names another step"),
+    "pointer.differs": _note("a pointer file names another step"),
     "root.unavailable": _warning("an optional root is missing or does not answer"),
     "root.suspect": _warning("several recent steps are damaged"),
-    "root.unnumbered": _remark("a checkpoint under the root has no step number"),
+    "root.unnumbered": _note("a checkpoint under the root has no step number"),
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),
     "loss.step": _fault(None, "the first step is not the one after the checkpoint"),
@@ -223,21 +223,21 @@ CODES: Mapping[str, Code] = {
     "loss.none": _warning("there is no loss in the logs"),
     "loss.interleaved": _warning("several runs write into one log"),
     "loss.unread": _warning("the end of the logs is damaged and cannot be read"),
-    "loss.low-precision": _remark("the loss is printed too coarsely to prove anything"),
-    "loss.unmarked": _remark("equal rows, and nothing shows that another attempt trained them"),
-    "loss.duplicates": _remark("rows were written to the log twice"),
-    "loss.several": _remark("the logs hold several resumes"),
-    "loss.throughput": _remark("the throughput is not what it was"),
-    "loss.clock": _remark("the clock of the log goes back"),
-    "loss.damaged": _remark("a log is damaged in the middle, and later ones go on"),
-    "loss.cadence": _remark("many steps were trained again after failures"),
+    "loss.low-precision": _note("the loss is printed too coarsely to prove anything"),
+    "loss.unmarked": _note("equal rows, and nothing shows that another attempt trained them"),
+    "loss.duplicates": _note("rows were written to the log twice"),
+    "loss.several": _note("the logs hold several resumes"),
+    "loss.throughput": _note("the throughput is not what it was"),
+    "loss.clock": _note("the clock of the log goes back"),
+    "loss.damaged": _note("a log is damaged in the middle, and later ones go on"),
+    "loss.cadence": _note("many steps were trained again after failures"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One observed fault, warning or remark."""
+    """One observed fault, warning or note."""
 
     code: FindingCode
     """The code, such as `shard.missing`; `ckptctl explain CODE` prints its page."""
@@ -254,7 +254,7 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """Fault, warning or remark, by the code."""
+        """Fault, warning or note, by the code."""
         return CODES[self.code].severity
 
     @property

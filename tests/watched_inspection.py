@@ -96,7 +96,7 @@ def ask(root: Path) -> tuple[list[int], list[str]]:
             continue
         codes.append(answer.exit_code)
         if isinstance(answer, Report):
-            found = {f.code for f in answer.findings if f.severity is not Severity.REMARK}
+            found = {f.code for f in answer.findings if f.severity is not Severity.NOTE}
     return codes, sorted(found)
 
 

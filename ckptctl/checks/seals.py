@@ -4,7 +4,7 @@ A listing and the metadata show whose seal it is, the files and their sizes. A s
 step, or of an earlier save of this one, proves nothing: that is reported, and the step is
 inspected without it. `sealed_bytes` compares the bytes.
 
-A rejection or a superseded branch rules the step out; a pin and an acceptance are remarks. Marks
+A rejection or a superseded branch rules the step out; a pin and an acceptance are notes. Marks
 on an earlier save of the step are reported and do not apply.
 """
 

@@ -77,7 +77,7 @@ _RANK_STATES = {
     "record.unverifiable": "present",
 }
 _PROVE_NOTHING = frozenset({"record.no-crc", "record.transformed", "format.no-checksums"})
-"""Remarks on shards whose bytes no checksum of theirs proves."""
+"""Notes on shards whose bytes no checksum of theirs proves."""
 
 
 def step_state(report: Report, *, passed_over: bool = False) -> str:

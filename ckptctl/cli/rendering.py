@@ -12,7 +12,7 @@ from ckptctl.model import STATE_KINDS, TrainState, WorldSize
 SEVERITY_STYLES: dict[Severity, Style] = {
     Severity.FAULT: "bad",
     Severity.WARNING: "warn",
-    Severity.REMARK: "",
+    Severity.NOTE: "",
 }
 
 

@@ -71,7 +71,7 @@ _VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
     (
         "TORCHELASTIC_USE_AGENT_STORE",
         _OFF,
-        Severity.REMARK,
+        Severity.NOTE,
         "the rendezvous store ends with rank 0",
         "unset it",
     ),
@@ -135,7 +135,7 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
         if versions[name] is None:
             yield Advice(
                 "package.absent",
-                Severity.REMARK,
+                Severity.NOTE,
                 name,
                 f"{name} is not installed; commands that need it fail with an error that names it",
                 f"pip install 'ckptctl[{extra}]'",
@@ -158,7 +158,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
     if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
         yield Advice(
             "variable.buffered",
-            Severity.REMARK,
+            Severity.NOTE,
             "PYTHONUNBUFFERED",
             "Python buffers its output: the last lines before a kill are lost",
             "export PYTHONUNBUFFERED=1",

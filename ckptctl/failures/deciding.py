@@ -54,7 +54,7 @@ def decide(
     decisive = _decisive(alive, first_failed)
     if decisive is None:
         cascades = tuple(each for each in alive if each.role is Role.CASCADE)
-        others = tuple(each for each in alive if each.role is Role.REMARK)
+        others = tuple(each for each in alive if each.role is Role.NOTE)
         return Decision(None, (), cascades, others, "low")
     rest = [each for each in alive if each is not decisive]
     agreeing = tuple(e for e in rest if e.failure == decisive.failure and _leads(e))
@@ -176,7 +176,7 @@ def _earlier(first: Evidence, second: Evidence) -> Evidence:
 def _follows(evidence: Evidence, decisive: Evidence) -> bool:
     if evidence.role is Role.CASCADE:
         return True
-    if evidence.role is Role.REMARK:
+    if evidence.role is Role.NOTE:
         return False
     return evidence.role.weight > decisive.role.weight or _earlier(decisive, evidence) is decisive
 

@@ -338,10 +338,10 @@ def _is_quoted(before: str, after: str) -> bool:
 
 
 def _role(rule: Rule, line: LogLine, message: str, *, in_traceback: bool) -> Role:
-    if rule.role in (Role.CAUSE, Role.CASCADE, Role.REMARK):
+    if rule.role in (Role.CAUSE, Role.CASCADE, Role.NOTE):
         return rule.role
     if _RETRIED.search(message) and not _GAVE_UP.search(message):
-        return Role.REMARK
+        return Role.NOTE
     if rule.name == "python.exception" and not in_traceback and line.level is None:
         return Role.SUSPECT
     return rule.role

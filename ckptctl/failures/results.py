@@ -14,14 +14,14 @@ class Role(str, Enum):
 
     A `cause` is reported by the kernel, the driver or the scheduler. A `root` is an error
     in the program that explains the end. A `suspect` explains it if nothing better does. A
-    `cascade` is a consequence in other processes; a `remark` is shown but decides nothing.
+    `cascade` is a consequence in other processes; a `note` is shown but decides nothing.
     """
 
     CAUSE = "cause"
     ROOT = "root"
     SUSPECT = "suspect"
     CASCADE = "cascade"
-    REMARK = "remark"
+    NOTE = "note"
 
     @property
     def weight(self) -> int:
@@ -147,7 +147,7 @@ class Classification:
     consequences: tuple[Evidence, ...]
     """What followed from the cause."""
     others: tuple[Evidence, ...]
-    """What supports another class, and remarks."""
+    """What supports another class, and notes."""
     survived: tuple[Evidence, ...]
     """Errors after which training continued."""
     collectives: tuple[StalledCollective, ...]

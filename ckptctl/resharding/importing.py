@@ -136,20 +136,20 @@ def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converte
         for file in looked.step.files
         if kind_of_file(looked.step.layout, file.path) and not file.path.endswith(SUFFIX)
     ]
-    remarks = [
+    notes = [
         *_left_out(unnamed, "of safetensors that the index does not name"),
         *_left_out(below, "of safetensors below", "folder"),
         *_left_out(others, "of train state beside the safetensors"),
     ]
     step = Source(found.url, report, tuple(one.part for one in read), ())
-    return _import(step, found, {one.part.path: one.files for one in read}, remarks, into)
+    return _import(step, found, {one.part.path: one.files for one in read}, notes, into)
 
 
 def _import(
     read: Source,
     source: OneFile | OpenTarget,
     files: Mapping[str, SourceFiles],
-    remarks: Sequence[Finding],
+    notes: Sequence[Finding],
     into: Into,
 ) -> Converted:
     if refusal(read.report, accept_unverifiable=into.options.accept_unverifiable):
@@ -177,7 +177,7 @@ def _import(
         return not_converted(source.url, into.place.url, report)
     if isinstance(written, Report):
         return not_converted(source.url, into.place.url, written)
-    return _answer(source, into, planned, read.report, written.report, remarks)
+    return _answer(source, into, planned, read.report, written.report, notes)
 
 
 def _report(source: OneFile, layout: str) -> Report:
@@ -243,7 +243,7 @@ def _answer(
     planned: Plan,
     before: Report,
     report: Report,
-    remarks: Sequence[Finding],
+    notes: Sequence[Finding],
 ) -> Converted:
     n_tensors = sum(part.n_cut + part.n_whole for part in planned.parts)
     n_others = sum(len(part.entries) for part in planned.parts) - n_tensors
@@ -262,7 +262,7 @@ def _answer(
         n_left_out=0,
         n_files=len(planned.shards) + len(planned.parts),
         n_bytes=planned.n_bytes,
-        findings=tuple(remarks),
+        findings=tuple(notes),
         report=report,
         message=f"{what} as sharded DCP for {counted(into.world_size, 'rank')}: {taken}",
         exit_code=0,

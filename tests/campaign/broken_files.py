@@ -130,7 +130,7 @@ def _bind(path: Path) -> None:
 
 
 def _beside(kind: str, chance: Random, subject: Sound, sealed: bool) -> Case:
-    """Files that no metadata names: a remark, whatever they are called."""
+    """Files that no metadata names: a note, whatever they are called."""
     extra = ["__97_0.distcp", ".nfs000000012ab", "core.1234", "notes.txt", "__97_0.distcp.tmp"]
     name = chance.choice(extra if kind == "extra" else [".metadata.tmp", ".metadata.tmp.x"])
     data = chance.choice([b"", b"left over", subject.files[subject.shards[0]]])

@@ -224,7 +224,7 @@ def test_an_empty_shard_file_that_nothing_names_is_a_remark():
     files = listing({FILE: 1_000, OTHER: 1_000, "__2_0.distcp": 0, "__3_0.distcp": 0})
     (finding,) = check(sound(), files=files)
     assert finding.code == "shard.empty"
-    assert finding.severity is Severity.REMARK
+    assert finding.severity is Severity.NOTE
     assert finding.where == "__2_0.distcp, __3_0.distcp"
     assert finding.message == "2 shard files of 0 bytes, from ranks that had nothing to write"
 
@@ -233,7 +233,7 @@ def test_a_shard_file_that_nothing_names_is_a_remark():
     files = listing({FILE: 1_000, OTHER: 1_000, "__2_0.distcp": 500})
     (finding,) = check(sound(), files=files)
     assert (finding.code, finding.where) == ("shard.orphan", "__2_0.distcp")
-    assert finding.severity is Severity.REMARK
+    assert finding.severity is Severity.NOTE
     assert "1 shard file with 500 bytes that no metadata names" in finding.message
 
 

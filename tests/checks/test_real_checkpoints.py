@@ -86,4 +86,4 @@ def test_whatever_the_hugging_face_writer_writes_is_sound(checkpoints: Path):
         part = Part("", PartFormat.SAFETENSORS, tuple(store.list_dir()))
         findings = list(inspect_safetensors(store, "", part))
         assert [f.code for f in findings] == ["format.no-checksums"]
-        assert findings[0].severity is Severity.REMARK
+        assert findings[0].severity is Severity.NOTE

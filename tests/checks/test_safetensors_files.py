@@ -20,11 +20,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def check(folder: Path, part_path: str = "") -> list[Finding]:
-    """All but the remark that is always there."""
+    """All but the note that is always there."""
     store = LocalStore(str(folder))
     part = Part(part_path, PartFormat.SAFETENSORS, tuple(store.list_dir()))
-    *findings, remark = inspect_safetensors(store, "", part)
-    assert remark.code == "format.no-checksums"
+    *findings, note = inspect_safetensors(store, "", part)
+    assert note.code == "format.no-checksums"
     return findings
 
 

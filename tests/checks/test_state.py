@@ -91,9 +91,9 @@ def test_an_empty_file_holds_nothing():
 
 def test_a_missing_kind_is_one_remark_that_names_what_was_required():
     found = state("model.w", "optimizer.state.w.exp_avg")
-    (remark,) = check_required(found, ("rng",), "root/step_1")
-    assert remark.code == "state.missing"
-    assert remark.message.endswith("; rng is required")
+    (note,) = check_required(found, ("rng",), "root/step_1")
+    assert note.code == "state.missing"
+    assert note.message.endswith("; rng is required")
 
 
 def test_shards_that_disagree_about_the_step_are_mixed():

@@ -428,9 +428,9 @@ def test_compressed_records_are_a_remark_and_their_beginning_is_looked_at(
     )
     fqn = next(iter(step.metadata.tensors))
     step.flip(fqn, 0)
-    framing, remark = found(folder, step.metadata)
+    framing, note = found(folder, step.metadata)
     assert (framing.code, framing.where) == ("record.framing", step.range_of(fqn).file)
-    assert remark.message.startswith(f"{n_records - 1} records ")
+    assert note.message.startswith(f"{n_records - 1} records ")
 
 
 def test_records_that_went_through_something_unknown_cannot_be_verified(tmp_path: Path):

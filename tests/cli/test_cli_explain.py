@@ -18,7 +18,7 @@ def test_a_code_a_verdict_and_an_exit_code_are_explained():
 def test_a_page_says_what_a_code_does_to_a_step():
     assert "the step is `incomplete` (`verify` exits with 20)" in page("shard.truncated").text
     assert "the step is `unknown` (`verify` exits with 77)" in page("step.denied").text
-    assert "Remark: it does not make a step unusable" in page("shard.orphan").text
+    assert "Note: it does not make a step unusable" in page("shard.orphan").text
 
 
 def test_a_verdict_names_the_codes_that_force_it():

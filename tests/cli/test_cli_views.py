@@ -243,10 +243,10 @@ def test_pick_says_what_is_suspicious_about_the_step_that_it_takes():
     assert lines[-1] == "  warning  metadata.foreign  .metadata: it was written for step 500"
 
 
-def test_pick_says_what_another_world_size_costs_and_no_other_remark():
+def test_pick_says_what_another_world_size_costs_and_no_other_note():
     lost = Finding("state.lost", "rng", "rng exists once per rank")
     lines = text(pick_lines(pick(report(1200, lost, Finding("seal.missing", "", "no seal")))))
-    assert lines[-1] == "  remark   state.lost  rng exists once per rank"
+    assert lines[-1] == "  note     state.lost  rng exists once per rank"
 
 
 def test_pick_that_takes_nothing_is_an_error_with_a_command():

@@ -181,7 +181,7 @@ def _said(document: object) -> Iterator[str]:
         for key in ("verdict", "answer"):
             if isinstance(document.get(key), str) and "code" not in document:
                 yield f"{step}={document[key]}" if step else str(document[key])
-        if "code" in document and document.get("severity") != "remark":
+        if "code" in document and document.get("severity") != "note":
             yield str(document["code"])
         for value in document.values():
             yield from _said(value)

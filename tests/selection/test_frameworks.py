@@ -185,7 +185,7 @@ def test_a_document_that_was_cut_short_is_told_and_counts_where_a_load_needs_it(
     path = root / file
     path.write_bytes(path.read_bytes().rstrip()[:-1])
     report = ckptctl.verify(f"{root}@30", grace_s=0)
-    told = [f for f in report.findings if f.severity is not Severity.REMARK]
+    told = [f for f in report.findings if f.severity is not Severity.NOTE]
     assert [(f.code, f.where) for f in told] == [(code, file.split("/", 1)[1])]
     assert report.exit_code == exit_code
 
