@@ -26,7 +26,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, open_store
+from ckptctl.storage.opening import absolute_url, base_name, join_url, open_store
 
 SCHEMA = "ckptctl.node/1"
 PATIENCE = 10
@@ -244,8 +244,8 @@ def arguments(
     roots: Sequence[str], step: str, probe: Written | None, storage: StorageOptions
 ) -> list[str]:
     """The arguments of the `preflight` that reports from a node."""
-    words = [_absolute(root) for root in roots]
-    words += ["--node-report", f"{_absolute(step)}" if step else "none"]
+    words = [absolute_url(root) for root in roots]
+    words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
     if storage.endpoint_url:
         words += ["--endpoint-url", storage.endpoint_url]
@@ -255,7 +255,3 @@ def arguments(
             f"{key}={value if isinstance(value, str) else json.dumps(value)}",
         ]
     return [*words, "--timeout", f"{storage.timeout_s}"]
-
-
-def _absolute(url: str) -> str:
-    return absolute_url(url) if is_local(url) else url

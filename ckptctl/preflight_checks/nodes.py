@@ -22,16 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import AccessDenied, PathNotFound, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
 from ckptctl.storage.contract import Span, Store
-from ckptctl.storage.files import mount_of
-from ckptctl.storage.local import LocalStore
-from ckptctl.storage.opening import absolute_url, is_local
-from ckptctl.storage.waiting import busy
 
 PROBE_BYTES = 16 << 20
 _SOME_BYTES = 1 << 20
@@ -48,7 +44,7 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
     host = socket.gethostname()
     try:
         names = _names(store)
-        mount, read_only, free = _space(store)
+        system = store.folders.file_system() if store.folders is not None else None
         metadata, n_read, read_s = ("", 0, 0.0) if step is None else _read(store, step, rank)
     except StorageError as error:
         # What rank 0 found and this node does not is no usage error: it is another storage.
@@ -56,9 +52,9 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
         return NodeFacts(host, error=error.message, error_code=EXIT_DENIED if denied else 75)
     return NodeFacts(
         host=host,
-        mount=mount,
-        read_only=read_only,
-        free=free,
+        mount=system.mount if system else None,
+        read_only=system is not None and system.read_only,
+        free=system.free_bytes if system else None,
         n_names=len(names),
         listing=_digest("\n".join(sorted(names)).encode("utf-8", "surrogateescape")),
         metadata=metadata,
@@ -74,25 +70,6 @@ def _names(store: Store) -> list[str]:
     except PathNotFound:
         return []
     return [f"{one.kind} {one.path}" for one in entries if one.path != OWN_FOLDER]
-
-
-def _space(store: Store) -> tuple[str | None, bool, int | None]:
-    """The mount in words, whether it is read-only, and the bytes that are free."""
-    if not is_local(store.url):
-        return None, False, None
-    folder = absolute_url(store.url)
-    if not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    with busy(store.url):
-        mount = mount_of(folder)
-        try:
-            about = os.statvfs(folder)
-        except OSError as error:
-            raise StorageUnavailable(
-                f"{store.url}: {error.strerror or type(error).__name__}"
-            ) from error
-    words = None if mount is None else f"{mount.type} {mount.source} on {mount.at}"
-    return words, bool(about.f_flag & os.ST_RDONLY), about.f_bavail * about.f_frsize
 
 
 def _read(store: Store, name: str, rank: int) -> tuple[str, int, float]:
@@ -253,18 +230,19 @@ class StorageProbe:
     """The probe of one process. Its folder is removed at the end of the `with`."""
 
     def __init__(self, store: Store, *, limit_s: float = LIMIT_S) -> None:
-        if not isinstance(store, LocalStore) or not is_local(store.url):
+        if store.folders is None:
             raise UsageError(
                 f"{store.url}: --probe-storage is for file systems: object stores compare "
                 "what they receive with its checksum"
             )
         self._store = store
+        self._folders = store.folders
         self._limit_s = limit_s
         # A seed and a name that no other process has; nothing here is a secret.
         self._id = os.urandom(6).hex()
         self._folder = f"{OWN_FOLDER}/probe-{self._id}"
         self._names: list[str] = []
-        self._own_existed = os.path.isdir(f"{absolute_url(store.url)}/{OWN_FOLDER}")
+        self._own_existed = os.path.isdir(self._folders.path_of(OWN_FOLDER))
 
     def __enter__(self) -> StorageProbe:
         return self
@@ -333,7 +311,7 @@ class StorageProbe:
 
     def _forget(self, name: str) -> None:
         """Ask the system to drop the file from its cache, so that the storage is what is read."""
-        fd = os.open(f"{absolute_url(self._store.url)}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._folders.path_of(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -337,7 +337,7 @@ class _Work:
 def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
     """Raise `StorageUnavailable` if there is no space for `n_bytes` more."""
     needed = n_bytes + _SPARE_BYTES
-    free = folders.free_bytes()
+    free = folders.file_system().free_bytes
     if free < needed:
         raise StorageUnavailable(
             f"{url}: {needed:,} bytes are needed for {name}, and {free:,} are free; nothing "

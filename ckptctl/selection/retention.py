@@ -38,7 +38,7 @@ from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.tiers import Tier
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import base_name, is_local, join_url
+from ckptctl.storage.opening import base_name, join_url
 
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
 """Where steps lie that a later save of the same number took the place of."""
@@ -433,7 +433,7 @@ def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
 
 def moved_aside(store: Store) -> tuple[StepName, ...]:
     """The steps in `.ckptctl/aside`, where a file system has any. Cost: one listing."""
-    if not is_local(store.url):
+    if store.folders is None:
         return ()
     try:
         entries = store.list_dir(ASIDE_FOLDER)

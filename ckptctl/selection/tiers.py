@@ -20,7 +20,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import Resume, read_resumes
 from ckptctl.selection.roots import RootListing
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, is_local, open_store
+from ckptctl.storage.opening import open_store
 
 Trees = Mapping[str, Sequence[FileInfo]]
 """The files of each step, where the listing of the root shows them too."""
@@ -115,7 +115,8 @@ def open_tiers(
                 raise
             listing = RootListing((), exists=False)
             # A local disk without the folder above the root is absent, as one without the root.
-            absent = is_local(url) and not os.path.lexists(absolute_url(url))
+            folders = store.folders
+            absent = folders is not None and not os.path.lexists(folders.path_of(""))
             tiers.append(Tier(store, listing, optional=True, error=None if absent else error))
         else:
             tiers.append(Tier(store, listing, optional, trees, resumes=resumes))

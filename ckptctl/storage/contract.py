@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
@@ -107,6 +107,18 @@ class OpenFile(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+class FileSystem(NamedTuple):
+    """What a file system states about itself.
+
+    `mount` is its type, source and place (`nfs4 server:/export on /shared`), None where there
+    is no mount table to read. `free_bytes` is how much this user can still write.
+    """
+
+    mount: str | None
+    read_only: bool
+    free_bytes: int
+
+
 class Folders(Protocol):
     """Operations of a file system that an object store does not have; see `Store.folders`.
 
@@ -145,8 +157,8 @@ class Folders(Protocol):
         """
         ...
 
-    def free_bytes(self) -> int:
-        """The number of bytes that can still be written."""
+    def file_system(self) -> FileSystem:
+        """The file system of the root, or of the folder that will hold it."""
         ...
 
 

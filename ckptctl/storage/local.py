@@ -27,16 +27,25 @@ from ckptctl.errors import (
     StorageUnavailable,
 )
 from ckptctl.model import FileInfo, Kept
-from ckptctl.storage.contract import Kind, OpenFile, ShortRead, Span, TooLarge, Upload, parts_of
+from ckptctl.storage.contract import (
+    FileSystem,
+    Kind,
+    OpenFile,
+    ShortRead,
+    Span,
+    TooLarge,
+    Upload,
+    parts_of,
+)
 from ckptctl.storage.files import (
     FULL,
     Descriptor,
     append_line,
-    free_bytes,
     full,
     kind_of,
     link_target,
     make_folder,
+    mount_of,
     move,
     publish,
     scan,
@@ -192,13 +201,18 @@ class LocalStore:
             os.rmdir(parts[-1], dir_fd=above.fd)
             os.fsync(above.fd)
 
-    def free_bytes(self) -> int:
-        """See `Folders.free_bytes`; of the parent if the root does not exist yet."""
+    def file_system(self) -> FileSystem:
+        """See `Folders.file_system`."""
         with busy(self.url):
+            folder = self._there()
             try:
-                return free_bytes(self._there())
+                about = os.statvfs(folder)
             except OSError as exc:
                 raise self._error("", exc) from exc
+            mount = mount_of(folder)
+        words = None if mount is None else f"{mount.type} {mount.source} on {mount.at}"
+        free_bytes = about.f_bavail * about.f_frsize
+        return FileSystem(words, bool(about.f_flag & os.ST_RDONLY), free_bytes)
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
         """See `Store.list_uploads`: a file system has none."""

@@ -30,9 +30,6 @@ from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.job import Job, Restored
 
-EVENTS = ("started", "resumed", "progress", "saved", "removing", "failed", "ended")
-"""The events of a line. Readers of a ledger ignore unknown events."""
-
 _FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
 _MAX_BYTES = 16 << 20
 _MAX_LINE_BYTES = 1 << 20

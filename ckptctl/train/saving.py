@@ -228,7 +228,11 @@ class StepSave:
 
         cleared = self._group.from_first(clear)
         folders = self._store.folders
-        free = f"; {folders.free_bytes():,} bytes are free now" if folders is not None else ""
+        free = (
+            f"; {folders.file_system().free_bytes:,} bytes are free now"
+            if folders is not None
+            else ""
+        )
         return SaveFailed(
             f"step {self.number} was not saved: {why}: {cleared}{free}; older steps are as they "
             "were",

@@ -518,5 +518,5 @@ def test_a_file_and_an_empty_folder_are_removed_and_a_full_one_is_not(tmp_path):
 
 def test_the_space_that_is_left_is_that_of_the_file_system(tmp_path):
     about = os.statvfs(tmp_path)
-    free = LocalStore(str(tmp_path / "not-there-yet")).free_bytes()
+    free = LocalStore(str(tmp_path / "not-there-yet")).file_system().free_bytes
     assert abs(free - about.f_bavail * about.f_frsize) < 1 << 30
