@@ -19,9 +19,9 @@ from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.errors import UsageError
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
-from ckptctl.runbook import registry as shelf
 from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.linting import problems
+from ckptctl.runbook.reading import find_runbook, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import write_transcript
 
@@ -118,7 +118,7 @@ def runbook(
         return _list(folder, out)
     if name is None:
         raise UsageError(f"{action.value} which runbook?", next_command="ckptctl runbook list")
-    book = shelf.find(name, folder)
+    book = find_runbook(name, folder)
     if action is Action.SHOW:
         return _show(book, out)
     if action is Action.LINT:
@@ -156,7 +156,7 @@ def runbook(
 
 
 def _list(folder: str | None, out: Output) -> int:
-    books = [shelf.find(name, folder) for name in shelf.names(folder)]
+    books = [find_runbook(name, folder) for name in runbook_names(folder)]
     out.answer(
         lambda: _runbooks(books),
         lambda: list_lines(books),

@@ -16,9 +16,10 @@ from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.model import ExitCode
 from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
-from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_reader, place_of, proceed, who
+from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, proceed, who
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.holding import held
+from ckptctl.runbook.position import position_of
 from ckptctl.runbook.record import MAX_TEXT, Event, Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
@@ -91,7 +92,8 @@ def run_runbook(
             return _ran(book, unwritten, left, _next(book, root, given, talk, how, left), n_found=0)
         found, record = _record(book, store, how, talk, given)
         if record is None:
-            left = left_by_reader(place_of(book, found.events, len(found.events)), talk)
+            position = position_of(book, found.events, len(found.events))
+            left = left_by_operator(position, attended=talk.attended)
             again = _next(book, root, given, talk, how, left)
             return _ran(book, found, left, again, n_found=len(found.events))
         n_found = len(record.events)
@@ -186,12 +188,12 @@ def _record(
 
 def _taken(book: Runbook, record: Record, given: Mapping[str, Value]) -> list[str]:
     """The inputs that a run would take from its record, formatted."""
-    place = place_of(book, record.events, len(record.events))
+    position = position_of(book, record.events, len(record.events))
     names = [each.name for each in book.inputs if each.name != "ROOT"]
     return [
-        f"{name}={shown(place.variables[name])}"
+        f"{name}={shown(position.variables[name])}"
         for name in names
-        if name in place.found and name not in given and place.variables[name]
+        if name in position.found and name not in given and position.variables[name]
     ]
 
 
@@ -214,13 +216,13 @@ def _check_unattended(
     """
     if talk.attended:
         return
-    place = place_of(book, record.events, len(record.events))
+    position = position_of(book, record.events, len(record.events))
     for each in book.inputs:
-        if each.default is not None and each.name in place.found and each.name not in given:
+        if each.default is not None and each.name in position.found and each.name not in given:
             raise NoTerminal(
                 f"the record of the run {record.name} gives {each.name}="
-                f"{shown(place.variables[each.name])}, and the page {each.default!r}; with --yes "
-                "a recorded value is not used; give it with --set",
+                f"{shown(position.variables[each.name])}, and the page {each.default!r}; "
+                "with --yes a recorded value is not used; give it with --set",
                 next_command=_called(
                     book, record.store.url, {**given, each.name: each.default}, talk
                 )

@@ -17,7 +17,7 @@ import pytest
 from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 
-from ckptctl.runbook import registry as shelf
+from ckptctl.runbook.reading import find_runbook, runbook_names
 
 SENTENCES = (
     ("classify the failure first: infrastructure or job", "Classify: classify", "classify"),
@@ -73,13 +73,13 @@ ELSEWHERE = (
 )
 def test_what_the_written_procedure_asks_for_is_done_by_a_block(page, sentence, where, how):
     state, _, name = where.partition(": ")
-    (block,) = [each for each in shelf.find(page).state(state).blocks if each.name == name]
+    (block,) = [each for each in find_runbook(page).state(state).blocks if each.name == name]
     assert how in block.code, sentence
 
 
 def test_every_decision_stops_an_unattended_run():
-    for page in shelf.names():
-        for state in shelf.find(page).states:
+    for page in runbook_names():
+        for state in find_runbook(page).states:
             for block in state.blocks:
                 if block.decides is not None:
                     refused = block.on("not run")
@@ -420,7 +420,7 @@ def test_a_log_that_cannot_be_read_stops_the_run_before_the_resume(root, tmp_pat
 
 
 def test_each_block_asks_about_the_step_that_was_chosen():
-    blocks = [block for state in shelf.find("rb-7").states for block in state.blocks]
+    blocks = [block for state in find_runbook("rb-7").states for block in state.blocks]
     for block in blocks:
         if "ckptctl pick" in block.code or "ckptctl preflight" in block.code:
             assert "OTHER_ROOTS[@]" in block.code, block.name

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook import registry as shelf
-from ckptctl.runbook.document import Runbook, parse
+from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.linting import problems, unquoted
+from ckptctl.runbook.reading import find_runbook, parse, runbook_names
 
-RB_7 = shelf.find("rb-7").text
+RB_7 = find_runbook("rb-7").text
 
 
-@pytest.mark.parametrize("name", shelf.names())
+@pytest.mark.parametrize("name", runbook_names())
 def test_a_page_that_is_shipped_is_sound(name):
-    assert problems(shelf.find(name)) == ()
+    assert problems(find_runbook(name)) == ()
 
 
 def test_the_flow_of_rb_7_is_that_of_its_tables():
-    book = shelf.find("RB-7")
+    book = find_runbook("RB-7")
     assert book.start == "Classify"
     assert [state.name for state in book.states] == [
         "Classify",
@@ -178,11 +178,11 @@ def test_a_page_that_is_not_in_form_is_refused_with_its_line(old, new, said):
 def test_a_page_of_ones_own_wins_over_a_shipped_one(tmp_path: Path):
     page = tmp_path / "rb-7.md"
     page.write_text(RB_7.replace("# RB-7: Resume", "# RB-7: Ours: resume"))
-    assert shelf.find("rb-7", str(tmp_path)).title.startswith("Ours")
-    assert shelf.names(str(tmp_path)) == shelf.names()
-    assert shelf.find(str(page)).title.startswith("Ours")
+    assert find_runbook("rb-7", str(tmp_path)).title.startswith("Ours")
+    assert runbook_names(str(tmp_path)) == runbook_names()
+    assert find_runbook(str(page)).title.startswith("Ours")
 
 
 def test_a_runbook_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="there are gpu-fault, mfu-regression, nccl-hang, rb-7"):
-        shelf.find("rb-99")
+        find_runbook("rb-99")

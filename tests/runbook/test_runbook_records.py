@@ -13,7 +13,7 @@ import pytest
 from command_line import COMMAND, clean_environment, validated
 from command_line import run_and_follow as run_ckptctl
 
-from ckptctl.runbook import registry as shelf
+from ckptctl.runbook.reading import find_runbook
 from ckptctl.runbook.running import _digest
 
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
@@ -34,7 +34,7 @@ def plant(root: Path, *events: dict, runbook: str = "rb-7", **inputs: object) ->
         "by": f"{os.environ.get('USER', 'root')}@{os.uname().nodename}",
         "runbook": runbook,
         "title": "Resume",
-        "page": _digest(shelf.find(runbook)),
+        "page": _digest(find_runbook(runbook)),
         "inputs": {"ROOT": str(root), **inputs},
     }
     for number, event in enumerate((opened, *events), start=1):

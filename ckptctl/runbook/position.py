@@ -1,0 +1,230 @@
+"""Compute the position of a run from its recorded events.
+
+A record is untrusted: whoever can write to the root can write one. Only values of inputs
+that the page declares, and of names that its blocks set, are used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.errors import UsageError
+from ckptctl.runbook.document import (
+    DONE,
+    NEXT,
+    STOP,
+    Block,
+    Runbook,
+    Value,
+    shown,
+    used_names,
+)
+from ckptctl.runbook.record import MAX_TEXT, Event, RecordUnreadable
+
+
+class _OffThePage(Exception):
+    """An event that the page does not allow at this position."""
+
+
+@dataclass(slots=True)
+class Position:
+    """The position of a run: the next block, and the current values.
+
+    `found` are the names whose values come from recorded events and were neither given nor
+    determined again since. `begun` are the blocks that started and whose end is unknown.
+    `after_change` is the position after the last block that may change something, with
+    `times` as it was there: an existing record is relied on up to that position. `repeats`
+    is the state and name of the first block whose recorded end is never relied on.
+    """
+
+    book: Runbook
+    state: str
+    index: int = 0
+    variables: dict[str, Value] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
+    times: dict[str, int] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
+    over: int | None = None
+    because: str = ""
+    after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
+    leads: str = ""
+    repeats: tuple[str, str] | None = None
+
+    @property
+    def block(self) -> Block:
+        """The next block; that at which a run stopped."""
+        return self.book.state(self.state).blocks[self.index]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The inputs that the block needs and that have no value."""
+        return tuple(name for name in self.block.needs if not self.variables.get(name))
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the block needs a decision that was not made."""
+        decides = self.block.decides
+        return decides is not None and not self.variables.get(decides)
+
+    def step(self, *, attended: bool) -> str | None:
+        """The chosen step; None if it comes from a record and cannot be confirmed."""
+        step = self.variables.get("STEP")
+        is_found = "STEP" in self.found and not attended
+        return step if isinstance(step, str) and step and not is_found else None
+
+    def names(self, record_url: str) -> dict[str, Value]:
+        """The values of the page's names; empty if none was given.
+
+        A variable of the same name in the operator's environment is ignored.
+        """
+        names: dict[str, Value] = dict.fromkeys(self.book.variables, "")
+        names |= dict.fromkeys(self.book.lists, ())
+        return {**names, **self.variables, "BECAUSE": self.because, "RECORD": record_url}
+
+    def used(self, record_url: str) -> dict[str, Value]:
+        """The values of the names that the block uses, directly or through other values."""
+        names = self.names(record_url)
+        used: dict[str, Value] = {}
+        left = [*used_names(self.block.code), *self.block.needs]
+        while left:
+            name = left.pop(0)
+            if name in names and name not in used:
+                used[name] = names[name]
+                left += used_names(shown(names[name]))
+        return used
+
+    def apply(self, event: Event, *, found: bool, attended: bool = True) -> None:
+        """Move to the position after an event; `found` means that it existed before this call."""
+        kind = event["event"]
+        if kind in ("opened", "resumed"):
+            self._take_inputs(event, found=found)
+            self.over = None
+        elif kind == "back":
+            self._take_back(event)
+        elif kind == "decided":
+            self._take_inputs(event, found=found)
+        elif kind == "began":
+            self.begun.add(str(event["block"]))
+        elif kind == "ended":
+            block, state = self.block, self.state
+            self._take_end(event, found=found)
+            if found and block.repeats:
+                self.repeats = self.repeats or (state, block.name)
+            elif block.changes and (attended or not (found and block.attended)):
+                self.after_change = (self.state, self.index, dict(self.times))
+        elif kind == "finished":
+            self.over = int(str(event["exit_code"]))
+            self.because = str(event["because"])
+
+    def _take_inputs(self, event: Event, *, found: bool) -> None:
+        """Take the inputs that the page declares, and no others."""
+        given = event["inputs"]
+        for each in self.book.inputs:
+            value = given.get(each.name) if isinstance(given, Mapping) else None
+            if value is None:
+                continue
+            if isinstance(value, str) is each.is_list:
+                raise _OffThePage(f"the input {each.name} is {'no' if each.is_list else 'a'} list")
+            items = (value,) if isinstance(value, str) else tuple(value)
+            if found and each.name not in self.book.commands and not all(map(is_argument, items)):
+                raise _OffThePage(f"the input {each.name} is not a valid argument")
+            self.variables[each.name] = items if each.is_list else items[0]
+            self.found.discard(each.name)
+            # A default always comes from the page, never from the record.
+            if found and value != each.default:
+                self.found.add(each.name)
+
+    def _take_end(self, event: Event, *, found: bool) -> None:
+        block = self.block
+        then = str(event["then"])
+        if event["block"] != block.name or then not in {row.then for row in block.outcomes}:
+            raise _OffThePage(f"the block {event['block']!r} cannot end with {then!r} here")
+        self.begun.discard(block.name)
+        ran = event.get("exit_code") is not None
+        self.times[block.name] = self.times.get(block.name, 0) + ran
+        self.because = str(event["because"])
+        if block.sets is not None and event.get("exit_code") == 0:
+            said = event.get("says")
+            lines = tuple(filter(is_argument, said if isinstance(said, (list, tuple)) else ()))
+            last = lines[-1] if lines else ""
+            is_list = block.sets in self.book.lists
+            self.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last
+            (self.found.add if found else self.found.discard)(block.sets)
+        self._go(then)
+
+    def _take_back(self, event: Event) -> None:
+        """Return to a state and a block in it; all that follows is repeated."""
+        self._go(str(event["state"]))
+        blocks = [block.name for block in self.book.state(self.state).blocks]
+        name = event.get("block")
+        if name is not None:
+            if name not in blocks:
+                raise _OffThePage(f"the state {self.state} has no block {name!r}")
+            self.index = blocks.index(str(name))
+            self.times = dict(self.after_change[2])
+
+    def _go(self, then: str) -> None:
+        if then == NEXT:
+            self.index += 1
+        elif then not in (DONE, STOP):
+            self.book.state(then)
+            self.state, self.index = then, 0
+
+    def drop_foreign_addresses(self) -> None:
+        """Forget the addresses that recorded blocks set, except below a root given in this call."""
+        given = [value for name, value in self.variables.items() if name not in self.found]
+        items = [
+            item for value in given for item in ((value,) if isinstance(value, str) else value)
+        ]
+        roots = [_absolute(item) + "/" for item in items if item]
+        for name in self.found:
+            value = self.variables[name]
+            if self.book.input(name) is None and isinstance(value, str) and "/" in value:
+                address = _absolute(value)
+                is_below = any(address.startswith(root) for root in roots)
+                if not is_below or ".." in address.split("/"):
+                    self.variables[name] = ""
+
+
+def position_of(
+    book: Runbook, events: Sequence[Event], n_found: int, *, attended: bool = True
+) -> Position:
+    """The position of a run with these events; a stopped run is at the block where it stopped.
+
+    The first `n_found` events existed before this call; `attended` means that a person
+    confirmed continuing them. Raises `RecordUnreadable` for events that do not match the
+    page.
+    """
+    defaults = {each.name: each.default for each in book.inputs if each.default is not None}
+    position = Position(
+        book, book.start, variables=dict(defaults), after_change=(book.start, 0, {})
+    )
+    for number, event in enumerate(events):
+        try:
+            position.apply(event, found=number < n_found, attended=attended)
+        except (_OffThePage, UsageError) as error:
+            raise RecordUnreadable(
+                f"event {number + 1} of the run does not match the page of {book.name}: {error}; "
+                "--new starts a new run"
+            ) from error
+    position.drop_foreign_addresses()
+    return position
+
+
+def is_argument(value: str) -> bool:
+    """Whether a text is a valid argument: no option, printable, of bounded length.
+
+    Bytes of a file name that are not UTF-8 are allowed, as Python represents them in a
+    `str`.
+    """
+    try:
+        text = os.fsencode(value).decode("utf-8", "ignore")
+    except UnicodeEncodeError:
+        return False
+    return text.isprintable() and not value.startswith("-") and len(value) <= MAX_TEXT
+
+
+def _absolute(address: str) -> str:
+    return address.rstrip("/") if "://" in address else os.path.abspath(address)

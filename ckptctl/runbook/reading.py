@@ -1,0 +1,290 @@
+"""Find runbooks and parse their pages.
+
+There are those that ckptctl ships, and those in a folder of the user. A runbook of the user
+replaces a shipped one of the same name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.errors import UsageError
+from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
+
+_TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
+_HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
+_FENCE = re.compile(r"```(?P<info>.*)")
+_ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
+_INPUT_NAME = re.compile(r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?`")
+_CODED = re.compile(r"`(?P<text>.*)`")
+_CODES = re.compile(r"(?P<first>\d{1,3})(?:-(?P<last>\d{1,3}))?")
+
+_INPUTS_HEAD = ("input", "what it is", "if not given")
+_OUTCOMES_HEAD = ("ends with", "says", "then", "because")
+_EVENTS = ("not run", "too often", "dry run", "other")
+_OF_A_BLOCK = frozenset(
+    (
+        "name",
+        "reads",
+        "changes",
+        "attended",
+        "repeats",
+        "decides",
+        "needs",
+        "runs",
+        "sets",
+        "at-most",
+    )
+)
+_START = "[*]"
+
+_PACKAGED = Path(__file__).parent / "pages"
+# In a source tree, the pages are at the top level.
+_SOURCE = Path(__file__).parent.parent.parent / "runbooks"
+_SHIPPED = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
+_MAX_PAGE_BYTES = 1 << 20
+
+
+def runbook_names(folder: str | None = None) -> tuple[str, ...]:
+    """The names of all runbooks, sorted."""
+    return tuple(sorted({path.stem for path in _pages(folder)}))
+
+
+def find_runbook(name: str, folder: str | None = None) -> Runbook:
+    """The runbook of that name or in that file (`./mine.md`); raises `UsageError`."""
+    if name.endswith(".md"):
+        return _read(Path(name))
+    for path in _pages(folder):
+        if path.stem == name.lower():
+            return _read(path)
+    raise UsageError(
+        f"there is no runbook {name!r}; there are {', '.join(runbook_names(folder))}",
+        next_command="ckptctl runbook list",
+    )
+
+
+def _read(path: Path) -> Runbook:
+    """The runbook in a file; raises `UsageError` if it cannot be read or parsed."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_PAGE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text in UTF-8: {error.reason}") from error
+    if len(data) > _MAX_PAGE_BYTES:
+        raise UsageError(f"{path} is larger than 1 MiB, which is too large for a runbook")
+    book = parse(text, str(path))
+    return replace(book, called=book.name) if path.parent == _SHIPPED else book
+
+
+def _pages(folder: str | None) -> Iterator[Path]:
+    """Every page, those of the user first."""
+    if folder is not None:
+        own = Path(folder)
+        if not own.is_dir():
+            raise UsageError(f"{folder} is not a folder of runbooks")
+        yield from sorted(own.glob("*.md"))
+    yield from sorted(_SHIPPED.glob("*.md"))
+
+
+def parse(text: str, file: str) -> Runbook:
+    """Read a page; raises `UsageError` with file and line where it is not in form."""
+    reader = _Reader(text, file)
+    title = reader.title()
+    inputs: tuple[Input, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    states: list[State] = []
+    sections: list[str] = []
+    for heading, level, body in reader.parts():
+        if level == 2:
+            sections.append(heading)
+        if heading == "Inputs":
+            inputs = tuple(reader.inputs(body))
+        elif heading == "Flow":
+            arrows = tuple(reader.arrows(body))
+        elif blocks := tuple(reader.blocks(body)):
+            states.append(State(heading, _prose(body), blocks))
+    starts = [arrow.target for arrow in arrows if arrow.source == _START]
+    if len(starts) != 1:
+        raise reader.error(1, "the diagram in the section Flow needs one arrow `[*] --> STATE`")
+    return Runbook(
+        title["name"].lower(),
+        file,
+        title["title"],
+        inputs,
+        starts[0],
+        tuple(arrow for arrow in arrows if arrow.source != _START),
+        tuple(states),
+        tuple(sections),
+        text,
+    )
+
+
+_Body = Sequence[tuple[int, str]]
+"""Lines with their numbers, counted from 1."""
+
+
+class _Reader:
+    def __init__(self, text: str, file: str) -> None:
+        self.lines = tuple(enumerate(text.splitlines(), start=1))
+        self.file = file
+
+    def error(self, line: int, message: str) -> UsageError:
+        return UsageError(f"{self.file}:{line}: {message}")
+
+    def title(self) -> re.Match[str]:
+        found = _TITLE.fullmatch(self.lines[0][1]) if self.lines else None
+        if found is None:
+            raise self.error(1, "a runbook begins with a line `# NAME: TITLE`")
+        return found
+
+    def parts(self) -> Iterator[tuple[str, int, _Body]]:
+        """Each heading with its depth and the lines below it, up to the next heading."""
+        heading, level = "", 1
+        body: list[tuple[int, str]] = []
+        fenced = False
+        for number, text in self.lines:
+            fenced ^= text.startswith("```")
+            found = None if fenced else _HEADING.fullmatch(text)
+            if found is None:
+                body.append((number, text))
+                continue
+            yield heading, level, body
+            heading, level, body = found["text"], len(found["marks"]), []
+        if fenced:
+            raise self.error(len(self.lines), "a block is not closed: ``` is missing")
+        yield heading, level, body
+
+    def inputs(self, body: _Body) -> Iterator[Input]:
+        for number, (name, meaning, otherwise) in self._table(body, _INPUTS_HEAD):
+            found = _INPUT_NAME.fullmatch(name)
+            if found is None:
+                raise self.error(number, f"an input is a name like `ROOT`, not {name}")
+            coded = _CODED.fullmatch(otherwise)
+            yield Input(
+                found["name"],
+                found["list"] is not None,
+                meaning,
+                otherwise == "required",
+                coded["text"] if coded else None,
+                otherwise,
+            )
+
+    def arrows(self, body: _Body) -> Iterator[Arrow]:
+        for number, text in body:
+            if "-->" not in text:
+                continue
+            found = _ARROW.fullmatch(text.strip())
+            if found is None:
+                raise self.error(number, f"no arrow of a state diagram: {text.strip()}")
+            yield Arrow(found["source"], found["target"], found["label"] or "")
+
+    def blocks(self, body: _Body) -> Iterator[Block]:
+        """The named blocks of a section, each with the table that follows it."""
+        rest = list(body)
+        while rest:
+            number, text = rest.pop(0)
+            found = _FENCE.fullmatch(text)
+            if found is None:
+                continue
+            code: list[str] = []
+            while not rest[0][1].startswith("```"):
+                code.append(rest.pop(0)[1])
+            rest.pop(0)
+            if "name=" in found["info"]:
+                yield self._block(number, found["info"].split(), "\n".join(code), rest)
+
+    def _block(self, number: int, words: Sequence[str], code: str, after: _Body) -> Block:
+        if words[0] != "sh":
+            raise self.error(number, f"a named block is of sh, not of {words[0]}")
+        given = dict(word.partition("=")[::2] for word in words[1:])
+        unknown = sorted(given.keys() - _OF_A_BLOCK)
+        if unknown:
+            raise self.error(number, f"a block has no {unknown[0]!r}")
+        if sum(kind in given for kind in ("reads", "changes", "decides")) != 1:
+            raise self.error(
+                number,
+                "a block needs `reads`, `changes` if it changes anything, or `decides=NAME` if a "
+                "person decides",
+            )
+        at_most = given.get("at-most", "0")
+        if not at_most.isdecimal():
+            raise self.error(number, f"at-most is a number, not {at_most!r}")
+        return Block(
+            given["name"],
+            code,
+            "changes" in given,
+            "attended" in given,
+            "repeats" in given,
+            given.get("decides"),
+            tuple(filter(None, given.get("needs", "").split(","))),
+            tuple(filter(None, given.get("runs", "").split(","))),
+            given.get("sets"),
+            int(at_most),
+            tuple(self._outcome(*row) for row in self._table(after, _OUTCOMES_HEAD)),
+            number,
+        )
+
+    def _outcome(self, number: int, cells: Sequence[str]) -> Outcome:
+        ends, says, then, because = cells
+        words = then.split(" ")
+        word, code, leads = [*words, "", ""][:3]
+        if len(words) > 3 or (code and (word != STOP or not code.isdecimal())):
+            raise self.error(
+                number,
+                "the next step is `next`, `done`, `stop`, `stop N`, `stop N RUNBOOK` or a state: "
+                f"{then}",
+            )
+        codes = _CODES.fullmatch(ends)
+        if codes is None and ends not in _EVENTS:
+            raise self.error(
+                number,
+                "a row is for an exit code, `not run`, `too often`, `dry run` or `other`, "
+                f"not {ends}",
+            )
+        return Outcome(
+            first=int(codes["first"]) if codes else None,
+            last=int(codes["last"]) if codes and codes["last"] else None,
+            event="" if codes else ends,
+            says=says,
+            then=word,
+            code=int(code) if code else None,
+            leads=leads,
+            because=because,
+        )
+
+    def _table(self, body: _Body, head: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+        """The rows of the next table, which must have the columns `head`."""
+        rows = [(number, text) for number, text in _until_fence(body) if text.startswith("|")]
+        if not rows:
+            raise self.error(body[0][0] if body else 1, f"a table is missing: {' | '.join(head)}")
+        if tuple(_cells(rows[0][1])) != tuple(head):
+            raise self.error(rows[0][0], f"the columns are {' | '.join(head)}")
+        for number, text in rows[2:]:
+            cells = _cells(text)
+            if len(cells) != len(head):
+                raise self.error(number, f"the row has {len(cells)} cells, not {len(head)}")
+            yield number, cells
+
+
+def _until_fence(body: _Body) -> Iterator[tuple[int, str]]:
+    for number, text in body:
+        if text.startswith("```"):
+            return
+        yield number, text
+
+
+def _cells(row: str) -> list[str]:
+    r"""The cells of a table row; `\\|` does not separate cells."""
+    parts = re.split(r"(?<!\\)\|", row.strip().strip("|"))
+    return [part.replace(r"\|", "|").strip() for part in parts]
+
+
+def _prose(body: _Body) -> str:
+    """The text of a section before its first block."""
+    return "\n".join(text for _, text in _until_fence(body)).strip()
