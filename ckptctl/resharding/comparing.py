@@ -22,11 +22,17 @@ from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
-from ckptctl.resharding.reading import Buffers, Damage, SliceReader, SourceFiles, read_values
+from ckptctl.resharding.reading import (
+    Buffers,
+    Damage,
+    SliceReader,
+    SourceFiles,
+    read_values,
+    source_files,
+)
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
     SourceBytes,
-    SourcePart,
     SourceTensor,
     check_format,
     source_of,
@@ -96,19 +102,16 @@ class _Side:
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, SourceFiles] = {}
         parts = source_of(looked).parts
+        files = source_files(found, parts)
         for part in parts:
-            self._add(part, found, alone=len(parts) == 1)
-
-    def _add(self, part: SourcePart, found: OpenTarget, *, alone: bool) -> None:
-        folder = f"{found.name}/{part.path}" if part.path else found.name
-        files = SourceFiles(found.store, folder, found.url, part.path)
-        entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
-        for entry in entries:
-            fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
-            # Steps of one part each are compared even if the parts have different paths.
-            name = fqn if alone or not part.path else f"{part.path}: {fqn}"
-            self.entries[name] = entry
-            self.files[name] = files
+            entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
+            for entry in entries:
+                fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
+                # Steps of one part each are compared even if the parts have different paths.
+                is_alone = len(parts) == 1 or not part.path
+                name = fqn if is_alone else f"{part.path}: {fqn}"
+                self.entries[name] = entry
+                self.files[name] = files[part.path]
 
 
 class _Compared:

@@ -29,7 +29,6 @@ from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions
 from ckptctl.resharding.exporting import (
     Export,
-    source_files,
     to_flat,
     to_safetensors,
     write_export,
@@ -42,7 +41,7 @@ from ckptctl.resharding.importing import (
     import_folder,
     one_file,
 )
-from ckptctl.resharding.reading import Damage, SourceFiles
+from ckptctl.resharding.reading import Damage, SourceFiles, source_files
 from ckptctl.resharding.results import Converted, not_converted
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
@@ -281,7 +280,7 @@ def _from_step(
         if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
             return not_converted(found.url, place.url, looked.report)
         source = source_of(looked)
-        files = source_files(source, found)
+        files = source_files(found, source.parts)
         room = asked.options.budget(found.store, place.store)
         try:
             export = _export(asked, source, files)
@@ -361,6 +360,4 @@ def _written(asked: _Asked, source: str, target: str, export: Export, report: Re
         findings=export.findings,
         report=report,
         message=message,
-        exit_code=0,
-        next_command=None,
     )

@@ -20,10 +20,9 @@ from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.inspection.open_step import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
-from ckptctl.resharding.copying import FileCopy
+from ckptctl.resharding.copying import FileCopy, entry_path, note, noted, prove, work_folder
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.proving import entry_path, note, noted, prove, work_folder
-from ckptctl.resharding.reading import Damage, Piece, SourceFiles
+from ckptctl.resharding.reading import Damage, Piece, SourceFiles, source_files
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
@@ -150,12 +149,7 @@ class _Work:
         self._source = source
         self._budget = budget
         self._on_progress = on_progress
-        self._files = files or {
-            part.source.path: SourceFiles(
-                source.store, _joined(source.name, part.source.path), source.url, part.source.path
-            )
-            for part in plan.parts
-        }
+        self._files = files or source_files(source, (part.source for part in plan.parts))
         aside = work_folder(self.identity)
         self._folder = f"{aside}/{place.name}" if place.is_moved else place.name
 
@@ -348,10 +342,6 @@ def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
 
 def _local(store: Store) -> str:
     return store.url.removeprefix("file://")
-
-
-def _joined(folder: str, path: str) -> str:
-    return f"{folder}/{path}" if path else folder
 
 
 def _whole(store: Store, path: str, size: int) -> Iterator[memoryview]:

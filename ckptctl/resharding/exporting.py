@@ -19,15 +19,15 @@ from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, ind
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
 from ckptctl.formats.archive.writing import strides_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import counted, some_of
+from ckptctl.formatting import counted
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.executing import Place
 from ckptctl.resharding.reading import SourceFiles, read_values
+from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart
 from ckptctl.resharding.whole_files import WholeFile, WholeTensor, write_whole
 from ckptctl.resharding.writing import Budget
-from ckptctl.selection.verifying import OpenTarget
 
 FILE_BYTES = 5_000_000_000
 """The default limit on the size of a safetensors file."""
@@ -54,19 +54,6 @@ class Export:
     def n_bytes(self) -> int:
         """The bytes of all files."""
         return sum(file.n_bytes for file in self.files)
-
-
-def source_files(source: Source, found: OpenTarget) -> dict[str, SourceFiles]:
-    """The records of each part of a step, by its path."""
-    return {
-        part.path: SourceFiles(
-            found.store,
-            f"{found.name}/{part.path}" if part.path else found.name,
-            found.url,
-            part.path,
-        )
-        for part in source.parts
-    }
 
 
 def to_safetensors(
@@ -106,7 +93,7 @@ def to_safetensors(
     findings = [*_files_left_out(source)]
     if others:
         named = counted(len(others), "entry", "entries")
-        findings.insert(0, _left_out("", f"{named} that safetensors cannot hold", others))
+        findings.insert(0, left_out(f"{named} that safetensors cannot hold", others))
     return Export(tuple(files), beside, 0, len(others), tuple(findings))
 
 
@@ -139,7 +126,7 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
     findings = [*_files_left_out(source)]
     if others:
         named = counted(len(others), "entry", "entries")
-        findings.insert(0, _left_out("", f"{named} whose values are not plain", others))
+        findings.insert(0, left_out(f"{named} whose values are not plain", others))
     return Export((file,), (), len(leaves) - len(tensors), len(others), tuple(findings))
 
 
@@ -249,13 +236,4 @@ def _files_left_out(source: Source) -> Iterator[Finding]:
     """Findings for sidecars, which the other formats cannot hold."""
     held = [one.file.path for one in source.files if one.kind is not None]
     if held:
-        yield _left_out("", f"{counted(len(held), 'file')} of train state beside the shards", held)
-
-
-def _left_out(where: str, what: str, names: Sequence[str]) -> Finding:
-    return Finding(
-        "state.left-out",
-        where,
-        f"left out: {what}: {some_of(names)}",
-        next_command="ckptctl explain state.left-out",
-    )
+        yield left_out(f"{counted(len(held), 'file')} of train state beside the shards", held)

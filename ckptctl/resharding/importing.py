@@ -16,7 +16,7 @@ from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.state_keys import kind_of_file
-from ckptctl.formatting import counted, some_of
+from ckptctl.formatting import counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.model import FileInfo, Level, Part, PartFormat
@@ -26,7 +26,7 @@ from ckptctl.resharding.flat_files import read_flat
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Damage, SourceFiles
-from ckptctl.resharding.results import Converted, not_converted
+from ckptctl.resharding.results import Converted, left_out, not_converted
 from ckptctl.resharding.safetensors_files import files_of_index, read_safetensors
 from ckptctl.resharding.sources import Source, refusal
 from ckptctl.resharding.steps import with_finding
@@ -229,12 +229,7 @@ def _with_next(report: Report, into: Into) -> Report:
 
 def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[Finding]:
     if names:
-        yield Finding(
-            "state.left-out",
-            "",
-            f"left out: {counted(len(names), noun)} {what}: {some_of(names)}",
-            next_command="ckptctl explain state.left-out",
-        )
+        yield left_out(f"{counted(len(names), noun)} {what}", names)
 
 
 def _answer(
@@ -259,12 +254,10 @@ def _answer(
         format="dcp",
         written=True,
         n_tensors=n_tensors,
-        n_left_out=0,
         n_files=len(planned.shards) + len(planned.parts),
         n_bytes=planned.n_bytes,
         findings=tuple(notes),
         report=report,
         message=f"{what} as sharded DCP for {counted(into.world_size, 'rank')}: {taken}",
-        exit_code=0,
         next_command=f"ckptctl verify {shlex.quote(into.place.url)} --level content --require-seal",
     )

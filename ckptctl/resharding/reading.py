@@ -9,7 +9,7 @@ can be written again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -40,7 +40,8 @@ from ckptctl.records.slices import (
     row_major,
 )
 from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
-from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourceTensor
+from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
+from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store
 
 _MAX_OPEN = 8
@@ -207,6 +208,19 @@ class SourceFiles:
     def near(self) -> int:
         """Bytes that cost less to read through than to skip."""
         return self._near
+
+
+def source_files(found: OpenTarget, parts: Iterable[SourcePart]) -> dict[str, SourceFiles]:
+    """The records of each part of a step, by its path."""
+    return {
+        part.path: SourceFiles(
+            found.store,
+            f"{found.name}/{part.path}" if part.path else found.name,
+            found.url,
+            part.path,
+        )
+        for part in parts
+    }
 
 
 def _described(found: OpenRecord) -> Opened:

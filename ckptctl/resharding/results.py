@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptctl.findings import Finding, Report
+from ckptctl.formatting import some_of
 from ckptctl.model import ExitCode, Positive
 
 
@@ -27,7 +29,7 @@ class RankShare:
     """Bytes of the source that it is made of."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
     """The result of `plan_reshard` and `reshard`: how a step is, or was, resharded."""
 
@@ -35,7 +37,7 @@ class Reshard:
     """The address of the step that is resharded."""
     target: str
     """The address of the new step."""
-    number: int | None
+    number: int | None = None
     """The training step; null where the folder's name gives none."""
     saved_world_size: Positive | None
     """How many ranks saved the source; null where that is unknown."""
@@ -43,33 +45,33 @@ class Reshard:
     """How many ranks the new step is for; 0 where that is unknown."""
     mesh: str
     """How the ranks are arranged, such as `dp=4,tp=2`."""
-    written: bool
+    written: bool = False
     """The new step was verified, sealed and published."""
-    n_tensors: int
+    n_tensors: int = 0
     """Tensors of the new step."""
-    n_cut: int
+    n_cut: int = 0
     """Tensors in several chunks."""
-    n_whole: int
+    n_whole: int = 0
     """Tensors in one chunk."""
-    n_bytes_entries: int
+    n_bytes_entries: int = 0
     """Entries that are not tensors."""
-    n_files: int
+    n_files: int = 0
     """Files of the new step, without its seal."""
-    n_bytes: int
+    n_bytes: int = 0
     """Bytes of the new step, without metadata and seal."""
-    shares: tuple[RankShare, ...]
+    shares: tuple[RankShare, ...] = ()
     """The content of each shard file, by part and rank."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = ()
     """Notes on what is copied and what is not."""
     report: Report
     """The report of the source."""
-    continued: int
+    continued: int = 0
     """Shard files that an earlier, interrupted call had written."""
     message: str
     """The answer in one line."""
-    exit_code: ExitCode
+    exit_code: ExitCode = 0
     """The exit code of the command."""
-    next_command: str | None
+    next_command: str | None = None
     """The command to run next; null where there is nothing to do."""
 
     @property
@@ -127,7 +129,7 @@ class Diff:
     """The command to run next; null where there is nothing to do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
     """The result of `convert`."""
 
@@ -135,28 +137,28 @@ class Converted:
     """The address of what is converted."""
     target: str
     """The address of what is written."""
-    format: str
+    format: str = ""
     """The format that was written: sharded DCP, a `torch.save` file, safetensors; empty where
     nothing was."""
-    written: bool
+    written: bool = False
     """It was written, and every byte was read back."""
-    n_tensors: int
+    n_tensors: int = 0
     """Tensors that were written."""
-    n_left_out: int
+    n_left_out: int = 0
     """Entries that the format cannot hold."""
-    n_files: int
+    n_files: int = 0
     """Files that were written, without index and seal."""
-    n_bytes: int
+    n_bytes: int = 0
     """Bytes of those files."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = ()
     """Notes on what is not converted."""
     report: Report
     """The report of the source; null where it is not a step."""
     message: str
     """The answer in one line."""
-    exit_code: ExitCode
+    exit_code: ExitCode = 0
     """The exit code of the command."""
-    next_command: str | None
+    next_command: str | None = None
     """The command to run next; null where there is nothing to do."""
 
 
@@ -167,15 +169,18 @@ def not_converted(source: str, target: str, report: Report) -> Converted:
     return Converted(
         source=source,
         target=target,
-        format="",
-        written=False,
-        n_tensors=0,
-        n_left_out=0,
-        n_files=0,
-        n_bytes=0,
-        findings=(),
         report=report,
         message=f"not converted: {report.url} is {report.verdict.value}; nothing was published",
         exit_code=report.exit_code,
         next_command=next((command for command in given if command), deeper),
+    )
+
+
+def left_out(what: str, names: Sequence[str]) -> Finding:
+    """The remark that a conversion leaves something out; `what` counts the names."""
+    return Finding(
+        "state.left-out",
+        "",
+        f"left out: {what}: {some_of(names)}",
+        next_command="ckptctl explain state.left-out",
     )

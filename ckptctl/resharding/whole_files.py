@@ -19,10 +19,9 @@ from ckptctl.inspection.open_step import list_step
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
 from ckptctl.records.digest_runs import CrcRun
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.copying import FileCopy
+from ckptctl.resharding.copying import FileCopy, prove, work_folder
 from ckptctl.resharding.executing import Place, check_space
 from ckptctl.resharding.planning import TargetFile
-from ckptctl.resharding.proving import prove, work_folder
 from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourcePart, SourceTensor
