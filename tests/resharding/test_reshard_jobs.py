@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment
-from services.plugin import S3Server
 
 import ckptctl
 from ckptctl.formats.dcp.metadata import decode_metadata
@@ -133,18 +132,12 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
-def server(request: pytest.FixtureRequest) -> S3Server:
-    found: S3Server = request.getfixturevalue(request.param)
-    return found
-
-
 @pytest.mark.server
 @pytest.mark.parametrize("client", ["obstore", "s3fs"])
-def test_a_step_goes_to_an_object_store_and_back(server, client, checkpoints, tmp_path):
+def test_a_step_goes_to_an_object_store_and_back(s3, client, checkpoints, tmp_path):
     source = checkpoints / "run_fsdp4" / "step_300"
-    there = f"s3://{server.bucket}/{uuid.uuid4().hex}/step_300"
-    options = {**server.options, "client": client}
+    there = f"s3://{s3.bucket}/{uuid.uuid4().hex}/step_300"
+    options = {**s3.options, "client": client}
     answer = ckptctl.reshard(str(source), there, world_size=3, storage_options=options)
     assert answer.written, answer.report.findings
     report = ckptctl.verify(there, level=Level.CONTENT, require_seal=True, storage_options=options)
@@ -163,10 +156,10 @@ def test_a_step_goes_to_an_object_store_and_back(server, client, checkpoints, tm
 
 @pytest.mark.server
 @pytest.mark.long
-def test_on_an_object_store_too_a_step_becomes_a_file_and_the_file_a_step(server, checkpoints):
+def test_on_an_object_store_too_a_step_becomes_a_file_and_the_file_a_step(s3, checkpoints):
     source = checkpoints / "run_fsdp4" / "step_300"
-    root = f"s3://{server.bucket}/{uuid.uuid4().hex}"
-    options = server.options
+    root = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
+    options = s3.options
     for number, name in enumerate(("flat.pt", "model.safetensors", "served")):
         there, back = f"{root}/{name}", f"{root}/back/step_{number}"
         answer = ckptctl.convert(
@@ -184,7 +177,7 @@ def test_on_an_object_store_too_a_step_becomes_a_file_and_the_file_a_step(server
 
 
 @pytest.mark.server
-def test_on_an_object_store_the_metadata_comes_last(server, checkpoints, copy_of):
+def test_on_an_object_store_the_metadata_comes_last(s3, checkpoints, copy_of):
     source = copy_of(checkpoints / "run_fsdp4" / "step_300")
     read = decode_metadata((source / ".metadata").read_bytes())
     place = read.tensors["model.up.weight"].chunks[0].byte_range
@@ -192,10 +185,10 @@ def test_on_an_object_store_the_metadata_comes_last(server, checkpoints, copy_of
     data = bytearray((source / place.file).read_bytes())
     data[place.offset + 800] ^= 0xFF
     (source / place.file).write_bytes(data)
-    root = f"s3://{server.bucket}/{uuid.uuid4().hex}"
+    root = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     answer = ckptctl.reshard(
-        str(source), f"{root}/step_300", world_size=3, storage_options=server.options
+        str(source), f"{root}/step_300", world_size=3, storage_options=s3.options
     )
     assert (answer.written, answer.exit_code) == (False, 21)
-    picked = ckptctl.pick(root, allow_fresh=True, storage_options=server.options)
+    picked = ckptctl.pick(root, allow_fresh=True, storage_options=s3.options)
     assert picked.chosen is None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -91,12 +90,6 @@ def test_every_decision_stops_an_unattended_run():
                     ):
                         assert refused.then == "stop", block.name
                         assert refused.code not in (None, 0), block.name
-
-
-@pytest.fixture
-def root(checkpoints: Path, tmp_path: Path) -> Path:
-    """A run with the steps 100 to 500, all whole, saved by 4 ranks."""
-    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
 
 
 def run(root: Path, **inputs: object) -> tuple[int, dict[str, dict], dict]:

@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -20,12 +19,6 @@ from next_commands import next_command
 
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.running import _handed_on
-
-
-@pytest.fixture
-def root(checkpoints: Path, tmp_path: Path) -> Path:
-    """A run with the steps 100 to 500, all whole."""
-    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
 
 
 def flip(step: Path) -> None:

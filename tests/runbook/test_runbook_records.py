@@ -19,12 +19,6 @@ from ckptctl.runbook.running import _digest
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'
 
 
-@pytest.fixture
-def root(checkpoints: Path, tmp_path: Path) -> Path:
-    """A run with the steps 100 to 500, all whole."""
-    return Path(shutil.copytree(checkpoints / "run_fsdp4", tmp_path / "run"))
-
-
 def plant(root: Path, *events: dict, runbook: str = "rb-7", **inputs: object) -> Path:
     """A record as a stranger writes it: an unfinished run with these inputs."""
     folder = root / ".ckptctl" / "runbooks" / runbook / "29991231T235959Z-abcdef"

@@ -18,36 +18,29 @@ from ckptctl import AccessDenied, Answer, Level, StorageUnavailable, UsageError,
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
-def server(request: pytest.FixtureRequest) -> S3Server:
-    """moto's server and a Ceph object gateway in turn."""
-    found: S3Server = request.getfixturevalue(request.param)
-    return found
-
-
-def upload(server: S3Server, folder: Path, prefix: str) -> str:
+def upload(s3: S3Server, folder: Path, prefix: str) -> str:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "expected.json":
             key = f"{prefix}/{path.relative_to(folder)}"
-            server.client.put_object(Bucket=server.bucket, Key=key, Body=path.read_bytes())
-    return f"s3://{server.bucket}/{prefix}"
+            s3.client.put_object(Bucket=s3.bucket, Key=key, Body=path.read_bytes())
+    return f"s3://{s3.bucket}/{prefix}"
 
 
 @pytest.fixture
-def run(server: S3Server, checkpoints: Path) -> str:
+def run(s3: S3Server, checkpoints: Path) -> str:
     """The address of a run of four ranks, steps 100 to 500."""
-    return upload(server, checkpoints / "run_fsdp4", uuid.uuid4().hex)
+    return upload(s3, checkpoints / "run_fsdp4", uuid.uuid4().hex)
 
 
-def through(proxy: CountingProxy, server: S3Server) -> dict[str, object]:
-    return {**server.options, "endpoint_url": proxy.url}
+def through(proxy: CountingProxy, s3: S3Server) -> dict[str, object]:
+    return {**s3.options, "endpoint_url": proxy.url}
 
 
 def test_the_answer_is_the_one_that_the_same_files_on_disk_get(
-    server: S3Server, run: str, checkpoints: Path
+    s3: S3Server, run: str, checkpoints: Path
 ) -> None:
     on_disk = ckptctl.scan(str(checkpoints / "run_fsdp4"), level=Level.STRUCTURE)
-    remote = ckptctl.scan(run, level=Level.STRUCTURE, storage_options=server.options)
+    remote = ckptctl.scan(run, level=Level.STRUCTURE, storage_options=s3.options)
     assert [r.number for r in remote.reports] == [r.number for r in on_disk.reports]
     for there, here in zip(remote.reports, on_disk.reports, strict=True):
         assert there.verdict is Verdict.COMPLETE
@@ -57,19 +50,17 @@ def test_the_answer_is_the_one_that_the_same_files_on_disk_get(
 
 
 def test_scan_lists_the_root_and_all_files_once_and_reads_each_metadata_once(
-    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
 ) -> None:
-    proxy = counting_proxy(server.endpoint)
-    scanned = ckptctl.scan(run, storage_options=through(proxy, server))
+    proxy = counting_proxy(s3.endpoint)
+    scanned = ckptctl.scan(run, storage_options=through(proxy, s3))
     assert len(scanned.reports) == 5
     # The root first: of thousands of steps only the newest are listed.
     assert dict(proxy.counts) == {"LIST": 2, "GET": 5}
 
 
-def test_pick_looks_at_the_listing_and_says_what_more_would_cost(
-    server: S3Server, run: str
-) -> None:
-    chosen = ckptctl.pick(run, storage_options=server.options)
+def test_pick_looks_at_the_listing_and_says_what_more_would_cost(s3: S3Server, run: str) -> None:
+    chosen = ckptctl.pick(run, storage_options=s3.options)
     assert (chosen.path, chosen.level) == (f"{run}/step_500", Level.LISTING)
     assert chosen.level_reason is not None
     assert "requests" in chosen.level_reason
@@ -108,30 +99,30 @@ def test_a_root_of_many_steps_of_64_shards_takes_few_requests(
 
 
 def test_a_storage_that_stutters_once_is_asked_again(
-    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
 ) -> None:
     for verb in ("LIST", "GET"):
         for fault in (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT):
-            proxy = counting_proxy(server.endpoint)
+            proxy = counting_proxy(s3.endpoint)
             proxy.break_request(verb, fault)
-            assert ckptctl.pick(run, storage_options=through(proxy, server)).step == 500
+            assert ckptctl.pick(run, storage_options=through(proxy, s3)).step == 500
 
 
 def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(
-    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
 ) -> None:
-    proxy = counting_proxy(server.endpoint)
+    proxy = counting_proxy(s3.endpoint)
     proxy.break_request("LIST", Fault.UNAVAILABLE, lasts=True)
     with pytest.raises(StorageUnavailable):
-        ckptctl.pick(run, storage_options=through(proxy, server), timeout_s=2)
+        ckptctl.pick(run, storage_options=through(proxy, s3), timeout_s=2)
 
 
 def test_metadata_that_cannot_be_read_stops_the_search(
-    server: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
+    s3: S3Server, run: str, counting_proxy: Callable[[str], CountingProxy]
 ) -> None:
-    proxy = counting_proxy(server.endpoint)
+    proxy = counting_proxy(s3.endpoint)
     proxy.break_request("GET", Fault.UNAVAILABLE, lasts=True)
-    options = through(proxy, server)
+    options = through(proxy, s3)
     stopped = ckptctl.pick(run, storage_options=options, timeout_s=2)
     assert (stopped.answer, stopped.exit_code, stopped.chosen) == (Answer.UNKNOWN, 75, None)
     assert ckptctl.verify(f"{run}/step_500", storage_options=options, timeout_s=2).exit_code == 75
@@ -145,34 +136,32 @@ def test_a_wrong_key_is_denied_access(s3_ceph: S3Server) -> None:
 
 
 def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(
-    server: S3Server,
+    s3: S3Server,
 ) -> None:
-    fresh = ckptctl.pick(f"s3://{server.bucket}/nothing-here", storage_options=server.options)
+    fresh = ckptctl.pick(f"s3://{s3.bucket}/nothing-here", storage_options=s3.options)
     assert (fresh.answer, fresh.exit_code) == (Answer.FRESH, 10)
     with pytest.raises(ckptctl.PathNotFound, match="bucket"):
-        ckptctl.pick("s3://no-such-bucket-anywhere/x", storage_options=server.options)
+        ckptctl.pick("s3://no-such-bucket-anywhere/x", storage_options=s3.options)
 
 
-def test_a_path_given_too_high_up_is_a_wrong_path(server: S3Server, run: str) -> None:
+def test_a_path_given_too_high_up_is_a_wrong_path(s3: S3Server, run: str) -> None:
     above = run.rsplit("/", 1)[0]
     with pytest.raises(UsageError, match="holds no steps itself"):
-        ckptctl.pick(above, storage_options=server.options)
+        ckptctl.pick(above, storage_options=s3.options)
 
 
-def test_a_step_that_does_not_exist_is_a_usage_error(server: S3Server, run: str) -> None:
+def test_a_step_that_does_not_exist_is_a_usage_error(s3: S3Server, run: str) -> None:
     with pytest.raises(UsageError, match="holds no step 7"):
-        ckptctl.verify(f"{run}@7", storage_options=server.options)
+        ckptctl.verify(f"{run}@7", storage_options=s3.options)
     with pytest.raises(ckptctl.PathNotFound):
-        ckptctl.verify(f"{run}/step_7", storage_options=server.options)
+        ckptctl.verify(f"{run}/step_7", storage_options=s3.options)
 
 
-def test_a_save_in_flight_is_told_by_the_stores_own_times(
-    server: S3Server, checkpoints: Path
-) -> None:
+def test_a_save_in_flight_is_told_by_the_stores_own_times(s3: S3Server, checkpoints: Path) -> None:
     prefix = uuid.uuid4().hex
-    root = upload(server, checkpoints / "run_bare4", prefix)
-    server.client.delete_object(Bucket=server.bucket, Key=f"{prefix}/step_20/.metadata")
-    report = ckptctl.verify(f"{root}@20", storage_options=server.options)
+    root = upload(s3, checkpoints / "run_bare4", prefix)
+    s3.client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/step_20/.metadata")
+    report = ckptctl.verify(f"{root}@20", storage_options=s3.options)
     assert (report.verdict, report.exit_code) == (Verdict.IN_PROGRESS, 26)
     time.sleep(1.1)
-    assert ckptctl.verify(f"{root}@20", storage_options=server.options, grace_s=1).exit_code == 20
+    assert ckptctl.verify(f"{root}@20", storage_options=s3.options, grace_s=1).exit_code == 20

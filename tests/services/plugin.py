@@ -111,6 +111,13 @@ def s3_ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         users.write_text(json.dumps(known))
 
 
+@pytest.fixture(params=["s3_moto", "s3_ceph"])
+def s3(request: pytest.FixtureRequest) -> S3Server:
+    """moto's server and a Ceph object gateway in turn."""
+    server: S3Server = request.getfixturevalue(request.param)
+    return server
+
+
 @pytest.fixture
 def counting_proxy() -> Iterator[Callable[[str], CountingProxy]]:
     """A function that puts a counting proxy in front of an endpoint."""

@@ -40,13 +40,6 @@ RETRIES = 2
 PASSING = (Fault.UNAVAILABLE, Fault.RESET, Fault.SHORT, Fault.LOST)
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    """Each client for S3 in turn."""
-    name: str = request.param
-    return name
-
-
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.01)
@@ -56,12 +49,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def prefix() -> str:
     """A prefix that no other test uses."""
     return uuid.uuid4().hex
-
-
-@pytest.fixture
-def proxy(s3_moto: S3Server, counting_proxy: Callable[[str], CountingProxy]) -> CountingProxy:
-    """A proxy in front of moto's server."""
-    return counting_proxy(s3_moto.endpoint)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,19 +109,6 @@ PERMANENT: dict[str, tuple[Answer, type[StorageError], int, str, str]] = {
         "",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    """Each client for S3 in turn."""
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def proxy(s3_moto: S3Server, counting_proxy: Callable[[str], CountingProxy]) -> CountingProxy:
-    """A proxy in front of moto's server."""
-    return counting_proxy(s3_moto.endpoint)
 
 
 @pytest.fixture

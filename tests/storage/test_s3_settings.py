@@ -18,13 +18,6 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"AWS_{name}", raising=False)
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    """Each client for S3 in turn."""
-    name: str = request.param
-    return name
-
-
 MALFORMED = [
     *("nowhere", "http://", "https://", "http:///x", "http://[::1", "http://host:99999"),
     *("http://127.0.0.1:abc", "http://127.0.0.1:-1", "http://127.0.0.1:0", "http://ho st"),

@@ -27,13 +27,6 @@ from ckptctl.train import LossGuard  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
-def s3(request: pytest.FixtureRequest) -> S3Server:
-    """Each server that is there."""
-    server: S3Server = request.getfixturevalue(request.param)
-    return server
-
-
 @pytest.fixture
 def root(s3: S3Server) -> str:
     return f"s3://{s3.bucket}/{uuid.uuid4().hex}"

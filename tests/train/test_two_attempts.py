@@ -62,12 +62,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     return in_bucket(request.getfixturevalue(request.param))
 
 
-@pytest.fixture(params=["s3_moto", "s3_ceph"])
-def s3(request: pytest.FixtureRequest) -> S3Server:
-    server: S3Server = request.getfixturevalue(request.param)
-    return server
-
-
 def in_bucket(s3: S3Server) -> Root:
     return Root(f"s3://{s3.bucket}/{uuid.uuid4().hex}", {"storage_options": s3.options})
 
