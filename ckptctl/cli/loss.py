@@ -15,10 +15,10 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import FollowOptions, follow_loss
-from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.reading import LogFormat
 from ckptctl.loss.resume_points import NamedCheckpoint
+from ckptctl.loss.speed import Pace
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (

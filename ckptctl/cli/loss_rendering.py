@@ -11,11 +11,11 @@ from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport
-from ckptctl.loss.level import Pace
 from ckptctl.loss.plots import Curve, Point, curve_of
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number
+from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, share, signed
 
 _STYLES: dict[LossVerdict, Style] = {

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.loss.evidence import Fault, Missing, faults, missing
-from ckptctl.loss.level import check_cadence, check_clock
 from ckptctl.loss.reading import DamageLog, LogFormat, read_logs
 from ckptctl.loss.replay import MIN_ROWS
 from ckptctl.loss.resume_points import NamedCheckpoint, ResumeReport
@@ -32,6 +31,7 @@ from ckptctl.loss.resumes import (
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, split
 from ckptctl.loss.sources import STDIN
+from ckptctl.loss.speed import check_cadence, check_clock
 from ckptctl.loss.verdict import FORCES, Assessment, LossVerdict, assess, decisive, worst_of
 from ckptctl.model import ExitCode
 from ckptctl.options import StorageKeywords, StorageOptions, options_from

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
-from ckptctl.loss.level import WINDOWS, Pace
+from ckptctl.loss.level import WINDOWS
 from ckptctl.loss.reading import LogFormat, LogReader
 from ckptctl.loss.replay import GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.resume_points import NamedCheckpoint
@@ -24,6 +24,7 @@ from ckptctl.loss.resumes import ResumePoint
 from ckptctl.loss.rows import Marker, Row
 from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.sources import STDIN
+from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
 from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import is_local

@@ -1,4 +1,4 @@
-"""Compare the level of loss, gradient norm and throughput before and after a resume.
+"""Compare the levels of loss and gradient norm before and after a resume.
 
 The level of the loss is the weakest evidence, and often the only one: after a clean stop
 no step was logged twice. The median of the first rows after the resume is compared with
@@ -17,15 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from statistics import median
 
 from ckptctl.findings import Finding
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row
-from ckptctl.loss.segments import ClockJump, Split
-from ckptctl.model import NonNegative
 
 N_NOISE = 60
 """The noise is measured on so many rows, the last before the resume."""
@@ -49,13 +46,10 @@ _MEDIAN_LOSS = 1.57  # variance of a median over that of a mean
 _N_SPIKES = 20
 _SPIKE = math.log(1.5)
 
-# Gradient norm and speed.
+# Gradient norm.
 _N_FIRST = 5
 _GRAD_LEAST = 0.25  # relative
 _GRAD_PEAK = 3.0  # times the largest before
-_WARM_UP = 10  # rows
-_BAND = 0.1  # relative
-_MAX_REPEATED = 0.05  # of all steps
 
 Measure = Callable[[float], float]
 
@@ -231,210 +225,3 @@ def _logs(rows: Sequence[Row]) -> list[float]:
         for row in rows
         if row.grad_norm and row.grad_norm.value > 0 and math.isfinite(row.grad_norm.value)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Metric:
-    """A measure of speed that is compared with its band before the resume.
-
-    `scales` is how it changes with the number of ranks: a throughput of the whole job in
-    proportion, a step time inversely, a measure of one device not at all.
-    """
-
-    name: str
-    label: str
-    unit: str
-    of: Callable[[Row], Number | None]
-    more_is_slower: bool = False
-    scales: int = 0
-
-
-_METRICS = (
-    _Metric("throughput", "the throughput", "/s", lambda row: row.throughput, scales=1),
-    _Metric(
-        "device_throughput",
-        "the throughput of one device",
-        "",
-        lambda row: row.device_throughput,
-    ),
-    _Metric(
-        "step_time_s",
-        "the time for a step",
-        " s",
-        lambda row: row.step_time_s,
-        more_is_slower=True,
-        scales=-1,
-    ),
-    _Metric("mfu", "the MFU", "", lambda row: row.mfu),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Band:
-    """A measure of speed before and after the resume; `row` is the first that was compared.
-
-    `low` and `high` bound nine in ten rows before; `then` and `now` are medians. Those of
-    before are scaled to the number of ranks after the resume.
-    """
-
-    metric: _Metric
-    row: Row
-    low: float
-    high: float
-    then: float
-    now: float
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the job is slower than nine of ten rows before the resume."""
-        if self.metric.more_is_slower:
-            return self.now > self.high * (1 + _BAND)
-        return self.now < self.low * (1 - _BAND)
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the job is faster than nine of ten rows before the resume."""
-        if self.metric.more_is_slower:
-            return self.now < self.low * (1 - _BAND)
-        return self.now > self.high * (1 + _BAND)
-
-
-class Pace(str, Enum):
-    """The speed after the resume, compared with the band before it.
-
-    `WATCHING`: the rows after the resume are too few for a comparison.
-    `UNKNOWN`: the rows before it hold no measure of speed, or too few.
-    """
-
-    SLOWER = "slower"
-    IN_BAND = "in-band"
-    FASTER = "faster"
-    WATCHING = "watching"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """The speed after the resume, and the measure that decided.
-
-    Speeds before are scaled to the number of ranks after the resume, where both numbers are
-    known. All fields are None where `pace` is unknown or watching.
-    """
-
-    pace: Pace
-    """The comparison."""
-    name: str | None = None
-    """The measure that decided: `throughput`, `device_throughput`, `step_time_s` or `mfu`."""
-    before: NonNegative | None = None
-    """Its median before the resume."""
-    after: NonNegative | None = None
-    """Its median after the resume."""
-    low: NonNegative | None = None
-    """The lower end of the band that holds nine in ten rows before."""
-    high: NonNegative | None = None
-    """Its upper end."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the speed was compared."""
-        return self.name is not None
-
-
-def measure_throughput(resume: Resume) -> Throughput:
-    """Compare the measures of speed with their bands before the resume.
-
-    A slower measure decides, then a faster one.
-    """
-    bands = list(_bands(resume))
-    if not bands:
-        waits = any(_base(resume, metric) is not None for metric in _METRICS)
-        return Throughput(Pace.WATCHING if waits else Pace.UNKNOWN)
-    slower = [each for each in bands if each.is_slower]
-    faster = [each for each in bands if each.is_faster]
-    pace = Pace.SLOWER if slower else Pace.FASTER if faster else Pace.IN_BAND
-    band = (slower or faster or bands)[0]
-    return Throughput(pace, band.metric.name, band.then, band.now, band.low, band.high)
-
-
-def check_throughput(resume: Resume) -> Iterator[Finding]:
-    """Yield `loss.throughput` for each measure of speed outside its band."""
-    for band in _bands(resume):
-        if not (band.is_slower or band.is_faster):
-            continue
-        metric = band.metric
-        scaled = ""
-        if metric.scales and (point := resume.resume_point) is not None and point.growth != 1:
-            scaled = f", scaled from {point.saved_world_size} to {point.world_size} ranks"
-        yield Finding(
-            "loss.throughput",
-            f"{band.row.position.file}:{band.row.position.line}",
-            f"{metric.label} is {band.now:,.4g}{metric.unit} after the resume, "
-            f"{band.now / band.then:.2f} times the value before it{scaled}",
-            expected=f"{band.low:,.4g} to {band.high:,.4g}{metric.unit}",
-            found=f"{band.now:,.4g}{metric.unit}",
-        )
-
-
-def _bands(resume: Resume) -> Iterator[_Band]:
-    warm = _WARM_UP if resume.interval == 1 else 2
-    for metric in _METRICS:
-        before = _base(resume, metric)
-        after = _values(resume.after[warm:], metric)[:_N_BASE]
-        if before is None or len(after) < _N_FIRST:
-            continue
-        low, *_, high = sorted(before)[len(before) // 10 : len(before) - len(before) // 10]
-        growth = 1.0 if resume.resume_point is None else resume.resume_point.growth
-        scale = growth**metric.scales
-        now = median(after)
-        yield _Band(
-            metric, resume.after[warm], low * scale, high * scale, median(before) * scale, now
-        )
-
-
-def _base(resume: Resume, metric: _Metric) -> list[float] | None:
-    """The fastest hundred values before the resume; None where they are too few, or a clock.
-
-    An attempt that was slow is no baseline for the next one.
-    """
-    values = _values(resume.before, metric)
-    parts = [values[max(0, end - 5 * _N_BASE) : end] for end in range(len(values), 0, -5 * _N_BASE)]
-    parts = [part for part in parts if len(part) >= _N_BASE and not _is_clock(part)]
-    fastest = min if metric.more_is_slower else max
-    return fastest(parts, key=median, default=None)
-
-
-def _values(rows: Sequence[Row], metric: _Metric) -> list[float]:
-    numbers = [number for row in rows if (number := metric.of(row)) is not None]
-    return [number.value for number in numbers if math.isfinite(number.value) and number.value > 0]
-
-
-def _is_clock(values: Sequence[float]) -> bool:
-    """Whether the values only rise: then they are the time since the start, whatever their name."""
-    return all(later > earlier for earlier, later in pairwise(values))
-
-
-def check_clock(jumps: Sequence[ClockJump]) -> Iterator[Finding]:
-    """Yield `loss.clock` for each row that is older than the one before it."""
-    for jump in jumps:
-        yield Finding(
-            "loss.clock",
-            f"{jump.position.file}:{jump.position.line}",
-            f"the time of this row is {jump.back_s:,.0f} s before that of the previous row; steps "
-            "are compared, times are not",
-            found=f"{jump.back_s:,.0f} s back",
-        )
-
-
-def check_cadence(split: Split) -> Iterator[Finding]:
-    """Yield `loss.cadence` where failures made the job repeat many steps."""
-    if split.n_repeated <= _MAX_REPEATED * split.n_trained or split.n_segments < 3:
-        return
-    share = 100 * split.n_repeated / split.n_trained
-    yield Finding(
-        "loss.cadence",
-        "",
-        f"{split.n_repeated:,} of {split.n_trained:,} steps ({share:.0f} %) were repeated after "
-        f"{split.n_segments - 1:,} resumes; save more often",
-        expected=f"at most {100 * _MAX_REPEATED:.0f} % repeated",
-        found=f"{share:.0f} %",
-    )

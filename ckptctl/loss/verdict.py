@@ -18,12 +18,9 @@ from ckptctl.loss.level import (
     MIN_BEFORE,
     WINDOWS,
     Level,
-    Throughput,
     check_grad_norm,
-    check_throughput,
     is_above,
     measure_level,
-    measure_throughput,
 )
 from ckptctl.loss.replay import (
     FINE,
@@ -35,6 +32,7 @@ from ckptctl.loss.replay import (
     compare_replay,
 )
 from ckptctl.loss.resumes import Resume
+from ckptctl.loss.speed import Throughput, check_throughput, measure_throughput
 
 
 class LossVerdict(str, Enum):

@@ -244,11 +244,10 @@ def check_tensor(stub: TensorStub, directory: RecordDirectory, expected: Expecte
     n_bytes = stub.n_elements_in_storage * (item_size or 0)
     if item_size is not None and member.size != n_bytes:
         raise _mismatch(f"it holds {member.size:,} bytes of elements instead of {n_bytes:,}")
-    last = stub.storage_offset
-    last += sum((n - 1) * stride for n, stride in zip(stub.shape, stub.strides, strict=True))
-    if n_elements and last >= stub.n_elements_in_storage:
+    if n_elements and stub.last >= stub.n_elements_in_storage:
         raise _mismatch(
-            f"its last element is number {last:,} of {stub.n_elements_in_storage:,} in its storage"
+            f"its last element is number {stub.last:,} of {stub.n_elements_in_storage:,} in its "
+            "storage"
         )
 
 

@@ -250,10 +250,7 @@ def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Membe
     if member is None or member.size != n_bytes:
         found = "does not exist" if member is None else f"has {member.size:,} bytes"
         raise NotPlain(f"the storage of {fqn}, of {n_bytes:,} bytes, {found}")
-    last = stub.storage_offset + sum(
-        (size - 1) * stride for size, stride in zip(stub.shape, stub.strides, strict=True)
-    )
-    if n_elements and last >= stub.n_elements_in_storage:
+    if n_elements and stub.last >= stub.n_elements_in_storage:
         raise NotPlain(
             f"{fqn} extends past the end of its storage of {stub.n_elements_in_storage:,} elements"
         )

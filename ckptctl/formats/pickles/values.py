@@ -54,6 +54,12 @@ class TensorStub:
     n_elements_in_storage: int
     signs: tuple[str, ...] = ()
 
+    @property
+    def last(self) -> int:
+        """The number of the last element in the storage, counted from 0."""
+        steps = ((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return self.storage_offset + sum(steps)
+
 
 class Opaque(Stub, Callee):
     """Something that is no plain value: only its `name`, and the state it was given.
