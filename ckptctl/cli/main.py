@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 _FEW_COLLECTIONS = 20_000
-_COULD_NOT_LOOK = 75
+_NOTHING_KNOWN = 75
 _NO_MEMORY = (
     b"error: there is not enough memory; nothing is known, good or bad\n"
     b"next: ckptctl explain step.no-memory\n"
@@ -47,7 +47,7 @@ def main() -> NoReturn:
         # Too little even to say so in the usual way; CPython raises `SystemError` where it
         # loses the exception of a failed allocation. These two calls allocate nothing.
         os.write(2, _NO_MEMORY)
-        os._exit(_COULD_NOT_LOOK)
+        os._exit(_NOTHING_KNOWN)
     _flush()
     # All is said. Taking the interpreter apart takes as long as starting it, and
     # would wait for a thread that hangs in a storage.

@@ -14,15 +14,13 @@ import typer
 from ckptctl.cli.output import Color
 from ckptctl.cli.values import (
     SEAL_KEY,
-    LevelChoice,
-    level_of,
     parse_duration,
     parse_kinds,
     parse_steps,
     parse_storage_options,
     seal_key,
 )
-from ckptctl.model import STATE_KINDS
+from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import (
     TIMEOUT_S,
     ContentOptions,
@@ -90,7 +88,7 @@ StepArg = Annotated[
     ),
 ]
 LevelOpt = Annotated[
-    LevelChoice | None,
+    Level | None,
     option(
         "--level",
         help="How deep to inspect: listing reads the metadata, structure also the framing of "
@@ -206,7 +204,7 @@ def _offer(
 
 OFFERS: Mapping[type, Mapping[str, Offer]] = {
     PickPolicy: {
-        "level": Offer(LevelOpt, None, read=level_of),
+        "level": Offer(LevelOpt, None),
         "allow_missing_state": _offer(
             bool,
             False,

@@ -14,7 +14,6 @@ from ckptctl.cli.options import LevelOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line, padded
-from ckptctl.cli.values import level_of
 from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.pruning import Pruned
@@ -79,7 +78,7 @@ def prune(
             keep,
             apply=apply,
             unsealed=unsealed,
-            level=level_of(level),
+            level=level,
             accept_unverifiable=accept_unverifiable,
             other_roots=tuple(other_root or ()),
             requirements=requirements,

@@ -8,19 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from enum import Enum
 
 from ckptctl.errors import UsageError
-from ckptctl.model import STATE_KINDS, Level
-
-
-class LevelChoice(str, Enum):
-    """The levels that can be asked for."""
-
-    LISTING = "listing"
-    STRUCTURE = "structure"
-    CONTENT = "content"
-
+from ckptctl.model import STATE_KINDS
 
 SEAL_KEY = "CKPTCTL_SEAL_KEY"
 """The environment variable that holds the key itself: it never stands on a command line."""
@@ -80,11 +70,6 @@ def seal_key(key_file: str | None) -> bytes | None:
                 next_command="openssl rand -hex 32",
             )
     return key.rstrip(b"\r\n") or None
-
-
-def level_of(choice: LevelChoice | None) -> Level | None:
-    """The level that was asked for, if one was."""
-    return None if choice is None else Level(choice.value)
 
 
 def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:

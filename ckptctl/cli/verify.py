@@ -24,7 +24,6 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.cli.text import EMPTY, Line, Span, line
-from ckptctl.cli.values import LevelChoice, level_of
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, exact_size, size, utc
 from ckptctl.model import Level
@@ -58,12 +57,12 @@ def verify(
     """
     with ExitStack() as stack:
         group, stop = None, None
-        if level is LevelChoice.CONTENT:
+        if level is Level.CONTENT:
             group = process_group(stack, out)
             stop = stack.enter_context(ended_by_signals()) if group.size == 1 else None
         report = ckptctl.verify(
             step,
-            level=level_of(level),
+            level=level,
             content=content,
             requirements=requirements,
             storage=storage,
