@@ -12,10 +12,11 @@ from ckptctl.cli.options import OptionalRootOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line
-from ckptctl.cli.values import LevelChoice, level_of, parse_duration
+from ckptctl.cli.values import parse_duration
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
+from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
@@ -64,12 +65,12 @@ def run(
         ),
     ] = MAX_FREE_RESTARTS,
     progress_level: Annotated[
-        LevelChoice,
+        Level,
         option(
             "--progress-level",
             help="How deep a step is inspected before it counts as progress.",
         ),
-    ] = LevelChoice.STRUCTURE,
+    ] = Level.STRUCTURE,
     backoff: Annotated[
         str,
         option(
@@ -167,7 +168,7 @@ def run(
         optional_roots=optional_root or (),
         max_restarts=max_restarts,
         max_free_restarts=max_free_restarts,
-        level=level_of(progress_level),
+        level=progress_level,
         backoff_s=parse_duration(backoff, "--backoff") or 0.0,
         no_restart=_codes(no_restart_on or ()),
         logs=log or (),
