@@ -10,7 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import finding_lines, next_line, step_name
+from ckptctl.cli.rendering import finding_lines, next_line, refused_lines
 from ckptctl.cli.text import Line, Span, line
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
@@ -125,13 +125,4 @@ def _to_be_known(chosen: Report | None) -> list[Finding]:
         finding
         for finding in findings
         if finding.severity is Severity.WARNING or finding.code in _WORLD_SIZE
-    ]
-
-
-def refused_lines(pick: Pick) -> list[Line]:
-    """Why newer steps were refused, one a line; what the answer says already is not said again."""
-    return [
-        line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
-        for over in pick.passed_over
-        if over.reason not in pick.message
     ]

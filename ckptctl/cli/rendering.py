@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.formatting import counted, listed
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize
+
+if TYPE_CHECKING:
+    from ckptctl.selection.results import Pick
 
 SEVERITY_STYLES: dict[Severity, Style] = {
     Severity.FAULT: "bad",
@@ -125,3 +129,12 @@ def _block_lines(block: Sequence[str]) -> Iterator[Line]:
         yield from (line("- ", " ".join(item.split()), hang=2) for item in items)
     else:
         yield line(" ".join(block))
+
+
+def refused_lines(pick: Pick) -> list[Line]:
+    """Why newer steps were refused, one a line; what the answer says already is not said again."""
+    return [
+        line(f"  not step {step_name(over.report)}: {over.reason}", hang=4)
+        for over in pick.passed_over
+        if over.reason not in pick.message
+    ]
