@@ -85,6 +85,12 @@ class StorageUnavailable(StorageError):
     code = "storage.unavailable"
 
 
+class StorageFull(StorageUnavailable):
+    """There is no space left for a write, or a quota is used up."""
+
+    code = "storage.full"
+
+
 class AccessDenied(StorageError):
     """The storage denied access."""
 

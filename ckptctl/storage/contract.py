@@ -122,8 +122,9 @@ class FileSystem(NamedTuple):
 class Folders(Protocol):
     """Operations of a file system that an object store does not have; see `Store.folders`.
 
-    Writes are durable when a method returns, except for `make_folder`: the caller calls
-    `sync_folder` on the parent once everything is in place.
+    Writes are durable when a method returns, except for the names that `make_folder` and
+    `write_in_place` create: the caller calls `sync_folder` on the parent once everything is in
+    place.
     """
 
     def path_of(self, path: str) -> str:
@@ -131,7 +132,21 @@ class Folders(Protocol):
         ...
 
     def make_folder(self, path: str) -> None:
-        """Create a folder in an existing one; raises `AlreadyExists`."""
+        """Create a folder in the root or in an existing one; raises `AlreadyExists`.
+
+        Creates the root, durably, if its parent exists.
+        """
+        ...
+
+    def write_in_place(
+        self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
+    ) -> None:
+        """As `Store.put_pieces`, for a file that counts only once another file names it.
+
+        The file has its name from the first byte on, so that an interrupted save is visible.
+        Its folder must exist, and the caller flushes it. If an error ends the write, the file
+        is removed.
+        """
         ...
 
     def sync_folder(self, path: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
+from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageFull, StorageUnavailable
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind
 from ckptctl.storage.waiting import Transient, beat, busy
@@ -41,7 +41,7 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
     """
     aside = f".ckptctl-{os.urandom(8).hex()}.tmp"
     try:
-        _write(aside, data, within)
+        _write(aside, data, within, _NEW)
         if replace:
             os.rename(aside, name, src_dir_fd=within, dst_dir_fd=within)
         else:
@@ -50,6 +50,20 @@ def publish(name: str, data: Iterable[bytes | memoryview], *, within: int, repla
         with suppress(FileNotFoundError):
             os.unlink(aside, dir_fd=within)
     os.fsync(within)
+
+
+def write_in_place(name: str, data: Iterable[bytes | memoryview], *, within: int) -> None:
+    """Write the file `name` in the folder `within` (a descriptor), and flush its bytes.
+
+    It has that name from the first byte on. If an error ends the write, it is removed. The
+    folder is not flushed.
+    """
+    try:
+        _write(name, data, within, _NEW & ~os.O_EXCL | os.O_TRUNC)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=within)
+        raise
 
 
 def move(name: str, target: str, *, within: int, into: int) -> None:
@@ -84,8 +98,8 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def _write(aside: str, data: Iterable[bytes | memoryview], within: int) -> None:
-    fd = os.open(aside, _NEW, 0o666, dir_fd=within)
+def _write(name: str, data: Iterable[bytes | memoryview], within: int, flags: int) -> None:
+    fd = os.open(name, flags, 0o666, dir_fd=within)
     try:
         for piece in data:
             left = memoryview(piece)
@@ -118,15 +132,15 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The error numbers of a full file system and of an exceeded quota."""
 
 
-def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageUnavailable:
+def full(what: str, exc: OSError, folder: str, n_bytes: int | None) -> StorageFull:
     """The error for `what`; `folder` is on the full file system."""
     wanted = f"{n_bytes:,} bytes to write, " if n_bytes is not None else ""
     if exc.errno == errno.EDQUOT:
-        return StorageUnavailable(
+        return StorageFull(
             f"{what}: {wanted}the quota is exceeded ({exc.strerror})",
             next_command="quota -s",
         )
-    return StorageUnavailable(
+    return StorageFull(
         f"{what}: {exc.strerror}: {wanted}{free_bytes(folder):,} are free",
         next_command=f"df -h {shlex.quote(folder)}",
     )

@@ -49,6 +49,7 @@ from ckptctl.storage.files import (
     move,
     publish,
     scan,
+    write_in_place,
 )
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
@@ -148,8 +149,18 @@ class LocalStore:
     def make_folder(self, path: str) -> None:
         """See `Folders.make_folder`."""
         *folders, name = parts_of(path)
-        with self._writing(path), self._folder(folders) as above:
-            os.mkdir(name, dir_fd=above.fd)
+        with self._writing(path):
+            self._make_root()
+            with self._folder(folders) as above:
+                os.mkdir(name, dir_fd=above.fd)
+
+    def write_in_place(
+        self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
+    ) -> None:
+        """See `Folders.write_in_place`."""
+        *folders, name = parts_of(path)
+        with self._writing(path, size), self._folder(folders) as folder:
+            write_in_place(name, pieces(), within=folder.fd)
 
     def sync_folder(self, path: str) -> None:
         """See `Folders.sync_folder`."""
@@ -244,12 +255,16 @@ class LocalStore:
         if not parts:
             raise PathEscape(f"{self.url} is the folder itself; it cannot be written as a file")
         with self._writing(path, size):
-            if not os.path.isdir(self._root):
-                parent, name = os.path.split(self._root_to_be())
-                with Descriptor(os.open(parent, _FOLDER)) as above:
-                    make_folder(name, within=above.fd)
+            self._make_root()
             with self._folder(parts[:-1], make=True) as folder:
                 publish(parts[-1], data, within=folder.fd, replace=replace)
+
+    def _make_root(self) -> None:
+        """Make the root where it is missing and its parent is there."""
+        if not os.path.isdir(self._root):
+            parent, name = os.path.split(self._root_to_be())
+            with Descriptor(os.open(parent, _FOLDER)) as above:
+                make_folder(name, within=above.fd)
 
     def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
         """Unlink files by their paths below an open folder, and flush the folders they were in."""

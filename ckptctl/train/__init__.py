@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
+    from ckptctl.train.writer import Writer
 
 __all__ = [
     "Action",
@@ -39,6 +40,7 @@ __all__ = [
     "Reader",
     "SamplesDigest",
     "Start",
+    "Writer",
     "check_gpu",
     "cluster_context",
     "heartbeat",
@@ -60,6 +62,7 @@ _HOMES = {
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.agreement": "resolve",
+    "ckptctl.train.writer": "Writer",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -1,13 +1,14 @@
 """Save one step so that an interrupted save is recognized as one.
 
 `StepSave.run` lists the stages in order. Shards go into a new folder, on an object store
-under names that no other attempt uses; then the metadata; then, with the folders flushed,
-the seal. Before each stage the attempt checks that it still holds the root.
+under names that no other attempt uses; then the metadata; then the seal. Before each stage
+the attempt checks that it still holds the root.
 """
 
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ckptctl.errors import (
     RanksLost,
     SaveFailed,
     StorageError,
+    StorageFull,
     UsageError,
 )
 from ckptctl.findings import Finding, Severity, Verdict
@@ -41,10 +43,9 @@ from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
-from ckptctl.storage.files import FULL
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import move_aside
-from ckptctl.train.writing import WrittenFile, describe_failures, write_state
+from ckptctl.train.writer import Writer, WrittenFile
 
 _NO_GRACE_S = 0.0
 """The attempt holds the root, so no unfinished save can be in progress."""
@@ -115,7 +116,6 @@ class StepSave:
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(state)
         with self._failing("was written but not sealed", "it may be complete"):
-            self._group.from_first(self._flush)
             if self._target.seals:
                 self._seal(written)
 
@@ -171,16 +171,15 @@ class StepSave:
     def _write(self, state: dict[str, Any]) -> Mapping[str, WrittenFile]:
         """Write shard files and metadata; returns the files of this rank, digested."""
         from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
 
+        writer = Writer.of(
+            self._store, self.name, algorithm=self._algorithm, before_metadata=self._check_token
+        )
         try:
-            return write_state(
-                state,
-                self._store,
-                self.name,
-                self._group,
-                algorithm=self._algorithm if self._target.seals else None,
-                before_metadata=self._check_token,
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns about a save without a process group
+                save(state, storage_writer=writer, **self._group.dcp_arguments(save))
         except CheckpointException as error:  # a BaseException, which no other clause catches
             raise self._write_failed(error) from error
         except RuntimeError as error:
@@ -188,6 +187,8 @@ class StepSave:
                 raise ranks_lost(error) from error
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise SaveFailed(f"step {self.number} was not saved: {first[:300]}") from error
+
+        return writer.written
 
     def _write_failed(self, error: BaseException) -> CkptctlError:
         """The meaning of a `CheckpointException`, which is raised on every rank alike."""
@@ -203,8 +204,8 @@ class StepSave:
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause
-        why = describe_failures(error)
-        if any(isinstance(cause, OSError) and cause.errno in FULL for cause in causes):
+        why = _failures_of(error)
+        if any(isinstance(cause, StorageFull) for cause in causes):
             return self._disk_full(why)
         failed = SaveFailed(
             f"step {self.number} was not saved: {why}; older steps are unchanged",
@@ -240,12 +241,6 @@ class StepSave:
         )
 
     # Sealing
-
-    def _flush(self) -> None:
-        """Make the names durable: first those in the step, then that of the step itself."""
-        if self._store.folders is not None:
-            self._store.folders.sync_folder(self.name)
-            self._store.folders.sync_folder("")
 
     def _seal(self, written: Mapping[str, WrittenFile]) -> None:
         """Inspect the step and seal it. Each rank contributes the digests of what it wrote."""
@@ -352,6 +347,17 @@ class StepSave:
             if isinstance(error, AccessDenied):  # no retry changes that
                 failed.exit_code = error.exit_code
             raise failed from error
+
+
+def _failures_of(error: BaseException) -> str:
+    """What went wrong on which ranks of a `CheckpointException`, in one line."""
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    described = [
+        f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+        for rank, (cause, _) in sorted(failures.items())
+    ]
+    more = f" (and {len(described) - 2} more ranks)" if len(described) > 2 else ""
+    return ("; ".join(described[:2]) + more)[:600] or type(error).__name__
 
 
 def _writer_of(file: FileInfo, n_ranks: int) -> int:

@@ -1,15 +1,16 @@
-"""Copy the elements of a record into a tensor.
+"""Copy elements between records and tensors.
 
-They are read directly into the tensor's memory if it has the same layout as the record;
-otherwise torch copies (and casts) them from a buffer. `records.element_reads` decides which
-bytes are read, and verifies them.
+They are read directly into a tensor's memory if it has the same layout as the record;
+otherwise torch copies (and casts) them from a buffer. They are written directly from a
+tensor's memory in the same way. `records.element_reads` decides which bytes are read, and
+verifies them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 _pinned = threading.local()
+
+_PIECE_BYTES = 1 << 20
+"""Bytes that are written at once: they stay in the cache from one pass over them to the next."""
+
+_STAGING_BYTES = 4 << 20
+"""Bytes of a tensor that is copied before it is written: from a GPU, or out of a view."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""What every torch can copy, by the size of an element in bytes; newer dtypes it may not."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
@@ -46,6 +56,51 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def saved_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides in elements with which torch saves a tensor: without gaps, in its order."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def elements_of(tensor: torch.Tensor, strides: Sequence[int]) -> Iterator[memoryview]:
+    """The bytes of a plain tensor's elements in the order of `strides`, piece by piece.
+
+    Each piece is overwritten by the next one where the elements do not lie in that order in
+    the memory of this machine: they pass through a buffer then.
+    """
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    memory = memory_of(tensor)
+    if memory is not None:
+        yield from _pieces(memory)
+        return
+    bits = tensor.view(_BITS[tensor.itemsize])
+    n_most = min(bits.numel(), _STAGING_BYTES // bits.itemsize)
+    staged = torch.empty(n_most, dtype=bits.dtype, pin_memory=bits.device.type == "cuda")
+    for part in _parts(bits, n_most):
+        copied = staged[: part.numel()]
+        copied.view(part.shape).copy_(part)
+        memory = memory_of(copied)
+        assert memory is not None  # noqa: S101 - it is contiguous, and on this machine
+        yield from _pieces(memory)
+
+
+def _pieces(memory: memoryview) -> Iterator[memoryview]:
+    for at in range(0, len(memory), _PIECE_BYTES):
+        yield memory[at : at + _PIECE_BYTES]
+
+
+def _parts(tensor: torch.Tensor, n_most: int) -> Iterator[torch.Tensor]:
+    """Parts of at most `n_most` elements that follow one another in row-major order."""
+    if tensor.numel() <= n_most:
+        yield tensor
+        return
+    n_rows = max(1, n_most * len(tensor) // tensor.numel())
+    for at in range(0, len(tensor), n_rows):
+        rows = tensor[at : at + n_rows]
+        yield from _parts(rows if rows.numel() <= n_most else rows[0], n_most)
 
 
 class TensorSink:

@@ -192,11 +192,13 @@ class Library:
 
 
 def _with_long_records(root: Path) -> tuple[Path, Path]:
-    """Two steps whose records are too long for `structure` to read them whole."""
+    """Two steps of `Writer` whose records are too long for `structure` to read them whole."""
     import warnings
 
     import torch
     import torch.distributed.checkpoint as dcp
+
+    from ckptctl.train import Writer
 
     steps = (root / "step_20", root / "step_10")
     for number, step in enumerate(steps):
@@ -204,7 +206,7 @@ def _with_long_records(root: Path) -> tuple[Path, Path]:
         state = {name: torch.randn(200, 300) for name in ("up", "down", "norm")}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that it is alone
-            writer = dcp.FileSystemWriter(step, single_file_per_rank=False)
+            writer = Writer(step, single_file_per_rank=False)
             dcp.save(state, storage_writer=writer, no_dist=True)
         for path in step.iterdir():
             os.utime(path, (OLD_S, OLD_S))

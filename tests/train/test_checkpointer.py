@@ -571,15 +571,13 @@ def test_a_whole_step_is_not_written_over(root):
 
 
 def test_a_disk_that_is_full_leaves_older_steps_and_says_so(half, monkeypatch):
-    from torch.distributed.checkpoint import filesystem
-
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     job = Job(half)
     job.resume()
     with monkeypatch.context() as patched:
-        patched.setattr(filesystem.FileSystem, "create_stream", full)
+        patched.setattr("ckptctl.storage.local.write_in_place", full)
         with pytest.raises(SaveFailed, match="No space left on device"):
             job.train(7, 9)
     assert ckptctl.pick(str(half), grace_s=0).step == 6

@@ -71,7 +71,7 @@ def test_what_writes_little_leaves_nothing_behind_and_says_how_much_was_lacking(
     assert {what for what in rows if what.endswith(" with 0")} <= set(full)
     assert {"reshard", "seal", "pin", "pin in a file"} <= set(rows) - set(full)
     for row in full.values():
-        assert (row["raised"], row["code"]) == ("StorageUnavailable", 75)
+        assert (row["raised"], row["code"]) == ("StorageFull", 75)
         assert "No space left on device" in row["said"]
         assert "bytes to write, " in row["said"]
         assert row["next"].startswith("df -h ")

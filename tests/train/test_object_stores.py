@@ -168,17 +168,19 @@ def test_a_whole_step_is_not_saved_again(s3: S3Server, root: str):
 
 
 def test_a_save_that_failed_leaves_no_metadata_and_can_be_repeated(
-    s3: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3: S3Server, root: str, counting_proxy: Callable[[str], CountingProxy]
 ):
-    job = Job(root, storage_options=s3.options)
+    proxy = counting_proxy(s3.endpoint)
+    options = {**s3.options, "retry_for_s": 0}
+    job = Job(root, storage_options=options, endpoint_url=proxy.url, retries=0)
     job.resume()
     job.train(1, 2)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(SaveFailed, match="set TMPDIR to another folder") as caught:
+    proxy.break_request("PUT", Fault.BROKEN, path=".distcp", lasts=True)
+    with pytest.raises(SaveFailed, match="step 2 was not saved") as caught:
         job.ckpt.save(2)
     assert caught.value.exit_code == 75
     assert not [key for key in keys(s3, root) if key.startswith("step_")]
-    monkeypatch.undo()
+    proxy.reset()
     job.ckpt.save(2)
     assert steps(s3, root) == {"step_2.attempt-1": Verdict.COMPLETE}
     job.die()

@@ -167,16 +167,19 @@ class Frame:
 
 
 @lru_cache(maxsize=4096)
-def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The frame of a tensor in row-major order; its elements are `prod(shape)` of `dtype`.
+def tensor_frame(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> Frame:
+    """The frame of a tensor whose `prod(shape)` elements of `dtype` lie without gaps.
 
-    `dtype` is one of `WRITABLE`.
+    They are in row-major order, or in that of `strides`, which are in elements. `dtype` is
+    one of `WRITABLE`.
     """
     from zlib_ng.zlib_ng import crc32
 
     n_elements = prod(shape)
     n_data = n_elements * DTYPE_SIZES[dtype]
-    small = ((b"data.pkl", _tensor_pickle(dtype, shape, n_elements)), *SMALL_MEMBERS)
+    small = ((b"data.pkl", _tensor_pickle(dtype, shape, strides, n_elements)), *SMALL_MEMBERS)
     placed: list[Placed] = []
     for name, data in small:
         placed.append(place(_next(placed), name, data, len(data)))
@@ -236,7 +239,9 @@ def tensor_value(dtype: str, shape: Sequence[int], key: str) -> bytes:
     return pickled + (b"" if storage else f"ctorch\n{dtype}\n".encode()) + b"tR"
 
 
-def _tensor_pickle(dtype: str, shape: tuple[int, ...], n_elements: int) -> bytes:
+def _tensor_pickle(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, n_elements: int
+) -> bytes:
     """What `pickle` writes of a tensor at protocol 2, memo and all."""
     storage = _STORAGES.get(dtype)
     n_stored = n_elements if storage else n_elements * DTYPE_SIZES[dtype]
@@ -260,7 +265,8 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...], n_elements: int) -> bytes
         2 if storage else 3
     )
     pickled += kind.encode() + b"q\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4" + _integer(n_stored)
-    pickled += b"tq\5QK\0" + dims(shape) + dims(strides_of(shape)) + b"\x89"
+    strides = strides_of(shape) if strides is None else strides
+    pickled += b"tq\5QK\0" + dims(shape) + dims(strides) + b"\x89"
     pickled += b"ccollections\nOrderedDict\n" + memoized() + b")R" + memoized()
     if not storage:
         pickled += b"ctorch\n" + dtype.encode() + b"\n" + memoized()
