@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckptctl.selection.scanning import scan
     from ckptctl.selection.sealing import seal
     from ckptctl.selection.verifying import show, verify
+    from ckptctl.supervisor.nodes import NodeOptions
     from ckptctl.supervisor.restarting import keep_running
     from ckptctl.supervisor.results import Attempt, Supervised
 
@@ -78,6 +79,7 @@ __all__ = [
     "MarkKind",
     "Marked",
     "MissingExtra",
+    "NodeOptions",
     "NothingToResume",
     "PassedOver",
     "PathNotFound",
@@ -126,6 +128,7 @@ __all__ = [
 _HOMES = {
     "ckptctl.selection.pruning": "Pruned prune",
     "ckptctl.selection.retention": "PruneDecision",
+    "ckptctl.supervisor.nodes": "NodeOptions",
     "ckptctl.supervisor.restarting": "keep_running",
     "ckptctl.supervisor.results": "Attempt Supervised",
     "ckptctl.preflight_checks.running": "preflight",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageOptions
+from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
@@ -146,6 +148,51 @@ def run(
             help="Begin a new budget; the reason is recorded.",
         ),
     ] = None,
+    exclude_command: Annotated[
+        str | None,
+        option(
+            "--exclude-command",
+            metavar="COMMAND",
+            help="How to exclude a node that is at fault; {node} and {cause} are filled in, and "
+            "no shell runs it. An argument of the job with {excluded} gets the excluded nodes, "
+            "and is left out while there are none.",
+        ),
+    ] = None,
+    max_excluded: Annotated[
+        int,
+        option(
+            "--max-excluded",
+            metavar="N",
+            min=0,
+            help="How many nodes are excluded without a person.",
+        ),
+    ] = 1,
+    nodes: Annotated[
+        list[str] | None,
+        option(
+            "--nodes",
+            metavar="NODE,...",
+            help="The nodes of the job; by default those that SLURM allocated, or this machine.",
+        ),
+    ] = None,
+    world_sizes: Annotated[
+        str | None,
+        option(
+            "--world-sizes",
+            metavar="N,...",
+            help="The numbers of ranks that the job can run with, the largest for all its nodes; "
+            "the one that fits is filled in for {world_size} and {nodes} of the command.",
+        ),
+    ] = None,
+    min_world_size: Annotated[
+        int,
+        option(
+            "--min-world-size",
+            metavar="N",
+            min=1,
+            help="Wait for capacity (94) rather than run with fewer ranks.",
+        ),
+    ] = 1,
     *,
     requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
@@ -175,6 +222,13 @@ def run(
         create=create,
         state=state,
         reset_budget=reset_budget,
+        nodes=NodeOptions(
+            nodes=_parts(nodes or ()),
+            exclude_command=exclude_command,
+            max_excluded=max_excluded,
+            world_sizes=_sizes(world_sizes),
+            min_world_size=min_world_size,
+        ),
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
         tell=lambda said: _tell(out, said),
@@ -221,8 +275,21 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
     return limits
 
 
-def _codes(given: list[str] | tuple[()]) -> tuple[int, ...]:
-    words = [word.strip() for each in given for word in each.split(",") if word.strip()]
+def _parts(given: Sequence[str]) -> list[str]:
+    return [word.strip() for each in given for word in each.split(",") if word.strip()]
+
+
+def _sizes(given: str | None) -> tuple[int, ...]:
+    words = _parts(() if given is None else (given,))
+    if given is not None and not (words and all(word.isdecimal() for word in words)):
+        raise UsageError(
+            f"--world-sizes takes numbers of ranks, not {given!r}", instead="--world-sizes 64,56,48"
+        )
+    return tuple(int(word[:9]) for word in words)
+
+
+def _codes(given: Sequence[str]) -> tuple[int, ...]:
+    words = _parts(given)
     for word in words:
         if not (word.isascii() and word.isdecimal()) or int(word[:4]) > 255:
             raise UsageError(

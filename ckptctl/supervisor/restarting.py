@@ -37,6 +37,7 @@ from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import HeldState, take_over
 from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.nodes import NodeOptions, Nodes, Plan
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
     MAX_FREE_RESTARTS,
@@ -45,6 +46,7 @@ from ckptctl.supervisor.policy import (
     NO_RESTART,
     NOT_INSPECTED,
     RERUN,
+    WAIT_FOR_CAPACITY,
     WRONG_PATH,
     Ended,
     Limits,
@@ -85,6 +87,7 @@ def keep_running(
     create: bool = False,
     state: str | None = None,
     reset_budget: str | None = None,
+    nodes: NodeOptions = NodeOptions(),
     wait_s: float = WAIT_S,
     section_timeouts: Mapping[Section, float] = MappingProxyType({}),
     on_attempt: Callable[[Attempt], None] = lambda _attempt: None,
@@ -108,14 +111,15 @@ def keep_running(
     `create`, a missing root is created. `wait_s` bounds the wait for a storage that does not
     answer, before the first attempt and after a failed one. The state of the run is kept in
     the first root, or in the folder or URL `state`; a later call continues with it.
-    `reset_budget` is the reason to begin a new budget. `section_timeouts` are limits in seconds: a
+    `reset_budget` is the reason to begin a new budget. `nodes` says how nodes are excluded,
+    and with how many ranks the job can run. `section_timeouts` are limits in seconds: a
     job with a rank that reports nothing for longer hangs, and is ended and restarted; other
-    sections have limits that are learned or built in. `on_attempt` gets each attempt when it has
-    ended, `tell` the messages between them. `stdout` is the descriptor for the command's output,
-    by default the one of this process. The command finds the number of its restarts in
-    `CKPTCTL_RESTART_COUNT`. `policy` and `requirements` are those of `pick`; steps are inspected
-    at `structure` if no `level` is given. Each field of the three options objects is also a
-    keyword.
+    sections have limits that are learned or built in. `on_attempt` gets each attempt when it
+    has ended, `tell` the messages between them. `stdout` is the descriptor for the command's
+    output, by default the one of this process. The command finds the number of its restarts
+    in `CKPTCTL_RESTART_COUNT`. `policy` and `requirements` are those of `pick`; steps are
+    inspected at `structure` if no `level` is given. Each field of the three options objects
+    is also a keyword.
 
     The exit code is the command's when it is done, was asked to stop, or must not be started
     again; 10 where the root does not exist; 11 where no step is usable; 75 where the storage
@@ -157,6 +161,7 @@ def keep_running(
         folder = "" if state else STATE_FOLDER
         supervisor = _Supervisor(
             _Job(tuple(command), tuple(logs), stdout, sections),
+            Nodes(nodes, command, tell),
             WatchedRoots(roots, inspect, opened, wait_s),
             Revisions(store, folder, of_root=state is None),
             limits,
@@ -191,6 +196,7 @@ class _Supervisor:
     def __init__(
         self,
         job: _Job,
+        nodes: Nodes,
         roots: WatchedRoots,
         revisions: Revisions,
         limits: Limits,
@@ -198,6 +204,7 @@ class _Supervisor:
         tell: Callable[[str], None],
     ) -> None:
         self._job = job
+        self._nodes = nodes
         self._roots = roots
         self._revisions = revisions
         self._limits = limits
@@ -228,15 +235,19 @@ class _Supervisor:
             hangs = HangWatcher(self._job.sections, self._job.logs, self._tell)
             stack.callback(hangs.close)
             watchers: tuple[Watcher, ...] = (held, hangs)
-            verdict = self._run_attempt(held, watchers)
-            on_attempt(self._attempts[-1])
+            verdict = Verdict(Decision.RESTART, "", 0)
             while verdict.decision is Decision.RESTART:
-                self._signals.pause(self._pause_s(held.state))
+                if self._attempts:
+                    self._signals.pause(self._pause_s(held.state))
                 if self._signals.asked is not None:
                     reason = "a signal asked for it"
                     verdict = Verdict(Decision.RESTART, reason, 128 + self._signals.asked)
                     break
-                verdict = self._run_attempt(held, watchers)
+                plan = self._nodes.plan(held.state, self._roots.loads)
+                if plan is None:
+                    verdict = Verdict(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
+                    break
+                verdict = self._run_attempt(held, plan, watchers)
                 on_attempt(self._attempts[-1])
         return self._summary(verdict)
 
@@ -280,7 +291,7 @@ class _Supervisor:
         if seen.step is not None and (state["best"] is None or seen.step > state["best"]):
             # A step of the attempt whose supervisor was killed is progress, too.
             attempts = state["attempts"]
-            if attempts and state["best"] != seen.step:
+            if attempts and reset is None:
                 last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
                 attempts = [*attempts[:-1], last]
             held.save({**state, "best": seen.step, "attempts": attempts})
@@ -301,24 +312,25 @@ class _Supervisor:
         doublings = max(0, min(max(budget.spent, budget.free) - 1, 20))
         return min(LONGEST_PAUSE_S, self._backoff_s * 2.0**doublings)
 
-    def _run_attempt(self, held: HeldState, watchers: Sequence[Watcher]) -> Verdict:
+    def _run_attempt(self, held: HeldState, plan: Plan, watchers: Sequence[Watcher]) -> Verdict:
         """Run one attempt to its end, inspect the roots, and decide what follows."""
         state = held.state
         number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
         restarts = self._earlier + len(series(state))
-        attempt = _begun(number)
+        attempt = _begun(number, plan)
         held.save({**state, "attempts": [*state["attempts"], attempt]})
         began_s = time.monotonic()
         self._logs.begin()
-        variables = {RESTART_COUNT: str(restarts), MARKER: held.marker()}
+        variables = {**plan.variables, RESTART_COUNT: str(restarts), MARKER: held.marker()}
         for watcher in watchers:
             variables |= watcher.prepare(number)
         poll = partial(_poll, watchers)
         try:
-            code, hang = self._signals.run(self._job.command, self._job.stdout, variables, poll)
+            code, hang = self._signals.run(plan.command, self._job.stdout, variables, poll)
         except UsageError:
             held.save(state)  # nothing was started
             raise
+        took_s = time.monotonic() - began_s
         for watcher in watchers:
             watcher.finish()
         if hang is not None:
@@ -332,13 +344,9 @@ class _Supervisor:
         if progress:
             self._roots.use(seen)
         verdict = decide(() if progress else before, ended, seen, state["best"], self._limits)
-        if code == RERUN and verdict.decision is Decision.RESTART:
-            self._tell(
-                "warning: exit code 16 asks for other nodes, and ckptctl knows no way to them"
-            )
         attempt = {
             **attempt,
-            "milliseconds": int(1000 * (time.monotonic() - began_s)),
+            "milliseconds": int(1000 * took_s),
             "exit_code": code,
             "step": seen.step,
             "inspected": seen.code not in NOT_INSPECTED,
@@ -349,14 +357,18 @@ class _Supervisor:
             **_blamed(hang, cause),  # type: ignore[typeddict-item]
         }
         best = seen.step if progress else state["best"]
-        held.save(
-            {
-                **held.state,
-                "best": best,
-                "attempts": [*state["attempts"], attempt],
-                "sections": self._job.sections.documents(),
-            }
-        )
+        state = {
+            **held.state,
+            "best": best,
+            "attempts": [*state["attempts"], attempt],
+            "sections": self._job.sections.documents(),
+        }
+        if verdict.decision is Decision.RESTART:
+            n_excluded = len(state["excluded"])
+            state = self._nodes.exclude(state, hang, cause)
+            if code == RERUN and len(state["excluded"]) == n_excluded:
+                self._tell("warning: exit code 16 asks for other nodes, and none was excluded")
+        held.save(state)
         left = budget_of(since_progress(held.state)).left(self._limits)
         self._attempts.append(_result(attempt, verdict, left))
         return verdict
@@ -369,12 +381,17 @@ class _Supervisor:
         return self._roots.inspect()
 
     def _summary(self, verdict: Verdict) -> Supervised:
-        last = self._attempts[-1]
+        last = self._attempts[-1] if self._attempts else None
         next_command: str | None = None
         if verdict.decision in (Decision.GIVEN_UP, Decision.NEVER):
             next_command = f"ckptctl scan {self._roots.words}"
             of_storage = (EXIT_NONE_USABLE, *NOT_INSPECTED)
-            if last.cause is not None and self._job.logs and verdict.exit_code not in of_storage:
+            if (
+                last
+                and last.cause is not None
+                and self._job.logs
+                and verdict.exit_code not in of_storage
+            ):
                 words = ["ckptctl", "classify", *self._job.logs]
                 next_command = shlex.join([*words, "--exit-code", str(last.exit_code)])
         word = {
@@ -383,6 +400,7 @@ class _Supervisor:
             Decision.RESTART: "stopped before a restart",
             Decision.NEVER: "not restarted",
             Decision.GIVEN_UP: "given up",
+            Decision.WAIT: "waiting for capacity",
         }[verdict.decision]
         n = len(self._attempts)
         return Supervised(
@@ -401,7 +419,7 @@ def _poll(watchers: Sequence[Watcher], running: Running) -> Hang | None:
     return next(filter(None, (each.poll(running, now_s) for each in watchers)), None)
 
 
-def _begun(number: int) -> AttemptDocument:
+def _begun(number: int, plan: Plan) -> AttemptDocument:
     """The record of an attempt that begins."""
     return {
         "number": number,
@@ -419,6 +437,8 @@ def _begun(number: int) -> AttemptDocument:
         "section": None,
         "ranks": [],
         "nodes": [],
+        "allocation": plan.allocation[:MAX_STRING],
+        "world_size": plan.world_size,
     }
 
 
@@ -459,4 +479,5 @@ def _result(attempt: AttemptDocument, verdict: Verdict, left: int) -> Attempt:
         section=attempt["section"],
         ranks=tuple(attempt["ranks"]),
         nodes=tuple(attempt["nodes"]),
+        world_size=attempt["world_size"],
     )

@@ -16,6 +16,7 @@ class Decision(str, Enum):
     STOPPED = "stopped"
     NEVER = "never-restart"
     GIVEN_UP = "given-up"
+    WAIT = "wait-for-capacity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Attempt:
     """The ranks at fault, as far as the evidence decides."""
     nodes: tuple[str, ...] = ()
     """The nodes at fault, as far as the evidence decides."""
+    world_size: int | None = None
+    """The ranks that it had; null where `run` does not choose them."""
 
 
 @dataclass(frozen=True, slots=True)

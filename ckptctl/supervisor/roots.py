@@ -49,6 +49,15 @@ class WatchedRoots:
             return Seen(NO_ANSWER, f"{self.url} existed, but no longer exists")
         return Seen(found.exit_code, found.message, step, bool(found.passed_over or found.chosen))
 
+    def loads(self, world_size: int) -> bool:
+        """Whether the newest usable step loads with so many ranks, and loses nothing required."""
+        seen = self.inspect()
+        try:
+            found = self._inspect(allow_fresh=True, world_size=world_size)
+        except (StorageError, UsageError):
+            return False
+        return seen.step is None or (found.chosen is not None and found.chosen.number == seen.step)
+
     def await_answer(self, signals: Signals, tell: Callable[[str], None]) -> Seen:
         """The same, waiting for the storage to answer up to the limit."""
         until_s = time.monotonic() + self._wait_s

@@ -173,6 +173,7 @@ def new_state(root: str) -> SupervisorDocument:
         "best": None,
         "owner": None,
         "attempts": [],
+        "excluded": [],
         "resets": [],
         "sections": {},
     }
@@ -199,5 +200,6 @@ def bounded(state: SupervisorDocument) -> SupervisorDocument:
     return {
         **state,
         "attempts": state["attempts"][-MAX_ATTEMPTS:],
+        "excluded": state["excluded"][-MAX_ATTEMPTS:],
         "resets": state["resets"][-MAX_ATTEMPTS:],
     }

@@ -13,7 +13,7 @@ PUBLIC = {
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "MarkKind",
     *("PruneDecision", "Pruned", "prune"),
-    *("Attempt", "Supervised", "keep_running"),
+    *("Attempt", "NodeOptions", "Supervised", "keep_running"),
     *("Check", "Preflight", "preflight"),
     *("RecoveryCost", "recovery_cost"),
     *("plan_reshard", "reshard", "RankShare", "Reshard"),

@@ -72,6 +72,23 @@ class AttemptDocument(TypedDict):
     """The ranks at fault."""
     nodes: list[str]
     """The nodes at fault."""
+    allocation: str
+    """The nodes that the job had, in the scheduler's short form."""
+    world_size: int | None
+    """The ranks that it had; null where `run` does not choose them."""
+
+
+class ExcludedDocument(TypedDict):
+    """A node that was taken out of the job."""
+
+    node: str
+    """Its name."""
+    cause: str
+    """Why: a class of failure, `hang` or `suspect`."""
+    at: Time
+    """When that was decided."""
+    attempt: Positive
+    """The attempt after which it was decided."""
 
 
 class ResetDocument(TypedDict):
@@ -109,6 +126,8 @@ class SupervisorDocument(TypedDict):
     """Who supervises the job; null when nobody does."""
     attempts: list[AttemptDocument]
     """The attempts, in order; the oldest are dropped first."""
+    excluded: list[ExcludedDocument]
+    """The nodes that were taken out of the job, in order."""
     resets: list[ResetDocument]
     """When the budget was reset, in order."""
     sections: dict[str, SectionDocument]

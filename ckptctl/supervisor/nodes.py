@@ -1,0 +1,259 @@
+"""Choose the nodes and the world size of the next attempt.
+
+A node is taken out of a job only if it belongs to the job, if a certain cause or three short
+attempts in a row name it, and within `max_excluded`: one line in a log must not drain a
+cluster. What is left of the nodes decides how many ranks can run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from ckptctl.distributed.launcher import cluster_context
+from ckptctl.errors import UsageError
+from ckptctl.failures.classes import CLASSES, Domain
+from ckptctl.failures.results import Classification
+from ckptctl.formats.own.files import time_now
+from ckptctl.formats.own.supervision import (
+    AttemptDocument,
+    ExcludedDocument,
+    SupervisorDocument,
+)
+from ckptctl.supervisor.watching import Hang
+
+EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
+"""The variable with the excluded nodes, separated by commas."""
+WORLD_SIZE = "CKPTCTL_WORLD_SIZE"
+"""The variable with the number of ranks that the attempt has."""
+
+SUSPECT = "suspect"
+CAUSES = frozenset({*CLASSES, SUSPECT})
+"""What can be the reason of an exclusion: no text of a log reaches a command."""
+
+_N_SHORT = 3
+_SHORT_S = 600
+"""Source: `suspect_node` of nvrx_watch: in 3 or more consecutive cycles under 10 minutes."""
+
+_MAX_NODES = 65_536
+_COMMAND_S = 60.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_LISTED = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """Which nodes a job has, how one is excluded, and with how many ranks it can run.
+
+    `nodes` are the nodes of the job; without them those that SLURM allocated, or this one.
+    `exclude_command` excludes `{node}` for `{cause}`; it is split into words as a shell does,
+    and no shell runs it. At most `max_excluded` nodes are excluded without a person.
+    `world_sizes` are the numbers of ranks that the job can run with, the first for all its
+    nodes; none below `min_world_size` is used.
+    """
+
+    nodes: Sequence[str] = ()
+    exclude_command: str | None = None
+    max_excluded: int = 1
+    world_sizes: Sequence[int] = ()
+    min_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.nodes:
+            if not is_node(name):
+                raise UsageError(f"--nodes names {name!r}, which is no name of a host")
+        if self.exclude_command is not None and "{node}" not in self.exclude_command:
+            raise UsageError(
+                "--exclude-command does not say where the name of the node belongs",
+                instead="--exclude-command 'scontrol update NodeName={node} State=DRAIN "
+                "Reason={cause}'",
+            )
+        if any(size < 1 for size in self.world_sizes) or self.min_world_size < 1:
+            raise UsageError("--world-sizes and --min-world-size must be 1 or more")
+        if self.max_excluded < 0:
+            raise UsageError("--max-excluded must be 0 or more")
+
+
+def is_node(name: str) -> bool:
+    """Whether a name can be that of one host, and nothing that a command reads otherwise."""
+    return _NAME.fullmatch(name) is not None
+
+
+def expand(short: str) -> tuple[str, ...]:
+    """The nodes of a list in SLURM's short form, at most 65,536; none where it is malformed.
+
+    Source: `hostlist` of SLURM: `gpu-[007-009,012],login1`, several brackets in one name.
+    """
+    found: list[str] = []
+    entries = _LISTED.findall(short)
+    if ",".join(entries) != short:
+        return ()
+    for entry in entries:
+        pieces = re.split(r"\[([^\]]*)\]", entry)
+        choices = [_numbers(each) if n % 2 else (each,) for n, each in enumerate(pieces)]
+        for names in product(*choices):
+            found.append("".join(names))
+            if len(found) > _MAX_NODES:
+                return ()
+    return tuple(found) if all(map(is_node, found)) else ()
+
+
+def _numbers(ranges: str) -> tuple[str, ...]:
+    """The numbers of `007-009,012`, as wide as they are written."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            return ("[",)  # makes a name that is none
+        first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= _MAX_NODES:
+            return ("[",)
+        found += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+    return tuple(found)
+
+
+def blamed(
+    hang: Hang | None, cause: Classification | None, attempts: Sequence[AttemptDocument]
+) -> list[tuple[str, str]]:
+    """The nodes that may be excluded after the last of `attempts`, each with its cause.
+
+    Certain are a node that a hang was traced to, and one that `classify` names at confidence
+    *high* for a failure of the infrastructure. A node is suspect without a cause if it was in
+    each of three attempts in a row that were shorter than 10 minutes, while other nodes of the
+    job were not, or if the logs of all three name it.
+    """
+    if hang is not None:
+        return [(node, "hang") for node in hang.nodes]
+    certain = cause is not None and cause.confidence == "high"
+    if cause is not None and certain and cause.domain is Domain.INFRASTRUCTURE and cause.nodes:
+        return [(node, cause.failure) for node in cause.nodes]
+    last = attempts[-_N_SHORT:]
+    if len(last) < _N_SHORT or any(
+        not each["exit_code"] or each["milliseconds"] >= _SHORT_S * 1000 for each in last
+    ):
+        return []
+    named = set.intersection(*(set(each["nodes"]) for each in last))
+    had = [set(expand(each["allocation"])) for each in last]
+    common = set.intersection(*had)
+    if common != had[-1]:  # the same nodes each time say nothing about one of them
+        named |= common
+    return [(node, SUSPECT) for node in sorted(named)]
+
+
+def _run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], None]) -> None:
+    """Run the command that excludes a node; a warning where it fails."""
+    if not is_node(node) or cause not in CAUSES:
+        return
+    words = [
+        word.replace("{node}", node).replace("{cause}", cause) for word in shlex.split(template)
+    ]
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        tell(f"warning: {shlex.join(words)} did not run: {error}")
+        return
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip()[-200:]
+        tell(f"warning: {shlex.join(words)} ended with {done.returncode}: {said}")
+
+
+class Plan(NamedTuple):
+    """One attempt: its command and variables, the nodes of the job, and its ranks.
+
+    `world_size` is None where the command decides how many ranks it has.
+    """
+
+    command: list[str]
+    variables: dict[str, str]
+    allocation: str
+    world_size: int | None
+
+
+class Nodes:
+    """The nodes of one job: excludes those that are at fault, and plans each attempt."""
+
+    def __init__(
+        self, options: NodeOptions, command: Sequence[str], tell: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._command = command
+        self._tell = tell
+        place = cluster_context()
+        self._allocation = ",".join(options.nodes) or place.node_list or place.node
+        self._nodes = expand(self._allocation)
+        self._gpus_per_node = place.gpus_per_node
+
+    def plan(self, state: SupervisorDocument, loads: Callable[[int], bool]) -> Plan | None:
+        """The next attempt; None where the nodes that are left can run no world size.
+
+        `loads` is whether the step to resume from loads with so many ranks and loses nothing
+        that is required; it is not asked about the largest size.
+        """
+        excluded = self._excluded(state)
+        filling = {"{excluded}": ",".join(excluded)}
+        variables = {EXCLUDED: ",".join(excluded)}
+        size = None
+        if self._options.world_sizes:
+            largest = max(self._options.world_sizes)
+            per_node = self._gpus_per_node or -(-largest // max(len(self._nodes), 1))
+            most = per_node * (len(self._nodes) - len(excluded))
+            size = self._size(most, loads)
+            if size is None:
+                return None
+            filling |= {"{world_size}": str(size), "{nodes}": str(-(-size // per_node))}
+            variables[WORLD_SIZE] = str(size)
+        words = [word for word in self._command if excluded or "{excluded}" not in word]
+        for placeholder, value in filling.items():
+            words = [word.replace(placeholder, value) for word in words]
+        return Plan(words, variables, self._allocation, size)
+
+    def _size(self, most: int, loads: Callable[[int], bool]) -> int | None:
+        sizes = sorted(set(self._options.world_sizes), reverse=True)
+        for size in sizes:
+            fits = self._options.min_world_size <= size <= most
+            if fits and (size == sizes[0] or loads(size)):
+                return size
+        return None
+
+    def _excluded(self, state: SupervisorDocument) -> list[str]:
+        gone = {each["node"] for each in state["excluded"]}
+        return [node for node in self._nodes if node in gone]
+
+    def exclude(
+        self, state: SupervisorDocument, hang: Hang | None, cause: Classification | None
+    ) -> SupervisorDocument:
+        """The state with the nodes excluded that the last attempt shows to be at fault."""
+        last = state["attempts"][-1]
+        for node, why in blamed(hang, cause, state["attempts"]):
+            if node in self._excluded(state) or node not in self._nodes:
+                continue
+            if self._options.exclude_command is None and not self._launcher_excludes():
+                self._tell(f"warning: {node} is at fault ({why}); ckptctl has no way to exclude it")
+            elif len(state["excluded"]) >= self._options.max_excluded:
+                self._tell(
+                    f"warning: {node} is at fault ({why}) and stays: {len(state['excluded'])} "
+                    "nodes are excluded, and more need a person (--max-excluded)"
+                )
+            else:
+                self._tell(f"excluding {node}: {why}")
+                if self._options.exclude_command is not None:
+                    _run_exclusion(self._options.exclude_command, node, why, self._tell)
+                entry: ExcludedDocument = {
+                    "node": node,
+                    "cause": why,
+                    "at": time_now(),
+                    "attempt": last["number"],
+                }
+                state = {**state, "excluded": [*state["excluded"], entry]}
+        return state
+
+    def _launcher_excludes(self) -> bool:
+        return any("{excluded}" in word for word in self._command)
