@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from ckptctl.formatting import duration
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
+from ckptctl.supervisor.phases import read_job, run_phases
 from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
@@ -33,10 +35,6 @@ _STDERR = 2
 
 
 def run(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="CMD...", help="The command and its arguments, after --."),
-    ],
     root: Annotated[
         list[str],
         option(
@@ -46,7 +44,29 @@ def run(
             "may be given several times.",
         ),
     ],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CMD...", help="The command and its arguments, after --."),
+    ] = None,
     optional_root: OptionalRootOpt = None,
+    job: Annotated[
+        str | None,
+        option(
+            "--job",
+            metavar="FILE",
+            help="A job file with phases, instead of a command: each begins when the one before "
+            "it is done.",
+        ),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        option(
+            "--log-dir",
+            metavar="DIR",
+            help="Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
+            "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
+        ),
+    ] = None,
     max_restarts: Annotated[
         int,
         option(
@@ -209,9 +229,19 @@ def run(
     restarted, and its rank at fault is named, if it uses ckptctl.train. With --json the
     command's output goes to standard error.
     """
-    found = ckptctl.keep_running(
-        command,
+    if (job is None) == (not command):
+        raise UsageError(
+            "either a command or --job is needed" if job is None else "--job excludes a command",
+            next_command="ckptctl run --help",
+        )
+    supervise = (
+        partial(ckptctl.keep_running, command or ())
+        if job is None
+        else partial(run_phases, read_job(job))
+    )
+    found = supervise(
         root,
+        log_dir=log_dir,
         optional_roots=optional_root or (),
         max_restarts=max_restarts,
         max_free_restarts=max_free_restarts,

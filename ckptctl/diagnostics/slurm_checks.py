@@ -18,6 +18,13 @@ from ckptctl.diagnostics.slurm_script import Script, Training
 from ckptctl.findings import Severity
 
 _LEAST_NOTICE_S = 60
+_PREEMPTIBLE = re.compile(r"pre-?empt|spot|scaveng|low-?prio|backfill|interruptible", re.IGNORECASE)
+# How the NCCL watchdog is set, and the unit in seconds.
+_WATCHDOGS = (
+    (r"\bTORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=(\d{1,9})", 1),
+    (r"distributed[-_]timeout[-_]minutes[=\s]+(\d{1,9})", 60),
+    (r"distributed[-_]timeout[-_]seconds[-_\w]*[=\s]+(\d{1,9})", 1),
+)
 _SIGNAL = re.compile(r"^(?:[A-Z]*B[A-Z]*:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
 _RESUMES = re.compile(
     r"resume|ckptctl|\brestore|--load\b|load[-_](?:dir|path|step|checkpoint)|ckpt[-_.]?(?:path|step)|"
@@ -201,6 +208,15 @@ def _is_list(text: str) -> bool:
 
 
 def _requeue(name: str, script: Script) -> Iterator[Advice]:
+    refused, place = script.option("--no-requeue"), script.option("--partition", "-p", "--qos")
+    if refused is not None and place is not None and _PREEMPTIBLE.search(place[1]):
+        yield _fault(
+            "requeue.preemptible",
+            f"{name}:{refused[0]}",
+            f"--no-requeue, and {place[1]} is preemptible by its name: a preemption ends the job",
+            "#SBATCH --requeue",
+        )
+        return
     given = script.option("--requeue")
     if given is None and script.search(r"\bscontrol\s+requeue\b|\bsbatch\b") is None:
         yield _warning(
@@ -318,6 +334,42 @@ def _hangs(name: str, script: Script) -> Iterator[Advice]:
             )
 
 
+def _resilience(name: str, script: Script) -> Iterator[Advice]:
+    """Find options of NVRx and Megatron that have no effect, or contradict each other.
+
+    Source: NVRx `ft_launcher`, `inprocess.Wrapper`; Megatron-LM `--async-save`.
+    """
+    for each in script.commands:
+        ignored = re.search(r"(?:^|\s)(--ft-[\w-]+)", each.text)
+        if ignored and re.search(r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b", each.text):
+            yield _fault(
+                "torchrun.ft-options",
+                f"{name}:{each.line}",
+                f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
+                "ft_launcher instead of torchrun",
+            )
+    hard = script.search(r"hard[-_]timeout[=\s]+(\d{1,9})")
+    for pattern, unit_s in _WATCHDOGS:
+        watchdog = script.search(pattern)
+        if hard and watchdog and int(watchdog[1][1]) * unit_s <= int(hard[1][1]):
+            yield _fault(
+                "nccl.watchdog-short",
+                f"{name}:{watchdog[0]}",
+                f"the NCCL watchdog ends the process after {int(watchdog[1][1]) * unit_s} s, and "
+                f"the in-process restart acts after {hard[1][1]} s (hard timeout)",
+                "a watchdog that is longer than the hard timeout",
+            )
+    saved = script.search(r"--async-save\b|\basync_save=[Tt]rue\b")
+    form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]+[\"']?(\w+)")
+    if saved and form and form[1][1] != "torch_dist":
+        yield _fault(
+            "save.async-format",
+            f"{name}:{saved[0]}",
+            f"asynchronous saves need the format torch_dist, not {form[1][1]}",
+            "--ckpt-format torch_dist",
+        )
+
+
 _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
     _form,
     _signals,
@@ -327,4 +379,5 @@ _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
     _exit_codes,
     _masked,
     _hangs,
+    _resilience,
 )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import Classification
+from ckptctl.formats.own.files import time_now
 
 _UNKNOWN = "unknown"
 _DEADLINE_S = 30.0
@@ -67,3 +68,38 @@ def _copy_from(path: str, start: int, copy: str) -> None:
         size = os.fstat(log.fileno()).st_size
         log.seek(max(start if size >= start else 0, size - _MOST_BYTES))
         shutil.copyfileobj(log, added)
+
+
+class LogFolder:
+    """The logs of a job: a folder for each attempt, and `run.log` with the decisions.
+
+    A folder that cannot be written must not prevent an attempt: its output goes where that of
+    `run` goes, then.
+    """
+
+    def __init__(self, folder: str, phase: str) -> None:
+        self._folder = folder
+        self._attempts = os.path.join(folder, phase) if phase else folder
+        self._prefix = f"{phase}: " if phase else ""
+
+    @contextmanager
+    def output(self, attempt: int) -> Iterator[tuple[int, str] | None]:
+        """A descriptor for the output of an attempt and its path; None where there is none."""
+        path = os.path.join(self._attempts, str(attempt), "output.log")
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError:
+            yield None
+            return
+        try:
+            yield fd, path
+        finally:
+            os.close(fd)
+
+    def note(self, message: str) -> None:
+        """Add a line to `run.log`, as far as that is possible."""
+        with suppress(OSError):
+            os.makedirs(self._folder, exist_ok=True)
+            with open(os.path.join(self._folder, "run.log"), "a", encoding="utf-8") as file:
+                file.write(f"{time_now()} {self._prefix}{message}\n")

@@ -66,12 +66,13 @@ class Signals:
     def run(
         self,
         command: Sequence[str],
-        stdout: int | None,
+        output: tuple[int | None, int | None],
         variables: Mapping[str, str],
         poll: Callable[[Running], Hang | None],
     ) -> tuple[int, Hang | None]:
         """Run the command to its end; its exit code, 128 + N if signal N ended it.
 
+        `output` are the descriptors for its output and errors; None are those of this process.
         `variables` are added to its environment; they hold the job's marker. `poll` is called
         about once a second; the job is ended if it returns a hang, or raises. Raises
         `UsageError` if the command cannot be started.
@@ -80,7 +81,8 @@ class Signals:
         try:
             child = subprocess.Popen(
                 list(command),
-                stdout=stdout,
+                stdout=output[0],
+                stderr=output[1],
                 env={**os.environ, **variables},
                 start_new_session=True,
             )

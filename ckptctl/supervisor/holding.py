@@ -195,6 +195,7 @@ def marker_of(state: SupervisorDocument, root: str) -> str:
 
 def take_over(
     revisions: Revisions,
+    copy: LocalCopy,
     root: str,
     signals: Signals,
     tell: Callable[[str], None],
@@ -208,7 +209,6 @@ def take_over(
     `OwnFileUnsupported` for one of another major version, `StorageError` where the store does
     not answer.
     """
-    copy = LocalCopy(root)
     while True:
         number, state = _read(revisions, copy, root, tell, reset)
         owner = state["owner"]

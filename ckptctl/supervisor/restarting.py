@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from ckptctl.selection.picking import pick
 from ckptctl.selection.tiers import roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
-from ckptctl.supervisor.causes import Logs
+from ckptctl.supervisor.causes import LogFolder, Logs
 from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import HeldState, take_over
@@ -88,6 +88,8 @@ def keep_running(
     state: str | None = None,
     reset_budget: str | None = None,
     nodes: NodeOptions = NodeOptions(),
+    log_dir: str | None = None,
+    phase: str = "",
     wait_s: float = WAIT_S,
     section_timeouts: Mapping[Section, float] = MappingProxyType({}),
     on_attempt: Callable[[Attempt], None] = lambda _attempt: None,
@@ -112,9 +114,12 @@ def keep_running(
     answer, before the first attempt and after a failed one. The state of the run is kept in
     the first root, or in the folder or URL `state`; a later call continues with it.
     `reset_budget` is the reason to begin a new budget. `nodes` says how nodes are excluded,
-    and with how many ranks the job can run. `section_timeouts` are limits in seconds: a
-    job with a rank that reports nothing for longer hangs, and is ended and restarted; other
-    sections have limits that are learned or built in. `on_attempt` gets each attempt when it
+    and with how many ranks the job can run. With `log_dir` the output of each attempt goes
+    to a file there, which is classified too, and the decisions to `run.log`. `phase` names
+    one of several jobs in the same root: it has a state and a log folder of its own.
+    `section_timeouts` are limits in seconds: a job with a rank that reports nothing for
+    longer hangs, and is ended and restarted; other sections have limits that are learned or
+    built in. `on_attempt` gets each attempt when it
     has ended, `tell` the messages between them. `stdout` is the descriptor for the command's
     output, by default the one of this process. The command finds the number of its restarts
     in `CKPTCTL_RESTART_COUNT`. `policy` and `requirements` are those of `pick`; steps are
@@ -158,9 +163,11 @@ def keep_running(
         storage=storage,
     )
     with opened(state or roots.first) as store:
-        folder = "" if state else STATE_FOLDER
+        folder = "/".join([*([] if state else [STATE_FOLDER]), *([phase] if phase else [])])
+        log_folder = None if log_dir is None else LogFolder(log_dir, phase)
+        tell = tell if log_folder is None else _both(tell, log_folder.note)
         supervisor = _Supervisor(
-            _Job(tuple(command), tuple(logs), stdout, sections),
+            _Job(tuple(command), tuple(logs), stdout, sections, phase, log_folder),
             Nodes(nodes, command, tell),
             WatchedRoots(roots, inspect, opened, wait_s),
             Revisions(store, folder, of_root=state is None),
@@ -178,6 +185,8 @@ class _Job(NamedTuple):
     logs: tuple[str, ...]
     stdout: int | None
     sections: SectionLimits
+    phase: str
+    log_folder: LogFolder | None
 
 
 class _NotStarted(Exception):
@@ -210,6 +219,7 @@ class _Supervisor:
         self._limits = limits
         self._backoff_s = backoff_s
         self._tell = tell
+        self._copy = LocalCopy(roots.url, job.phase)
         self._signals = Signals()
         self._logs = Logs(job.logs)
         self._attempts: list[Attempt] = []
@@ -263,7 +273,7 @@ class _Supervisor:
             return seen
         if self._signals.asked is not None:
             raise _NotStarted(128 + self._signals.asked, "a signal asked to end")
-        known = LocalCopy(self._roots.url).read()
+        known = self._copy.read()
         best = None if known is None or reset else known["best"]
         if seen.code in (0, EXIT_FRESH) and not seen.holds_steps and best is not None:
             raise _NotStarted(
@@ -283,7 +293,8 @@ class _Supervisor:
 
     def _hold(self, seen: Seen, reset: str | None) -> HeldState:
         """Take the state over; raises `_NotStarted` where its budget is spent."""
-        held = take_over(self._revisions, self._roots.url, self._signals, self._tell, reset)
+        url = self._roots.url
+        held = take_over(self._revisions, self._copy, url, self._signals, self._tell, reset)
         if held is None:
             asked = self._signals.asked or 0
             raise _NotStarted(128 + asked, "a signal asked to end")
@@ -320,13 +331,14 @@ class _Supervisor:
         attempt = _begun(number, plan)
         held.save({**state, "attempts": [*state["attempts"], attempt]})
         began_s = time.monotonic()
-        self._logs.begin()
         variables = {**plan.variables, RESTART_COUNT: str(restarts), MARKER: held.marker()}
         for watcher in watchers:
             variables |= watcher.prepare(number)
         poll = partial(_poll, watchers)
         try:
-            code, hang = self._signals.run(plan.command, self._job.stdout, variables, poll)
+            with self._output(number) as output:
+                self._logs.begin()
+                code, hang = self._signals.run(plan.command, output, variables, poll)
         except UsageError:
             held.save(state)  # nothing was started
             raise
@@ -335,7 +347,7 @@ class _Supervisor:
             watcher.finish()
         if hang is not None:
             self._tell(f"ended the job: {hang.message}")
-        cause = self._logs.cause(code) if code and self._job.logs else None
+        cause = self._logs.cause(code) if code else None
         asked = self._signals.asked is not None and hang is None
         ended = Ended(code, cause, hang is not None, asked)
         seen = self._seen_after(ended)
@@ -370,8 +382,29 @@ class _Supervisor:
                 self._tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
         left = budget_of(since_progress(held.state)).left(self._limits)
-        self._attempts.append(_result(attempt, verdict, left))
+        self._attempts.append(_result(attempt, verdict, left, self._job.phase or None))
+        if self._job.log_folder is not None:
+            self._job.log_folder.note(
+                f"attempt {number} ended with {code} after {took_s:.0f} s, newest usable step "
+                f"{seen.step}: {verdict.decision.value}, {verdict.reason}"
+            )
         return verdict
+
+    @contextmanager
+    def _output(self, number: int) -> Iterator[tuple[int | None, int | None]]:
+        """Where the output of an attempt goes, and its errors."""
+        if self._job.log_folder is None:
+            yield self._job.stdout, None
+            return
+        with self._job.log_folder.output(number) as opened:
+            if opened is None:
+                self._tell("warning: the log folder cannot be written; the output goes here")
+                yield self._job.stdout, None
+                return
+            fd, path = opened
+            self._logs = Logs((*self._job.logs, path))
+            self._tell(f"attempt {number} writes to {path}")
+            yield fd, fd
 
     def _seen_after(self, ended: Ended) -> Seen:
         """The roots after an attempt; waited for only where a restart needs the answer."""
@@ -462,7 +495,15 @@ def _blamed(hang: Hang | None, cause: Classification | None) -> dict[str, object
     }
 
 
-def _result(attempt: AttemptDocument, verdict: Verdict, left: int) -> Attempt:
+def _both(tell: Callable[[str], None], note: Callable[[str], None]) -> Callable[[str], None]:
+    def telling(message: str) -> None:
+        tell(message)
+        note(message)
+
+    return telling
+
+
+def _result(attempt: AttemptDocument, verdict: Verdict, left: int, phase: str | None) -> Attempt:
     """The attempt as `run` reports it."""
     return Attempt(
         number=attempt["number"],
@@ -479,5 +520,6 @@ def _result(attempt: AttemptDocument, verdict: Verdict, left: int) -> Attempt:
         section=attempt["section"],
         ranks=tuple(attempt["ranks"]),
         nodes=tuple(attempt["nodes"]),
+        phase=phase,
         world_size=attempt["world_size"],
     )

@@ -138,9 +138,10 @@ class Revisions:
 class LocalCopy:
     """The state as this user last wrote it on this machine; nothing where that is impossible."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, phase: str = "") -> None:
         given = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        name = hashlib.sha256(absolute_url(root).rstrip("/").encode()).hexdigest()[:32]
+        about = "\0".join([absolute_url(root).rstrip("/"), *([phase] if phase else [])])
+        name = hashlib.sha256(about.encode()).hexdigest()[:32]
         self.path = os.path.join(given, "ckptctl", "supervisor", f"{name}.json")
 
     def read(self) -> SupervisorDocument | None:

@@ -1,0 +1,169 @@
+"""Read a job file, and run the phases of a job one after the other.
+
+A phase begins only after the one before it was done. Each has its own command, budget and
+state, so that a later invocation continues with the first phase that is not done. A phase that
+only validates has nothing to resume from: it starts again from its beginning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptctl.errors import MissingExtra, OwnFileUnreadable, StorageError, UsageError
+from ckptctl.options import StorageOptions
+from ckptctl.storage.opening import is_local, join_url, open_store
+from ckptctl.supervisor.policy import MAX_RESTARTS
+from ckptctl.supervisor.restarting import keep_running
+from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.state import STATE_FOLDER, Revisions
+
+_MAX_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FIELDS = {"name": str, "command": list, "root": str, "max-restarts": int, "log": list}
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a job; `root` and `max_restarts` are None where the command line decides."""
+
+    name: str
+    command: tuple[str, ...]
+    root: str | None = None
+    max_restarts: int | None = None
+    logs: tuple[str, ...] = ()
+
+
+def read_job(path: str) -> tuple[Phase, ...]:
+    """The phases of a job file in order; raises `UsageError` where it is not one.
+
+    A job file is TOML with a table `[[phase]]` for each phase: `name`, `command` (a list of
+    words), and optionally `root`, `max-restarts` and `log` (a list of files).
+    """
+    tables = _parsed(path)
+    phases = [_phase(path, n, table) for n, table in enumerate(tables, 1)]
+    names = [phase.name for phase in phases]
+    if len(set(names)) < len(names):
+        raise UsageError(f"{path}: two phases have the same name")
+    return tuple(phases)
+
+
+def _parsed(path: str) -> list[Any]:
+    try:
+        tomllib = importlib.import_module("tomllib")
+    except ImportError as error:
+        raise MissingExtra("--job needs Python 3.11 or later, which reads TOML") from error
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        document = tomllib.loads(data.decode("utf-8")) if len(data) <= _MAX_BYTES else {}
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not TOML: {str(error)[:200]}") from error
+    tables = document.get("phase")
+    if not isinstance(tables, list) or not tables or document.keys() != {"phase"}:
+        raise UsageError(f"{path}: a job file holds one table [[phase]] for each phase")
+    return tables
+
+
+def _phase(path: str, n: int, table: object) -> Phase:
+    where = f"{path}, phase {n}"
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: it is no table")
+    for field, value in table.items():
+        kind = _FIELDS.get(field)
+        if kind is None:
+            raise UsageError(f"{where}: {field!r} is none of {', '.join(_FIELDS)}")
+        words = kind is not list or all(isinstance(each, str) for each in value)
+        if type(value) is not kind or not words:
+            what = {str: "a string", int: "an integer", list: "a list of strings"}[kind]
+            raise UsageError(f"{where}: {field} must be {what}")
+    name, command = table.get("name", ""), table.get("command", [])
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{where}: the name {name!r} is the name of a folder: letters, digits, '.', '_' and "
+            "'-', 64 at most"
+        )
+    if not command:
+        raise UsageError(f"{where}: the command is missing")
+    if table.get("max-restarts", 0) < 0:
+        raise UsageError(f"{where}: max-restarts must be 0 or more")
+    return Phase(
+        name,
+        tuple(command),
+        table.get("root"),
+        table.get("max-restarts"),
+        tuple(table.get("log", ())),
+    )
+
+
+def run_phases(
+    phases: Sequence[Phase],
+    root: str | Sequence[str],
+    *,
+    logs: Sequence[str] = (),
+    max_restarts: int = MAX_RESTARTS,
+    state: str | None = None,
+    log_dir: str | None = None,
+    reset_budget: str | None = None,
+    tell: Callable[[str], None] = lambda _message: None,
+    storage: StorageOptions = StorageOptions(),
+    **about: Any,
+) -> Supervised:
+    """Run the phases in order, each as `keep_running` does, until one is not done.
+
+    A phase that an earlier call saw done is passed over. The result holds the attempts of
+    all phases that ran, and the end of the last. Logs go to `log_dir`, or below the first root;
+    a root in an object store needs `log_dir`. A reset of the budget is for the first phase that
+    is not done.
+    """
+    attempts: tuple[Attempt, ...] = ()
+    found: Supervised | None = None
+    for phase in phases:
+        roots = phase.root or root
+        first = roots if isinstance(roots, str) else roots[0]
+        if _is_done(phase.name, state or join_url(first, STATE_FOLDER), storage):
+            tell(f"{phase.name}: done before")
+            continue
+        if log_dir is None and not is_local(first):
+            raise UsageError(
+                f"{first}: logs are not written to an object store", instead="--log-dir DIR"
+            )
+        found = keep_running(
+            phase.command,
+            roots,
+            phase=phase.name,
+            logs=(*logs, *phase.logs),
+            max_restarts=max_restarts if phase.max_restarts is None else phase.max_restarts,
+            state=state,
+            log_dir=log_dir or join_url(first, f"{STATE_FOLDER}/logs"),
+            reset_budget=reset_budget,
+            tell=tell,
+            storage=storage,
+            **about,
+        )
+        reset_budget = None
+        attempts += found.attempts
+        message = f"{phase.name}: {found.message}"
+        if found.exit_code:
+            return replace(found, attempts=attempts, message=message)
+        tell(message)
+    if found is None:
+        first = root if isinstance(root, str) else root[0]
+        return Supervised((), first, (), (), "all phases were done before", 0, None)
+    return replace(found, attempts=attempts, message=f"all {len(phases)} phases are done")
+
+
+def _is_done(name: str, url: str, storage: StorageOptions) -> bool:
+    """Whether the last attempt of a phase succeeded, as far as its state can be read."""
+    try:
+        with open_store(join_url(url, name), storage=storage) as store:
+            state = Revisions(store, of_root=False).newest()
+    except (StorageError, OwnFileUnreadable):
+        return False
+    attempts = state["attempts"] if state else []
+    return bool(attempts) and attempts[-1]["decision"] == Decision.DONE.value
