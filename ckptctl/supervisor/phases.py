@@ -21,7 +21,7 @@ from ckptctl.supervisor.restarting import keep_running
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELDS = {"name": str, "command": list, "root": str, "max-restarts": int, "log": list}
 
