@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, run_ckptctl
+from services.plugin import S3Server
 from supervisor.supervised_root import KILL_AT, processes_with, states
 
 import ckptctl
@@ -34,7 +35,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-def once(root: Path, *attempt: str, **about: object) -> ckptctl.Supervised:
+def once(root: Path | str, *attempt: str, **about: object) -> ckptctl.Supervised:
     """One invocation of `run` with one attempt, which ends with 18 unless `attempt` says how."""
     command = attempt or ("sh", "-c", "exit 18")
     return ckptctl.keep_running(command, str(root), backoff_s=0, no_restart=(18,), **about)
@@ -121,6 +122,19 @@ def test_the_state_can_lie_elsewhere(root: Path, tmp_path: Path):
     assert not (root / ".ckptctl" / "supervisor").exists()
     assert [path.name for path in elsewhere.glob("0*.json")]
     assert [once(root, state=str(elsewhere)).exit_code for _ in range(4)] == [18] * 3 + [93]
+
+
+@pytest.mark.server
+def test_the_state_of_a_root_in_an_object_store_lies_there(s3_moto: S3Server, tmp_path: Path):
+    root = f"s3://{s3_moto.bucket}/{tmp_path.name}"
+    about = {"create": True, "wait_s": 0, "storage_options": s3_moto.options}
+    assert [once(root, **about).exit_code for _ in range(5)] == [18] * 4 + [93]
+    held = s3_moto.client.list_objects_v2(
+        Bucket=s3_moto.bucket, Prefix=f"{tmp_path.name}/.ckptctl/supervisor/"
+    )
+    names = [each["Key"].rpartition("/")[2] for each in held["Contents"]]
+    assert len([name for name in names if name[0] == "0"]) == 4, "older revisions are removed"
+    assert "lease.json" in names
 
 
 # `run` is killed
