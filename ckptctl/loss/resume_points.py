@@ -89,8 +89,9 @@ def read_resume_report(
 ) -> ResumeReport | None:
     """The report at `path`, which is its file or a checkpoint root: then the newest one.
 
-    None, with `or_none`, for a root without reports. Raises `UsageError` where there is none
-    otherwise, and where the file is not a resume report.
+    None, with `or_none`, for a root without reports, and for one whose newest report is
+    damaged. Raises `UsageError` where there is none otherwise, and where the file is not a
+    resume report.
     """
     if base_name(path).endswith(".json"):
         folder, attempts, names = parent_url(path), "", [base_name(path)]
@@ -109,6 +110,8 @@ def read_resume_report(
             url = join_url(folder, file)
             return _parsed(url, read_json(store, file, max_bytes=_MAX_BYTES))
         except NotJson as error:
+            if or_none and attempts:
+                return None
             raise UsageError(f"{url}: not a resume report: {error}") from error
         except PathNotFound as error:
             raise UsageError(

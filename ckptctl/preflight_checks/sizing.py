@@ -12,13 +12,14 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ckptctl.checks.world_size import check_world_size
 from ckptctl.distributed.launcher import Cluster
-from ckptctl.errors import StorageError
+from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
-from ckptctl.formats.bounded_json import read_json
+from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank
 from ckptctl.formatting import duration, size
 from ckptctl.goodput.estimating import Measured
@@ -183,6 +184,7 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
 
 
+_ATTEMPTS = f"{OWN_FOLDER}/attempts"
 _MAX_RECORD = 1 << 20
 _MOST_RECORDS = 20
 _MOST_RANKS = 1 << 20
@@ -202,7 +204,9 @@ def check_damage(store: Store, reports: Sequence[Report], next_command: str) -> 
 
 def ranks_per_node(store: Store) -> int | None:
     """How many ranks each node had by the newest resume on record; None where there is none."""
-    for record in _resumes(store):
+    for _, record in _resumes(store):
+        if record is None:
+            continue
         cluster = record.get("cluster")
         ranks = cluster.get("local_world_size") if isinstance(cluster, dict) else None
         return ranks if isinstance(ranks, int) and ranks > 0 else None
@@ -220,9 +224,18 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
         return None
     if chosen.world_size is not None and chosen.world_size.source == "seal":
         return None
-    for record in _resumes(store):
-        step, wrote = record.get("step"), record.get("world_size")
-        if not isinstance(wrote, int) or (isinstance(step, int) and step >= chosen.number):
+    for name, record in _resumes(store):
+        if record is None:
+            # It may be the report of the attempt that wrote the step; an older one is not.
+            return Check(
+                "writers",
+                Outcome.WARNING,
+                f"{name} cannot be read, so how many ranks wrote step {chosen.number} is not "
+                "known; --saved-world-size N checks that each left a shard file",
+                next_command=f"ckptctl show {shlex.quote(chosen.url)}",
+            )
+        step, wrote = record.get("step"), int(str(record["world_size"]))
+        if isinstance(step, int) and step >= chosen.number:
             continue
         there = {rank for _, ranks in chosen.ranks for rank in ranks}
         missing = sorted(set(range(min(wrote, _MOST_RANKS))) - there)
@@ -242,17 +255,24 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
     return None
 
 
-def _resumes(store: Store) -> Iterator[dict[str, object]]:
-    """The records of the newest resumes, newest first; none where they cannot be read."""
-    folder = f"{OWN_FOLDER}/attempts"
+def _resumes(store: Store) -> Iterator[tuple[str, dict[str, object] | None]]:
+    """The newest resume reports, newest first, by path; None for one that cannot be read."""
     try:
-        names = [one.path for one in store.list_dir(folder) if one.path.endswith(".resume.json")]
-        for name in sorted(names, reverse=True)[:_MOST_RECORDS]:
-            record = read_json(store, name, max_bytes=_MAX_RECORD)
-            if isinstance(record, dict):
-                yield record
-    except (StorageError, ValueError):
+        entries = store.list_dir(_ATTEMPTS)
+    except PathNotFound:
         return
+    except StorageError:
+        yield _ATTEMPTS, None
+        return
+    names = sorted(one.path for one in entries if one.path.endswith(".resume.json"))
+    for name in reversed(names[-_MOST_RECORDS:]):
+        record: object = None
+        with suppress(StorageError, NotJson):
+            record = read_json(store, name, max_bytes=_MAX_RECORD)
+        if isinstance(record, dict) and type(record.get("world_size")) is int:
+            yield name, record
+        else:
+            yield name, None
 
 
 def _writers(damaged: Sequence[Report], per_node: int | None) -> list[str]:

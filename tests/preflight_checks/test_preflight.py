@@ -362,6 +362,28 @@ def test_a_shard_file_of_every_rank_that_wrote_is_demanded_where_a_record_counts
     assert ckptctl.preflight(str(root), saved_world_size=4).step is None
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{", "[" * 5000, "[]", '{"world_size": true}', '{"step": 200}', None]
+)
+def test_a_resume_report_that_cannot_be_read_is_a_warning_and_no_older_one_is_believed(
+    root: Path, content: str | None
+):
+    recorded(root, "20261120T000000.000000Z-00000001", None, 8)
+    newest = root / ".ckptctl" / "attempts" / "20261121T000000.000000Z-00000002.resume.json"
+    if content is None:
+        newest.mkdir()
+    else:
+        newest.write_text(content)
+    done = run_ckptctl("preflight", root, "--json")
+    document = validated(done.stdout)
+    assert (document["exit_code"], document["step"]) == (0, 300)
+    (check,) = [one for one in document["checks"] if one["name"] == "writers"]
+    assert check["outcome"] == "warning"
+    assert check["message"].startswith(f".ckptctl/attempts/{newest.name} cannot be read, so how")
+    shutil.rmtree(newest) if content is None else newest.unlink()
+    assert ckptctl.preflight(str(root)).exit_code == 11
+
+
 def test_the_environment_says_how_many_ranks_there_will_be():
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
     assert ranks_in(cluster_context(slurm)) == (32, "4 nodes of 8 GPUs")
