@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -141,7 +142,7 @@ def _ran(
     if not _changes(words):
         return _run(words, cwd, env)
     with tempfile.TemporaryDirectory() as aside:
-        copied = _on_copies(words, cwd, Path(aside))
+        copied = _on_copies(words, cwd, Path(aside), env)
         return None if copied is None else _run(copied, cwd, env)
 
 
@@ -159,8 +160,12 @@ def _run(
     )
 
 
-def _on_copies(words: Sequence[str], cwd: Path, aside: Path) -> list[str] | None:
-    """The words with every local path in a copy of its folder; None for what is not local."""
+def _on_copies(
+    words: Sequence[str], cwd: Path, aside: Path, env: Mapping[str, str]
+) -> list[str] | None:
+    """The words with every path in a copy of its folder or bucket; None for what is too large."""
+    if any(word.startswith("s3://") for word in words):
+        return [_in_copied_bucket(word, env) for word in words]
     if any("://" in word for word in words):
         return None
     copies: dict[Path, Path] = {}
@@ -177,6 +182,30 @@ def _on_copies(words: Sequence[str], cwd: Path, aside: Path) -> list[str] | None
             copies[folder] = Path(shutil.copytree(folder, aside / str(len(copies)), symlinks=True))
         changed.append(str(copies[folder] / path.name))
     return changed
+
+
+def _in_copied_bucket(word: str, env: Mapping[str, str]) -> str:
+    """The URL of the same object in a copy of what lies beside it; other words as they are."""
+    if not word.startswith("s3://"):
+        return word
+    import botocore.session
+
+    bucket, _, path = word.removeprefix("s3://").partition("/")
+    client = botocore.session.get_session().create_client(
+        "s3",
+        endpoint_url=env["AWS_ENDPOINT_URL"],
+        aws_access_key_id=env["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=env["AWS_SECRET_ACCESS_KEY"],
+        region_name=env["AWS_DEFAULT_REGION"],
+    )
+    copy = f"copy-{uuid.uuid4().hex[:12]}"
+    client.create_bucket(Bucket=copy)
+    prefix = path.partition("/")[0].partition("@")[0]
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+        for each in page.get("Contents", ()):
+            source = {"Bucket": bucket, "Key": each["Key"]}
+            client.copy_object(Bucket=copy, Key=each["Key"], CopySource=source)
+    return f"s3://{copy}/{path}"
 
 
 def _size(folder: Path) -> int:
