@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import sys
-from contextlib import suppress
 from typing import NoReturn
 
 _FEW_COLLECTIONS = 20_000
@@ -61,5 +60,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
 def _flush() -> None:
     """Bring out what is left; where that fails, `run` has said so already."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError, MemoryError):
+        try:  # noqa: SIM105 - `suppress` allocates
             stream.flush()
+        except (OSError, AttributeError, MemoryError):
+            pass
