@@ -128,7 +128,8 @@ def test_the_command_names_the_ranks_and_its_document_is_as_the_schema_says(reco
     ran = run_ckptctl("classify", "--flight-recorder", recorded / "absent", "--json")
     document = validated(ran.stdout)
     assert (document["failure"], document["confidence"]) == ("hang", "medium")
-    assert document["suspects"] == [{"node": None, "devices": [], "ranks": [2]}]
+    suspect = {"node": None, "devices": [], "ranks": [2], "confidence": "medium"}
+    assert document["suspects"] == [suspect]
     assert document["collectives"][0]["missing"] == [2]
     ran = run_ckptctl("classify", "--flight-recorder", recorded / "absent")
     assert "rank 2 never joined" in ran.stdout
