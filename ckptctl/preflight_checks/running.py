@@ -161,7 +161,7 @@ def preflight(
         for place, url in enumerate(stores):
             nodes[url] += tuple(one.facts[place] for one in reports_there)
 
-        def judge() -> tuple[tuple[Check, ...], Advice | None, tuple[Sized, ...]]:
+        def examine() -> tuple[tuple[Check, ...], Advice | None, tuple[Sized, ...]]:
             step_bytes = picked.chosen.n_bytes if picked.chosen else 0
             room = room_for * step_bytes if room_for else None
             reports = _reports(picked)
@@ -197,7 +197,7 @@ def preflight(
             ]
             return tuple(one for one in checks if one is not None), advice, sizes
 
-        checks, advice, sizes = group.from_first(judge)
+        checks, advice, sizes = group.from_first(examine)
     everyone = tuple(one for each in nodes.values() for one in each)
     answer = _answer(named.first, picked, checks, everyone, advice)
     return replace(answer, capacity=capacity_of(n_ranks, picked.chosen), sizes=sizes)

@@ -1,1 +1,1 @@
-"""The functions behind the commands: look, judge, choose."""
+"""The functions behind the commands: list, inspect, choose, seal, remove."""

@@ -1,6 +1,6 @@
 """Decide whether roots without a usable step are those of a new run.
 
-`judge_empty` is the one function that answers "fresh". A job that starts fresh over a
+`decide_beginning` is the one function that answers "fresh". A job that starts fresh over a
 good run loses all of it, so the answer needs evidence: what lies in each root and in the
 folders below it, what the root's own record says about earlier steps, whether the
 scheduler or a supervisor has started the job before, and whether the root exists.
@@ -59,7 +59,7 @@ class Beginning:
         return codes.get(self.answer, EXIT_NONE_USABLE)
 
 
-def judge_empty(
+def decide_beginning(
     tiers: Sequence[Tier],
     pattern: re.Pattern[str] | None = None,
     *,

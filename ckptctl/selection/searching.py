@@ -27,7 +27,7 @@ from ckptctl.selection.choosing import (
     in_order,
     suspect_storage,
 )
-from ckptctl.selection.empty_roots import Beginning, judge_empty
+from ckptctl.selection.empty_roots import Beginning, decide_beginning
 from ckptctl.selection.roots import (
     RootListing,
     check_pointers,
@@ -91,7 +91,7 @@ def search(
 ) -> Search:
     """Open the roots until `stack` ends, list each, and choose a step.
 
-    Raises as `open_tiers` and `judge_empty` do. Cost: one call of `list_steps` for each root,
+    Raises as `open_tiers` and `decide_beginning` do. Cost: one call of `list_steps` for each root,
     and the inspection of each step that decides the choice.
     """
     check_marks_file(requirements.marks)
@@ -201,7 +201,7 @@ def _beginning(
         return None
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
-    return judge_empty(tiers, pattern, interrupted=over, pointers=pointers, open_other=opened)
+    return decide_beginning(tiers, pattern, interrupted=over, pointers=pointers, open_other=opened)
 
 
 def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:

@@ -43,7 +43,7 @@ from ckptctl.options import (
     StorageOptions,
     options_from,
 )
-from ckptctl.selection.empty_roots import judge_empty
+from ckptctl.selection.empty_roots import decide_beginning
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root, older_steps
@@ -110,7 +110,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
         steps = [named for tier in tiers for named in tier.listing.steps]
         if not steps:
             opened = partial(open_store, storage=selection.storage)
-            begins = judge_empty(tiers, pattern, open_other=opened)
+            begins = decide_beginning(tiers, pattern, open_other=opened)
             if begins.answer is not Answer.FRESH:
                 raise NothingToResume(
                     begins.message,
