@@ -379,7 +379,7 @@ def test_too_many_steps_that_do_not_load_make_the_storage_suspect(root):
     for step in (6, 9, 12):
         flip_tensor(root / f"step_{step}")
     job = Job(root, level="listing")
-    with pytest.raises(NothingToResume, match="suspect the storage"):
+    with pytest.raises(NothingToResume, match="check the storage"):
         job.resume()
     job.die()
 
@@ -668,7 +668,7 @@ def test_a_wrong_argument_is_told_before_anything_is_written(tmp_path, wrong):
 
 @pytest.mark.parametrize("step_format", ["step", "{}", "weights_{}", "step_{}/x", "step_{:x}"])
 def test_names_that_nobody_would_take_for_steps_are_refused(tmp_path, step_format):
-    with pytest.raises(UsageError, match="are no steps"):
+    with pytest.raises(UsageError, match="are not recognized as steps"):
         Checkpointer(str(tmp_path), step_format=step_format)
 
 
@@ -692,7 +692,7 @@ def test_resolve_answers_as_pick_does(root):
     assert resolve("auto", str(root / "nothing-yet")) is None
     flip(root / "step_12" / ".metadata", 5)
     assert resolve("auto", str(root)) == str(root / "step_9")
-    with pytest.raises(NothingToResume, match="step_12 was asked for, and it is corrupt") as bad:
+    with pytest.raises(NothingToResume, match="step_12 was requested, but it is corrupt") as bad:
         resolve(12, str(root))
     assert bad.value.exit_code == 21
 

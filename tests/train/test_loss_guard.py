@@ -85,7 +85,7 @@ def test_a_tensor_is_a_loss():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"action": "panic"}, "'panic' is no action; they are warn, skip, stop"),
+        ({"action": "panic"}, "'panic' is not an action; expected one of warn, skip, stop"),
         ({"spike_factor": 0.5}, "spike_factor is 0.5"),
         ({"spike_factor": math.nan}, "spike_factor is nan"),
         ({"after": 0}, "after is 0"),
