@@ -31,6 +31,7 @@ BETWEEN_S = 1.0
 _WORKING = 0.05
 """The share of a processor that shows work. Source: DLRover takes less for a hang."""
 
+_KEPT = ("stacks-rank-", "flight-recorder-rank-")
 _ANSWER_S = 5.0
 """How long stacks are waited for; faulthandler writes them in milliseconds."""
 _PY_SPY_S = 15.0
@@ -106,7 +107,7 @@ def collect(
     *,
     of_save: bool = False,
 ) -> Evidence:
-    """Collect evidence of all ranks; the files lie in `out`, which is created.
+    """Collect evidence of all ranks; the files lie in the folder `out`.
 
     `processes` finds those of the job: others are neither signalled nor read, whatever a
     heartbeat names. `folder` holds the heartbeats and the stacks. Dumps of the flight recorder
@@ -114,7 +115,6 @@ def collect(
     the stacks are those of the thread of an asynchronous save. Takes some seconds, and at most
     about forty.
     """
-    os.makedirs(out, exist_ok=True)
     found = set(processes())
     own = {rank: Process(beat["pid"], beat["started"]) for rank, beat in beats.items()}
     alive = {rank: process for rank, process in own.items() if process in found}
@@ -135,7 +135,7 @@ def collect(
     return Evidence(
         tuple(_evidence(rank, beat["node"], samples.get(rank, ())) for rank, beat in beats.items()),
         dumps,
-        tuple(sorted(entry.path for entry in os.scandir(out))),
+        tuple(sorted(entry.path for entry in os.scandir(out) if entry.name.startswith(_KEPT))),
         used / os.sysconf("SC_CLK_TCK") >= _WORKING * took_s,
     )
 
@@ -206,7 +206,7 @@ def _sample(beat: Heartbeat, process: Process, folder: str, out: str, of_save: b
     # A stopped process answers nobody, and py-spy would wait for it.
     if state == "T":
         return _Sample(state, None, asked=False)
-    kept = os.path.join(out, f"rank-{beat['rank']}.txt")
+    kept = os.path.join(out, f"stacks-rank-{beat['rank']}.txt")
     text = _by_py_spy(process)
     stack = stack_in(text, of_save=of_save)
     asked = False
@@ -324,7 +324,7 @@ def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
                 about = entry.stat()
                 if about.st_mtime < since_s or about.st_size > MAX_DUMP_BYTES:
                     continue
-                kept = os.path.join(out, f"flight_recorder_rank_{name}")
+                kept = os.path.join(out, f"flight-recorder-rank-{name}")
                 shutil.copyfile(entry.path, kept)
                 with open(kept, "rb") as file:
                     found.append(read_dump(kept, file.read()))

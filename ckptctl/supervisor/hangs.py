@@ -37,8 +37,6 @@ _SAMPLE_AGAIN_S = 30.0
 _QUIET_S = 1800.0
 """After how long without a line in the logs a message is printed, where no limit is given."""
 
-_MOST_MISSING = 64
-
 
 @dataclass(slots=True)
 class _Rank:
@@ -47,6 +45,8 @@ class _Rank:
     beat: Heartbeat
     since_s: float
     saving_since_s: float
+    ended: bool = False
+    """Its process is gone: it is waited for no longer."""
 
 
 class _Late(NamedTuple):
@@ -77,12 +77,9 @@ class HangWatcher:
         self._logs = LogGrowth(logs)
         self._kept_in = folder
         self._tell = tell
+        self._explained = False
+        self._judges_logs = bool(logs) and "outside" in limits.given
         self._reset(0)
-        if not limits.seen and not (logs and "outside" in limits.given):
-            self._tell(
-                "a hang is detected only if the job writes heartbeats (ckptctl.train does); for "
-                "other jobs give --log and --out-of-section-timeout"
-            )
 
     def close(self) -> None:
         """Remove the folder of the heartbeats."""
@@ -110,17 +107,32 @@ class HangWatcher:
         """A hang with its evidence, or None."""
         if math.isnan(self._polled_s):
             self._began_s = now_s
-        elif now_s - self._polled_s > GAP_S:
+            self._explain()
+        elif now_s - self._polled_s > GAP_S or self._folder.mend():
             self._restart_timers(now_s)
         self._polled_s = now_s
         self._take_in(self._folder.read(), now_s)
         if not self._ranks:
             return self._judge_unheard(running, now_s)
+        if self._late(now_s) is not None:
+            found = set(running.processes())
+            for rank in self._ranks.values():
+                rank.ended = process_of(rank.beat) not in found
         late = self._late(now_s)
         if late is None:
             self._next_sample_s = float("-inf")
             return None
         return self._judge(late, running, now_s)
+
+    def _explain(self) -> None:
+        """Say what it takes to detect a hang, where nothing shows that the job has it."""
+        if self._explained or self._limits.seen or self._judges_logs:
+            return
+        self._explained = True
+        self._tell(
+            "a hang is detected only if the job writes heartbeats (ckptctl.train does); for "
+            "other jobs give --log and --out-of-section-timeout"
+        )
 
     def _restart_timers(self, now_s: float) -> None:
         self._began_s = now_s
@@ -133,6 +145,8 @@ class HangWatcher:
     def _take_in(self, beats: Mapping[int, Heartbeat], now_s: float) -> None:
         """Start the timer of each rank that has reported, and learn how long it took."""
         first = min(beats, default=0)
+        for number in self._ranks.keys() - beats.keys():
+            self._ranks[number].since_s = now_s  # somebody has removed its heartbeat
         for number, beat in beats.items():
             one = int(number == first)  # the reports of one rank are counted
             rank = self._ranks.get(number)
@@ -155,19 +169,18 @@ class HangWatcher:
 
     def _late(self, now_s: float) -> _Late | None:
         """The section whose limit passed first; None where none has."""
+        ranks = [rank for rank in self._ranks.values() if not rank.ended]
         waits = [
             (_section(rank.beat), now_s - rank.since_s)
-            for rank in self._ranks.values()
+            for rank in ranks
             # A rank that waits for its own save in flight has the time of that.
             if rank.beat["saving"] is None or rank.beat["section"] != "checkpoint"
         ]
         waits += [
             ("async-save", now_s - rank.saving_since_s)
-            for rank in self._ranks.values()
+            for rank in ranks
             if rank.beat["saving"] is not None
         ]
-        if self._missing():
-            waits.append(("outside", now_s - self._began_s))
         times = (_Late(section, self._limits.of(section), waited_s) for section, waited_s in waits)
         late = (each for each in times if each.waited_s > each.limit.seconds)
         return max(late, key=lambda each: each.waited_s - each.limit.seconds, default=None)
@@ -175,25 +188,25 @@ class HangWatcher:
     def _missing(self) -> list[int]:
         """Ranks of this node that have not reported yet, if their numbers are known.
 
-        Launchers number the ranks of a node one after the other.
+        torchrun numbers the ranks of a node one after the other. Where most have not reported,
+        the script reports from one rank alone.
         """
         size = max((rank.beat["local_world_size"] or 0 for rank in self._ranks.values()), default=0)
         if not size or len(self._ranks) >= size:
             return []
         first = min(self._ranks) // size * size
-        return [n for n in range(first, first + size) if n not in self._ranks][:_MOST_MISSING]
+        missing = [n for n in range(first, first + size) if n not in self._ranks]
+        is_block = max(self._ranks) < first + size
+        return missing if is_block and len(missing) < len(self._ranks) else []
 
     def _judge(self, late: _Late, running: Running, now_s: float) -> Hang | None:
-        """A hang, unless the whole job is stopped, the ranks have ended, or they still work."""
+        """A hang, unless the whole job is stopped or shows that it works."""
         section, limit, waited_s = late
         is_last = waited_s >= limit.longest_s
         if now_s < self._next_sample_s and not is_last:
             return None
         beats = {number: rank.beat for number, rank in self._ranks.items()}
-        found = set(running.processes())
-        alive = {process_of(beat) for beat in beats.values()} & found
-        if not alive:
-            return None  # the launcher finishes, or starts the ranks again
+        alive = {process_of(rank.beat) for rank in self._ranks.values() if not rank.ended}
         if self._is_stopped({*alive, running.leader}, now_s):
             return None
         if section == "async-save":
@@ -231,12 +244,23 @@ class HangWatcher:
     def _collect(
         self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
     ) -> Evidence:
-        if self._kept_in is None:
-            self._kept_in = tempfile.mkdtemp(prefix="ckptctl-evidence-")
-        out = os.path.join(self._kept_in, f"attempt-{self._attempt}")
+        out = self._new_folder()
+        if not out:
+            return Evidence((), (), (), works=False)
         return collect(
             beats, running.processes, self._folder.path, out, self._began_at_s, of_save=of_save
         )
+
+    def _new_folder(self) -> str:
+        """A folder for the evidence of this attempt; that of the heartbeats on a full disk."""
+        try:
+            if self._kept_in is None:
+                self._kept_in = tempfile.mkdtemp(prefix="ckptctl-evidence-")
+            out = os.path.join(self._kept_in, f"attempt-{self._attempt}")
+            os.makedirs(out, exist_ok=True)
+        except OSError:
+            return self._folder.path
+        return out
 
     # Without heartbeats
 

@@ -30,26 +30,49 @@ _IN_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is made by mkdtemp
 
 
 class Folder:
-    """The folder of the heartbeats of one job on this node."""
+    """The folder of the heartbeats of one job on this node.
+
+    `path` is empty where no folder can be made: the job then writes no heartbeats.
+    """
 
     def __init__(self) -> None:
-        in_memory = os.path.isdir(_IN_MEMORY) and os.access(_IN_MEMORY, os.W_OK)
-        self.path = tempfile.mkdtemp(prefix="ckptctl-", dir=_IN_MEMORY if in_memory else None)
+        self.path = ""
+        for parent in (_IN_MEMORY, None):
+            with suppress(OSError):
+                self.path = self.path or tempfile.mkdtemp(prefix="ckptctl-", dir=parent)
 
     @property
     def variables(self) -> Mapping[str, str]:
         """What the environment of the job must hold."""
-        return {FOLDER_VARIABLE: self.path}
+        return {FOLDER_VARIABLE: self.path} if self.path else {}
 
     def clear(self) -> None:
         """Remove all that an earlier attempt left, also a section that it had begun."""
-        for entry in os.scandir(self.path):
+        self.mend()
+        for path in self._paths():
             with suppress(OSError):
-                os.unlink(entry.path)
+                os.unlink(path)
+
+    def mend(self) -> bool:
+        """Make the folder again if it is gone; whether it was.
+
+        systemd removes what a user has in /dev/shm when the user logs out (`RemoveIPC`).
+        """
+        if not self.path or os.path.isdir(self.path):
+            return False
+        with suppress(OSError):
+            os.mkdir(self.path, 0o700)
+        return True
+
+    def _paths(self) -> list[str]:
+        try:
+            return sorted(entry.path for entry in os.scandir(self.path))
+        except OSError:
+            return []
 
     def read(self) -> dict[int, Heartbeat]:
         """The heartbeats by rank, in their order; a file that is no heartbeat is passed over."""
-        names = ((rank_in(entry.name), entry.path) for entry in os.scandir(self.path))
+        names = ((rank_in(os.path.basename(path)), path) for path in self._paths())
         paths = sorted((rank, path) for rank, path in names if rank is not None)
         found = {}
         for rank, path in paths[:MAX_RANKS]:
@@ -61,7 +84,8 @@ class Folder:
 
     def remove(self) -> None:
         """Remove the folder, at the end of the run."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def process_of(beat: Heartbeat) -> Process:
