@@ -120,7 +120,7 @@ def collect(
     alive = {rank: process for rank, process in own.items() if process in found}
     ranks = {process.pid for process in alive.values()}
     helpers = [process for process in found if process.pid not in ranks]
-    spent = _ticks(helpers, ranks)
+    before = _wanted_s(helpers, ranks)
     began_s = time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         pending = {
@@ -129,14 +129,14 @@ def collect(
         }
         samples = {rank: each.result() for rank, each in pending.items()}
     took_s = time.monotonic() - began_s
-    later = _ticks(helpers, ranks)
-    used = sum(ticks - spent[process] for process, ticks in later.items() if process in spent)
+    after = _wanted_s(helpers, ranks)
+    wanted_s = sum(after[each] - before[each] for each in before.keys() & after.keys())
     dumps = _dumps(out, since_s)
     return Evidence(
         tuple(_evidence(rank, beat["node"], samples.get(rank, ())) for rank, beat in beats.items()),
         dumps,
         tuple(sorted(entry.path for entry in os.scandir(out) if entry.name.startswith(_KEPT))),
-        used / os.sysconf("SC_CLK_TCK") >= _WORKING * took_s,
+        wanted_s >= _WORKING * took_s,
     )
 
 
@@ -164,15 +164,24 @@ def state_of(process: Process) -> str:
         return ""
 
 
-def _ticks(helpers: Sequence[Process], ranks: set[int]) -> dict[Process, int]:
-    """The processor time of the processes below ranks, in clock ticks."""
-    parents, used = {}, {}
+def _wanted_s(helpers: Sequence[Process], ranks: set[int]) -> dict[Process, float]:
+    """The processor time, in seconds, that the processes below ranks used or waited for.
+
+    With what they waited for, a process that works is seen on a busy machine, too.
+    Source: `schedstat` of the Linux kernel's `Documentation/scheduler/sched-stats.rst`.
+    """
+    parents, wanted_ns = {}, {}
     for process in helpers:
+        folder = f"/proc/{process.pid}"
         with suppress(OSError, IndexError, ValueError):
-            with open(f"/proc/{process.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            parents[process.pid] = int(fields[1])
-            used[process] = int(fields[11]) + int(fields[12])
+            with open(f"{folder}/stat", "rb") as file:
+                parents[process.pid] = int(file.read().rpartition(b")")[2].split()[1])
+            total_ns = 0
+            for thread in os.listdir(f"{folder}/task"):
+                with open(f"{folder}/task/{thread}/schedstat", "rb") as file:
+                    used_ns, waited_ns, *_ = file.read().split()
+                total_ns += int(used_ns) + int(waited_ns)
+            wanted_ns[process] = total_ns
 
     def below_a_rank(pid: int) -> bool:
         for _ in range(64):
@@ -181,7 +190,7 @@ def _ticks(helpers: Sequence[Process], ranks: set[int]) -> dict[Process, int]:
                 break
         return pid in ranks
 
-    return {process: ticks for process, ticks in used.items() if below_a_rank(process.pid)}
+    return {each: ns / 1e9 for each, ns in wanted_ns.items() if below_a_rank(each.pid)}
 
 
 # Stacks

@@ -227,7 +227,8 @@ def test_a_limit_that_nobody_gave_is_extended_while_stacks_change(watch):
 def test_a_limit_that_nobody_gave_is_extended_while_an_evaluation_runs_beside(watch):
     one = watch()
     one.ranks.start(0)
-    one.ranks.start(1, f"subprocess.run([sys.executable, '-c', {BESIDE!r}])")
+    # Beside busier processes it gets little of the processor, and still works.
+    one.ranks.start(1, f"subprocess.run(['nice', sys.executable, '-c', {BESIDE!r}])")
     assert one.wait(620) is None
     assert [m for m in one.messages if "but the job works" in m]
 
