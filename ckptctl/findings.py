@@ -136,12 +136,14 @@ CODES: Mapping[str, Code] = {
         Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished"
     ),
     "values.not-finite": _warning("a tensor contains NaN or infinity"),
-    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "the format is not sharded DCP"),
+    "format.unsupported": _fault(Verdict.UNVERIFIABLE, "ckptctl does not inspect this format"),
+    "format.unlisted": _fault(
+        Verdict.UNVERIFIABLE, "nothing states which files belong to the step"
+    ),
     "format.no-checksums": _note("the format has no checksums"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
-    "file.missing": _fault(
-        Verdict.INCOMPLETE, "the file that the framework writes last is missing"
-    ),
+    "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
+    "file.fewer": _warning("fewer ranks left files than in the step before"),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
     "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged"),
     "state.missing": _note("some train state is missing"),
@@ -356,7 +358,8 @@ class Report:
     parts: tuple[str, ...]
     """The folders of tensors in the step, as paths relative to it; the step itself is empty."""
     digests: tuple[tuple[str, Hex], ...]
-    """SHA-256 of the metadata files, by path."""
+    """SHA-256 of the metadata files, by path; of rank files, from level structure on, that of the
+    directory of each."""
     ranks: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The ranks that left a file, by part."""
     seal: str | None = None

@@ -52,6 +52,12 @@ def framework_roots() -> Path:
 
 
 @pytest.fixture(scope="session")
+def rank_files() -> Path:
+    """Roots of rank files, each written by the framework that it is named after."""
+    return _unpacked("rank-files")
+
+
+@pytest.fixture(scope="session")
 def checkpoints() -> Path:
     """Every variant that `fixtures/make.py` writes, as `NAME/step_N`, with real torch.
 

@@ -23,27 +23,9 @@ from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
 from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.formatting import counted, inside, some_of
-from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
+from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 
 _WHAT_IT_IS = {
-    PartFormat.FLAT: (
-        "plain torch.save files",
-        (
-            "each holds whole objects of one rank, so another world size cannot load sharded "
-            "state from them, and nothing states which of them belong together"
-        ),
-    ),
-    PartFormat.DEEPSPEED: (
-        "a DeepSpeed ZeRO checkpoint",
-        (
-            "its optimizer is sharded for the data-parallel size that wrote it; another size "
-            "needs DeepSpeed's universal conversion first"
-        ),
-    ),
-    PartFormat.MEGATRON_LEGACY: (
-        "a legacy Megatron checkpoint (mp_rank_* folders)",
-        "it loads only at the tensor- and pipeline-parallel size that wrote it",
-    ),
     PartFormat.ZARR: (
         "a zarr checkpoint",
         "Megatron's zarr format is deprecated; convert it to torch_dist with Megatron itself",
@@ -85,7 +67,7 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
     if not step.parts:
         yield _no_tensors(step)
     for part in step.parts:
-        if part.format not in SHARDED and part.format is not PartFormat.SAFETENSORS:
+        if part.format in _WHAT_IT_IS:
             yield _unsupported(step, part)
 
 

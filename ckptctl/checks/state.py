@@ -129,7 +129,8 @@ def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
     names = by_name.names if by_name else ()
     if not isinstance(content, Mapping):
         return dict.fromkeys(names)
-    held: dict[str, int | None] = dict.fromkeys(names if len(names) == 1 else ())
+    always = by_name.always if by_name else ()
+    held: dict[str, int | None] = dict.fromkeys(names if len(names) == 1 else always)
     for key, value in content.items():
         if is_wrapper(str(key)) and isinstance(value, Mapping):
             held |= _held_by(value, None)

@@ -18,6 +18,7 @@ from ckptctl.formats.frameworks.layouts import (
     rank_local_rank,
     shard_rank,
 )
+from ckptctl.formats.frameworks.rank_files import CONVERSIONS, families
 from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, TrainState, WorldSize
 
 _WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
@@ -30,6 +31,8 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
     `named` are the shard files that the part's metadata names. A file with bytes
     that it does not name was left by another save, and says nothing of this one.
     """
+    if part.format is PartFormat.RANK_FILES:
+        return frozenset(rank for one in families(part.files) for rank in one.ranks)
     names = [file.path for file in part.files if not _is_left_over(file, named)]
     names += named or ()  # a file that is missing was written by someone too
     found = (read(name) for name in names for read in _RANK_READERS)
@@ -62,11 +65,13 @@ def saved_world_size(
     # A rank with nothing to write leaves no safetensors file: such a part says the size
     # only where no other does, and not for sure.
     telling = [part for part in sharded if part.format is not PartFormat.SAFETENSORS]
+    telling += [part for part in parts if _rank_files(part)]
     unclear = not telling or any(
-        len(ranks[part.path]) <= max(ranks[part.path], default=-1)
+        len(ranks.get(part.path, ())) <= max(ranks.get(part.path, ()), default=-1)
         or any(_is_left_over(file, named.get(part.path)) for file in part.files)
         for part in telling
     )
+    by_files = max(by_files, *(_rank_files(part) for part in parts), 0)
     by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
     if by_state > by_files:
         return WorldSize(by_state, "train-state", at_least=True)
@@ -75,11 +80,22 @@ def saved_world_size(
     return WorldSize(by_files, "shard-files", at_least=unclear)
 
 
+def _rank_files(part: Part) -> int:
+    """How many ranks the names of rank files state; 0 for another part, and for none."""
+    if part.format is not PartFormat.RANK_FILES:
+        return 0
+    return max((one.n_ranks or 0 for one in families(part.files)), default=0)
+
+
 def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> Iterator[Finding]:
     """Yield `shard.missing` for each part that lacks a shard file of one of `expected` ranks.
 
     Pipeline stages share the ranks among them and are counted together.
     """
+    for part in parts:
+        n_ranks = _rank_files(part)
+        if 0 < n_ranks < expected:
+            yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
     sharded = [part for part in parts if part.format in _WITH_RANKS]
     stages = [part for part in sharded if is_stage(part.path)]
     n_in_stages = sum(len(ranks_in(part)) for part in stages)
@@ -123,7 +139,7 @@ def check_world_size(
     """
     if saved is not None and saved.size == wanted and not saved.at_least:
         return
-    fixed = [part for part in parts if part.format not in (PartFormat.DCP, PartFormat.SAFETENSORS)]
+    fixed = [part for part in parts if _is_fixed(part, wanted)]
     if fixed:
         yield _fixed(fixed[0], saved, wanted, url)
         return
@@ -147,18 +163,41 @@ def check_world_size(
     yield Finding(
         "world-size.differs",
         "",
-        f"written by {written}, to be loaded by {wanted} ranks: DCP reshards while loading",
+        f"written by {written}, to be loaded by {wanted} ranks: "
+        + ("DCP reshards while loading" if _is_dcp(parts) else "no file holds a shard"),
         expected=f"{wanted} ranks",
         found=written,
     )
 
 
+def _is_dcp(parts: Sequence[Part]) -> bool:
+    return any(part.format in SHARDED for part in parts)
+
+
+def _is_fixed(part: Part, wanted: int) -> bool:
+    """Whether only as many ranks can load a part as wrote it.
+
+    Names that count model-parallel ranks alone leave the data-parallel size free.
+    """
+    if part.format is PartFormat.RANK_FILES:
+        sharded = (one for one in families(part.files) if one.sharded)
+        return any(
+            one.n_ranks != wanted if one.n_ranks else wanted % one.n_files for one in sharded
+        )
+    return part.format not in (PartFormat.DCP, PartFormat.SAFETENSORS)
+
+
 def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Finding:
+    next_command = f"ckptctl show {shlex.quote(url)}"
     if part.format is PartFormat.DCP_RANK_LOCAL:
         why = (
             "every rank wrote its own metadata, and a load at another world size gives "
             "wrong values without an error"
         )
+    elif part.format is PartFormat.RANK_FILES:
+        layout = next(one.layout for one in families(part.files) if one.sharded)
+        why = f"each rank has shards of its own ({layout})"
+        next_command = CONVERSIONS[layout].format(step=url, root=url.rpartition("/")[0])
     else:
         why = f"{part.format.value} checkpoints cannot be resharded while loading"
     return Finding(
@@ -167,7 +206,7 @@ def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Findin
         f"cannot be loaded on {wanted} ranks: {why}",
         expected=f"{wanted} ranks",
         found=_count(saved),
-        next_command=f"ckptctl show {shlex.quote(url)}",
+        next_command=next_command,
     )
 
 

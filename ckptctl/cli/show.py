@@ -107,11 +107,13 @@ def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None)
 
 def _head(contents: Contents) -> Iterator[Line]:
     number = "" if contents.number is None else f"step {contents.number}: "
-    said = f"{number}{contents.n_params:,} parameters, {exact_size(contents.n_bytes)}"
+    params = f"{contents.n_params:,} parameters, " if contents.tensors else ""
+    said = f"{number}{params}{exact_size(contents.n_bytes)}"
     yield line(Span(said, "strong"), hang=2)
     yield line("  ", Span(contents.url, "name"), solid=True)
     yield line(f"  layout {contents.layout}, {ranks_in_words(contents.world_size)}", hang=4)
-    yield line(f"  metadata version {contents.torch_version}", hang=4)
+    if contents.torch_version != "unknown":
+        yield line(f"  metadata version {contents.torch_version}", hang=4)
     if contents.checkpoint_id is not None:
         yield line(f"  saved as {contents.checkpoint_id}", solid=True)
 

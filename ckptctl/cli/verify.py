@@ -127,7 +127,8 @@ def next_command(report: Report) -> str | None:
         deeper = _DEEPER.get(report.level)
         return f"ckptctl verify {url} --level {deeper.value}" if deeper else None
     if report.verdict is Verdict.COMPLETE:
-        return f"ckptctl show {url}"
+        fixed = (f.next_command for f in report.findings if f.code == "world-size.fixed")
+        return next(fixed, None) or f"ckptctl show {url}"
     fault = report.with_severity(Severity.FAULT)[0]
     given = fault.next_command
     if given is not None and not _repeats(given, report):

@@ -22,7 +22,7 @@ from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import FileInfo, Part, PartFormat
+from ckptctl.model import FileInfo, Part
 from ckptctl.records.byte_pass import Limits, Run, read_runs
 from ckptctl.records.content_runs import record_runs
 from ckptctl.records.digest_runs import BlockDigests, RecordRun
@@ -106,7 +106,7 @@ def inspect_content(
     asked = asked or Asked()
     sealed = None
     if seal is not None and asked.choose is None:
-        sealed = Comparison(opened.name, seal, opened.files, passed_over)
+        sealed = Comparison(opened.folder, seal, opened.files, passed_over)
     parts = [part for part in opened.parts if part.metadata]
     checks = [
         ContentCheck(part.ranges, part.part.files, part.path, choose=_own_share(asked))
@@ -142,7 +142,8 @@ def inspect_content(
     found = [*sealed.findings()] if sealed else []
     found += [finding for check in checks for finding in check.findings(as_sealed)]
     for part in opened.parts:
-        found += _of_safetensors(part.part, as_sealed)
+        for held in part.safetensors:
+            found += _of_safetensors(held.part, as_sealed)
     proven = sum((check.proven for check in checks), NOTHING_PROVEN)
     finished = all(check.whole for check in checks) and (sealed is None or sealed.whole)
     whole = finished and asked.choose is None
@@ -168,8 +169,6 @@ def _own_share(asked: Asked) -> Choose | None:
 
 
 def _of_safetensors(part: Part, sealed: Collection[str]) -> Iterator[Finding]:
-    if part.format is not PartFormat.SAFETENSORS:
-        return
     files = [file.path for file in part.files if file.path.endswith(SUFFIX)]
     unproven = [path for path in files if inside(part.path, path) not in sealed]
     if unproven:

@@ -37,7 +37,7 @@ from ckptctl.findings import (
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
-from ckptctl.model import SHARDED, FileInfo, Level, Step, TrainState, WorldSize
+from ckptctl.model import SHARDED, FileInfo, Level, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind, ShortRead
 
@@ -243,7 +243,12 @@ def _report(
         + (found.content.n_read if found.content else 0),
         written_s=_newest(files),
         parts=tuple(part.path for part in step.parts),
-        digests=tuple((part.metadata_path(one.rank), one.digest) for part, one in metadata),
+        digests=tuple(
+            pair
+            for part in parts
+            if found.is_deep or part.part.format in SHARDED
+            for pair in part.digests.items()
+        ),
         ranks=tuple((part.path, tuple(sorted(ranks_in(part)))) for part in step.parts),
         seal=seal.kind if seal else None,
         bytes_in_records=proven.n_asked,
@@ -276,6 +281,9 @@ def _newest(files: Sequence[FileInfo]) -> float | None:
     return max((file.mtime_s for file in files if file.mtime_s is not None), default=None)
 
 
+_HALF_WRITTEN = frozenset({"record.framing", "shard.truncated", "file.unreadable"})
+"""What a rank file looks like while it is written; the metadata of DCP is written last."""
+
 MAX_AHEAD_S = 12 * 3600.0
 """How far a storage's clock may be ahead: local time for UTC, at most."""
 
@@ -290,12 +298,15 @@ def _in_flight(step: Step, findings: Sequence[Finding], grace_s: float) -> Itera
     age_s = None if newest is None else time.time() - newest
     ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
     young = age_s is not None and -ahead_s <= age_s < grace_s
-    unfinished = [finding for finding in findings if finding.code in NEVER_FINISHED]
+    codes = NEVER_FINISHED
+    if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+        codes |= _HALF_WRITTEN
+    unfinished = [finding for finding in findings if finding.code in codes]
     if age_s is None or not (young and unfinished):
         yield from findings
         return
     when = f"{age_s:.0f} s ago" if age_s >= 0 else f"{-age_s:.0f} s in the future"
-    yield from (finding for finding in findings if finding.code not in NEVER_FINISHED)
+    yield from (finding for finding in findings if finding.code not in codes)
     yield Finding(
         "step.in-progress",
         unfinished[0].where,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from ckptctl.inspection.part_files import (
     read_structure,
 )
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
-from ckptctl.model import SHARDED, FileInfo, Metadata, Part, Step
+from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Store
@@ -65,9 +66,23 @@ class OpenStep:
         """The step's address."""
         return join_url(self.store.url, self.name) if self.name else self.store.url
 
+    @property
+    def is_file(self) -> bool:
+        """The step is one file, and no folder."""
+        if not self.name.endswith(layouts.FLAT_SUFFIXES):
+            return False
+        return any(layouts.is_flat_file(file) and file.path == self.name for file in self.files)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the step's files in the store: of a step that is a file, the root."""
+        return "" if self.is_file else self.name
+
     def in_store(self, path: str) -> str:
         """The path in the store of a file of the step."""
-        return inside(self.name, path)
+        if self.is_file and layouts.is_own(path):
+            return layouts.own_file_of_lone(self.name, path)
+        return inside(self.folder, path)
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:
@@ -122,7 +137,7 @@ class OpenStep:
     def sidecars(self) -> tuple[Sidecar, ...]:
         """The files that hold train state, as far as they are small; see `read_sidecars`."""
         step = self.step
-        return tuple(read_sidecars(self.store, step, sidecars_of(step)))
+        return tuple(read_sidecars(self.store, self.folder, step, sidecars_of(step)))
 
     @cached_property
     def seal(self) -> ReadSeal:
@@ -141,13 +156,11 @@ class OpenStep:
     @property
     def digests(self) -> dict[str, str]:
         """The digest of each metadata file that decodes, by its path in the step."""
-        return {
-            part.metadata_path(one.rank): one.digest for part in self.parts for one in part.metadata
-        }
+        return {path: digest for part in self.parts for path, digest in part.digests.items()}
 
 
 class OpenPart:
-    """A folder of tensors in an open step; a part of another format than DCP has no metadata."""
+    """A folder of tensors in an open step; only DCP and rank files have metadata."""
 
     def __init__(self, opened: OpenStep, part: Part) -> None:
         self.opened = opened
@@ -161,7 +174,7 @@ class OpenPart:
     @property
     def folder(self) -> str:
         """Where the part is in the store."""
-        return self.opened.in_store(self.path) if self.path else self.opened.name
+        return self.opened.in_store(self.path) if self.path else self.opened.folder
 
     @property
     def store(self) -> Store:
@@ -188,6 +201,10 @@ class OpenPart:
     @cached_property
     def decoded(self) -> tuple[Metadata | Finding, ...]:
         """The decoded metadata files and what is wrong with them; see `read_metadata`."""
+        if self.part.format is PartFormat.RANK_FILES:
+            from ckptctl.inspection.rank_files import listed_archives
+
+            return (listed_archives(self.part, self.opened.step.layout),)
         return tuple(read_metadata(self)) if self.part.format in SHARDED else ()
 
     @cached_property
@@ -197,6 +214,27 @@ class OpenPart:
         Cost: one read for each metadata file.
         """
         return tuple(one for one in self.decoded if isinstance(one, Metadata))
+
+    @property
+    def safetensors(self) -> tuple[OpenPart, ...]:
+        """The folders of safetensors: the part itself, or those in a part of rank files."""
+        if self.part.format is PartFormat.RANK_FILES:
+            from ckptctl.inspection.rank_files import safetensors_in
+
+            return tuple(OpenPart(self.opened, held) for held in safetensors_in(self.part))
+        return (self,) if self.part.format is PartFormat.SAFETENSORS else ()
+
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        """The digest of each metadata file that decodes, or of each archive; by path in the step.
+
+        Cost: none for metadata; see `read_digests` for archives.
+        """
+        if self.part.format is PartFormat.RANK_FILES:
+            from ckptctl.inspection.rank_files import read_digests
+
+            return read_digests(self)
+        return {self.metadata_path(one.rank): one.digest for one in self.metadata}
 
     @property
     def own_number(self) -> int | None:
@@ -269,7 +307,7 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
         return files
     for entry in store.list_dir(""):
         if entry.path == name and entry.kind != "dir":
-            return (entry,)
+            return (entry, *_beside(store, name))
         if entry.path == name:
             # Not there a moment ago, and there now: no empty folder before it is asked again.
             return () if found else tuple(_below(file, prefix) for file in store.list_tree(name))
@@ -277,6 +315,15 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
 
 
-def _below(file: FileInfo, prefix: str) -> FileInfo:
-    path = file.path.removeprefix(prefix)
-    return FileInfo(path, file.size, file.mtime_s, file.identity, file.kind, file.link)
+def _beside(store: Store, name: str) -> tuple[FileInfo, ...]:
+    """What ckptctl keeps about a step that is one file, as if it lay in the step."""
+    folder = layouts.own_file_of_lone(name, layouts.OWN_FOLDER)
+    try:
+        files = store.list_tree(folder)
+        return tuple(_below(file, f"{folder}/", f"{layouts.OWN_FOLDER}/") for file in files)
+    except PathNotFound:
+        return ()
+
+
+def _below(file: FileInfo, prefix: str, instead: str = "") -> FileInfo:
+    return replace(file, path=instead + file.path.removeprefix(prefix))

@@ -12,7 +12,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
+from ckptctl.checks.rank_files import check_fewer
 from ckptctl.checks.shape import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
@@ -35,6 +37,16 @@ MAX_TRIED = 2
 
 Older = Callable[[], Sequence[StepName]]
 """The older steps under the same root, newest first; asked for where they are needed."""
+
+
+def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
+    """Yield `file.fewer` for rank files of which the step before has more; see `check_fewer`.
+
+    Storage errors of the older step are passed over. Cost: two listings.
+    """
+    for named in islice(older(), 1):
+        with suppress(StorageError):
+            yield from check_fewer(opened.step, part.part, OpenStep(opened.store, named).step)
 
 
 def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:

@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
+    Readable,
     RecordDirectory,
     View,
     parse_directory,
+    read_directory,
     read_member,
     tail_needed,
     wrong_crcs,
 )
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.formats.frameworks.state_keys import Kind, kind_of_file
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
-from ckptctl.model import ByteRange, FileInfo, Metadata, Step
+from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
 from ckptctl.storage.contract import Span, Store
 
 MAX_SIDECAR_BYTES = 16 * 2**20
@@ -62,8 +65,12 @@ class Sidecar:
     finding: Finding | None = None
 
 
-def read_sidecars(store: Store, step: Step, sidecars: Sequence[FileInfo]) -> Iterator[Sidecar]:
+def read_sidecars(
+    store: Store, folder: str, step: Step, sidecars: Sequence[FileInfo]
+) -> Iterator[Sidecar]:
     """Read the files that hold train state, as far as they are small; yield each.
+
+    `folder` is where they are in the store.
 
     Of files that exist once per rank only the first is read: the others differ in
     values, not in kinds. Of these, and of large files, both ends are inspected, which
@@ -74,15 +81,21 @@ def read_sidecars(store: Store, step: Step, sidecars: Sequence[FileInfo]) -> Ite
         f for f in sidecars if f.kind == "file" and f.size and kind_of_file(step.layout, f.path)
     ]
     wanted = list(_worth_reading(step.layout, held))[:MAX_SIDECARS]
-    spans = [Span(inside(step.name, file.path), 0, file.size) for file in wanted]
+    spans = [Span(inside(folder, file.path), 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
         try:
             yield Sidecar(file.path, content_of(data, file.path))
         except CkptctlError as error:
             yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
     read = set(wanted)
+    if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+        # Their damage is what the checks of records report.
+        large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
+        for file in large[:MAX_SIDECARS]:
+            yield Sidecar(file.path, _pickled_in(store, inside(folder, file.path), file.size))
+        return
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
-    for path, why in _cut_short(store, step.name, others[:MAX_ENDS]):
+    for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
         yield Sidecar(path, finding=_damaged(path, why, step.url))
 
 
@@ -138,6 +151,40 @@ def _worth_reading(layout: str, sidecars: Sequence[FileInfo]) -> Iterator[FileIn
         yield file
 
 
+def _is_large(layout: str, file: FileInfo) -> bool:
+    """Whether only the pickle of a file tells what it holds: its name tells nothing, or not all."""
+    kind = kind_of_file(layout, file.path)
+    is_first = kind is None or kind.rank in (None, "0")
+    return is_archive(file.path, layout) and is_first and (kind is None or len(kind.names) > 1)
+
+
+class _Reads:
+    """The bytes of a file, each read when it is asked for, up to a limit."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store = store
+        self._path = path
+
+    def get(self, start: int, end: int) -> bytes | None:
+        if end - start > MAX_SIDECAR_BYTES:
+            return None
+        ((_, data),) = self._store.read_spans([Span(self._path, start, end - start)])
+        return data
+
+
+def _pickled_in(store: Store, path: str, size: int) -> object | None:
+    """The value in an archive without the elements of its tensors; None where it is damaged.
+
+    Cost: three short reads, and one for each number in a tensor at its top level.
+    """
+    reads = _Reads(store, path)
+    try:
+        directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
+        return _value_in(directory, reads)
+    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
+        return None
+
+
 def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:
     """The files that begin as `torch.save` writes them and do not end so, and why."""
     spans = []
@@ -169,6 +216,10 @@ def content_of(data: bytes, path: str) -> object | None:
     damaged = wrong_crcs(directory, view)
     if damaged:
         raise RecordUnreadable(f"{damaged[0]} in it does not match its checksum")
+    return _value_in(directory, view)
+
+
+def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
     pickle = read_member(directory, "data.pkl", view)
     value = None if pickle is None else decode_value(pickle)
     if not isinstance(value, Mapping):
@@ -176,7 +227,7 @@ def content_of(data: bytes, path: str) -> object | None:
     return {key: _without_stub(one, directory, view) for key, one in value.items()}
 
 
-def _without_stub(value: object, directory: RecordDirectory, view: View) -> object:
+def _without_stub(value: object, directory: RecordDirectory, view: Readable) -> object:
     """The number in a tensor of one element; any other value as it is."""
     if not isinstance(value, TensorStub):
         return value
@@ -184,7 +235,9 @@ def _without_stub(value: object, directory: RecordDirectory, view: View) -> obje
     return value if number is None else number
 
 
-def _number_of(stub: TensorStub, directory: RecordDirectory, view: View) -> int | float | None:
+def _number_of(stub: TensorStub, directory: RecordDirectory, view: Readable) -> int | float | None:
+    if any(size != 1 for size in stub.shape):
+        return None
     data = read_member(directory, f"data/{stub.storage_key}", view)
     order = read_member(directory, "byteorder", view) or b"little"
     return None if data is None else scalar(stub, data, order.decode("ascii", "replace"))

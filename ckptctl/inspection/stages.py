@@ -9,7 +9,7 @@ another that explains it is left to the report, see `inspecting.settled`.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import steps_by_optimizer
 from ckptctl.inspection.sidecars import check_documents
-from ckptctl.model import Level, Part, PartFormat, Step, TrainState
+from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind, ShortRead, Span, Store
 
@@ -94,7 +94,8 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
         if not _has_fault(findings):
             found.readable.add(part.path)
         yield from findings
-    yield from check_holds_anything([part.metadata for part in opened.parts])
+    sharded = [part.metadata for part in opened.parts if part.part.format in SHARDED]
+    yield from check_holds_anything(sharded)
     if found.chooses_level:
         found.level = cheap_level(opened)
 
@@ -110,8 +111,12 @@ def cheap_level(opened: OpenStep) -> Level:
 
 
 def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
-    if part.part.format is PartFormat.SAFETENSORS:
-        yield from inspect_safetensors(opened.store, part.folder, part.part)
+    for held in part.safetensors:
+        yield from inspect_safetensors(opened.store, held.folder, held.part)
+    if part.part.format is PartFormat.RANK_FILES:
+        from ckptctl.checks.rank_files import check_rank_files
+
+        yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
     yield from (one for one in part.decoded if isinstance(one, Finding))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])
@@ -158,9 +163,12 @@ def stale_shards(opened: OpenStep, found: Found) -> Iterator[Finding]:
     """Compare a few records of each shard file with those of the step before."""
     if found.older is None or not found.is_deep:
         return
-    from ckptctl.inspection.predecessor import check_step_before
+    from ckptctl.inspection.predecessor import check_fewer_ranks, check_step_before
 
     for part in opened.parts:
+        if part.part.format is PartFormat.RANK_FILES:
+            yield from check_fewer_ranks(opened, part, found.older)
+            continue
         if part.path in found.sound:
             yield from check_step_before(opened, part, found.older)
 
@@ -172,30 +180,46 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
     is_cheap = found.is_deep or opened.store.kind is not Kind.OBJECT
     is_cheap = is_cheap or _claims_further(opened)
     step, sidecars = opened.step, sidecars_of(opened.step)
+    sharded = [part for part in opened.parts if part.part.format in SHARDED]
     contents: dict[str, object] = {}
+    damaged = {one.where for one in found.findings if one.severity is Severity.FAULT}
     if is_cheap:
         for sidecar in opened.sidecars:
-            if sidecar.finding is not None:
+            if sidecar.finding is not None and sidecar.path not in damaged:
                 yield sidecar.finding
             if sidecar.content is not None:
                 contents[sidecar.path] = sidecar.content
         needed = layouts.written_last(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
-        yield from check_documents(opened.store, opened.name, needed, others)
+        yield from check_documents(opened.store, opened.folder, needed, others)
+        for part in opened.parts:
+            if part.part.format is PartFormat.RANK_FILES:
+                yield from _check_stated_ranks(opened, part, contents, found)
     found.state = train_state(
         Sources(
             step.layout,
-            [(part.path, one) for part in opened.parts for one in part.metadata],
+            [(part.path, one) for part in sharded for one in part.metadata],
             sidecars,
             contents,
             {
                 (part.path, fqn): value
-                for part in opened.parts
+                for part in sharded
                 if is_cheap and part.path in found.readable
                 for fqn, value in part.numbers.items()
             },
         )
     )
+
+
+def _check_stated_ranks(
+    opened: OpenStep, part: OpenPart, contents: Mapping[str, object], found: Found
+) -> Iterator[Finding]:
+    from ckptctl.checks.rank_files import check_stated_ranks
+
+    known = {one.where for one in found.findings}
+    for finding in check_stated_ranks(opened.step, part.part, contents):
+        if finding.where not in known:
+            yield finding
 
 
 def _claims_further(opened: OpenStep) -> bool:

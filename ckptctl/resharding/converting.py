@@ -134,9 +134,9 @@ def convert(
             return _from_file(asked, OneFile(found.store, found.files[0]), storage)
         looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
-        if PartFormat.SAFETENSORS in formats and not formats & SHARDED:
+        if any(part.safetensors for part in looked.parts) and not formats & SHARDED:
             return _from_folder(asked, found, looked, checked, storage)
-        if formats == {PartFormat.FLAT}:
+        if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, looked)
         check_format(looked)
         return _from_step(asked, found, looked, storage)

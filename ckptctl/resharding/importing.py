@@ -122,7 +122,7 @@ def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converte
     report = looked.report
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(found.url, into.place.url, _with_next(report, into))
-    held = [part for part in looked.parts if part.part.format is PartFormat.SAFETENSORS]
+    held = [held for part in looked.parts for held in part.safetensors]
     # If the folder holds a model, folders below hold its shards again, or another model.
     parts = [part for part in held if not part.path] or held
     below = [part.path for part in held if part not in parts]

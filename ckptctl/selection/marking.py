@@ -14,6 +14,7 @@ import os
 import shlex
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
@@ -28,12 +29,12 @@ from ckptctl.formats.own.marks import (
     standing,
 )
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seal_and_marks import add_mark
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.results import Marked
 from ckptctl.selection.verifying import OpenTarget, open_target
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def mark(
     storage = options_from(keywords, storage)
     with open_target(step, requirements, storage) as found:
         looked = inspect_step(found, requirements, level=Level.LISTING)
-        report = looked.report
-        check_inspected(report)
+        check_inspected(looked.report)
+        # A listing does not read what names the save of a rank-file step.
+        report = replace(looked.report, digests=tuple(found.digests.items()))
         stand = looked.notes.marks if looked.notes else ()
         if spoken is MarkKind.UNPINNED and looked.notes:
             # A pin on an earlier save keeps the folder, so it can be taken off as well.
@@ -125,11 +127,11 @@ def new_mark(
     )
 
 
-def put_mark(store: Store, name: str, made: Mark) -> str:
-    """Write a mark into the step `name` of a root; its path in the step. Cost: one write."""
-    own_file = f"{MARKS_FOLDER}/{made.id}.json"
-    store.put(f"{name}/{own_file}", mark_bytes(made))
-    return own_file
+def put_mark(opened: OpenStep, made: Mark) -> str:
+    """Write a mark into a step; its path in the store of the root. Cost: one write."""
+    path = opened.in_store(f"{MARKS_FOLDER}/{made.id}.json")
+    opened.store.put(path, mark_bytes(made))
+    return path
 
 
 def _known(word: MarkKind | str) -> MarkKind:
@@ -178,20 +180,15 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
     if marks is not None:
         add_mark(marks, made)
         return marks
-    if found.is_file:
-        raise UsageError(
-            f"{found.url} is one file, not a folder; give a file for its marks with --marks FILE",
-            instead="--marks marks.jsonl",
-        )
     try:
-        own_file = put_mark(found.store, found.name, made)
+        own_file = put_mark(found, made)
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; no mark was written. Where the root is read-only, "
             "--marks FILE keeps marks elsewhere",
             next_command=f"ckptctl scan {shlex.quote(found.store.url)} --marks marks.jsonl",
         ) from error
-    return join_url(found.url, own_file)
+    return join_url(found.store.url, own_file)
 
 
 def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> bool:

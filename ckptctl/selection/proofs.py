@@ -52,7 +52,8 @@ def is_proven(store: Store, looked: Inspection) -> bool:
 
 def write_proof(store: Store, looked: Inspection) -> None:
     """Leave a note that all bytes of the step have been compared. Cost: one write."""
-    store.put(f"{looked.step.name}/{PROOF}", as_stored(SCHEMA, _fields(looked)), replace=True)
+    path = looked.opened.in_store(PROOF)
+    store.put(path, as_stored(SCHEMA, _fields(looked)), replace=True)
 
 
 def _as_sealed(seal: Seal, step: Step) -> bool:
@@ -71,7 +72,7 @@ def _noted(store: Store, looked: Inspection) -> bool:
     if not any(file.path == PROOF and file.kind == "file" for file in looked.step.files):
         return False
     try:
-        data = store.read(f"{looked.step.name}/{PROOF}", limit=_MAX_BYTES)
+        data = store.read(looked.opened.in_store(PROOF), limit=_MAX_BYTES)
         noted = read_back(data, SCHEMA, ProofDocument, max_objects=8)
     except (OwnFileUnreadable, PathNotFound, TooLarge):
         return False

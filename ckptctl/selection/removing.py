@@ -20,7 +20,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, StorageUnavailable
-from ckptctl.formats.frameworks.layouts import METADATA, REMOVING, is_flat_file, is_own, step_name
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    REMOVING,
+    is_flat_file,
+    is_own,
+    own_file_of_lone,
+    step_name,
+)
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
 from ckptctl.selection.fencing import holder
@@ -46,8 +53,9 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
     own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
     rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
-        if [file.path for file in listed if is_flat_file(file)] == [name]:
+        if any(is_flat_file(file) and file.path == name for file in listed):
             store.remove(name)
+            act_in_flight(store.remove, [own_file_of_lone(name, path) for path in own])
             return True
         noted = [] if markers else _note(store, name)
         if store.folders is not None:

@@ -369,9 +369,10 @@ class RetentionPlan:
         named = self._rules.protected.get(-1 if report.number is None else report.number)
         if named is not None:
             return named
-        if not looked.step.parts and not _is_left_over(looked):
+        being_removed = any(one.where == REMOVING for one in report.findings)
+        if not looked.step.parts and not (_is_left_over(looked) or being_removed):
             return "not recognised as a checkpoint"
-        cut_short = report.interrupted or any(one.where == REMOVING for one in report.findings)
+        cut_short = report.interrupted or being_removed
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
         if is_old or accepted:

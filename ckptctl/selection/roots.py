@@ -101,6 +101,11 @@ def list_all(
             trees[folder] = [file]
             continue
         trees.setdefault(folder, []).append(replace(file, path=path))
+    for file in trees.get(OWN_FOLDER, ()):  # about steps that are one file
+        steps, _, path = file.path.partition("/")
+        name, slash, path = path.partition("/")
+        if slash and steps == "steps" and name in trees:
+            trees[name].append(replace(file, path=f"{OWN_FOLDER}/{path}"))
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = read_listing([*top, *folders], pattern)
     return replace(listing, exists=bool(trees)), trees

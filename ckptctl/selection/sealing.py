@@ -30,6 +30,7 @@ from ckptctl.formats.own.seals import (
     SealedFile,
     seal_bytes,
 )
+from ckptctl.formatting import inside
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.stages import contradicted
@@ -119,7 +120,7 @@ def seal_found(
     sealed = [file for file in found.files if is_sealed(file)]
     limits = Limits(jobs, on_progress=second)
     try:
-        files, unequal = digested(found.store, found.name, sealed, algorithm, limits)
+        files, unequal = digested(found.store, found.folder, sealed, algorithm, limits)
     except (PathNotFound, ShortRead) as error:
         gone = inspection_failed(found, error)
         return _refused(_with_findings(looked.report, [gone]))
@@ -137,13 +138,12 @@ def seal_found(
         f"ckptctl {__version__}",
     )
     _write(found, seal_bytes(made, key), replace=had_one)
-    return _sealed(looked.report, made, keyed=key is not None, replaced=had_one)
+    path = join_url(found.store.url, found.in_store(SEAL))
+    return _sealed(looked.report, made, path, keyed=key is not None, replaced=had_one)
 
 
 def _check_place(found: OpenTarget, *, replace: bool) -> bool:
     """Whether there is a seal that may be replaced; raises where one cannot be written."""
-    if found.is_file:
-        raise UsageError(f"{found.url} is one file, not a folder; there is no place for a seal")
     there = any(file.path == SEAL for file in found.files)
     if there and not replace:
         raise _sealed_already(found)
@@ -173,14 +173,14 @@ def is_sealed(file: FileInfo) -> bool:
 
 
 def digested(
-    store: Store, name: str, files: Sequence[FileInfo], algorithm: Algorithm, limits: Limits
+    store: Store, folder: str, files: Sequence[FileInfo], algorithm: Algorithm, limits: Limits
 ) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
-    """Some files of the step `name` with their digests, in order, and what the store keeps of them.
+    """Some files of a step in `folder` with their digests, and what the store keeps of them.
 
     The findings are the files whose bytes do not come to the checksum that the store keeps.
     Cost: every byte of them, and on an object store one HEAD for each.
     """
-    paths = [f"{name}/{file.path}" for file in files]
+    paths = [inside(folder, file.path) for file in files]
     kept = [*store.kept(paths)]
     best = [best_of(answer, can_compute) for answer in kept]
     beside = [checksumming(checksum.algorithm) if checksum else None for checksum in best]
@@ -241,7 +241,7 @@ def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:
             f"{MAX_SEAL_BYTES:,}; the step has too many files"
         )
     try:
-        found.store.put(f"{found.name}/{SEAL}", data, replace=replace)
+        found.store.put(found.in_store(SEAL), data, replace=replace)
     except AlreadyExists as error:
         raise _sealed_already(found) from error
     except AccessDenied as error:
@@ -274,13 +274,13 @@ def _refused(report: Report) -> Sealed:
     )
 
 
-def _sealed(report: Report, made: Seal, *, keyed: bool, replaced: bool) -> Sealed:
+def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: bool) -> Sealed:
     n_files = len(made.files)
     proof = "proven whole" if report.usable else "as it is, which nothing proves whole,"
     return Sealed(
         url=report.url,
         number=report.number,
-        path=join_url(report.url, SEAL),
+        path=path,
         replaced=replaced,
         kind=made.algorithm.value + (" with a key" if keyed else ""),
         n_files=n_files,

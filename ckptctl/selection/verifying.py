@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
-from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, is_flat_file, shard_rank
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
+from ckptctl.formats.frameworks.rank_files import rank_in_name
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.seal_and_marks import check_marks_file
-from ckptctl.model import DTYPE_SIZES, FileInfo, Level, Metadata, TensorEntry
+from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
 from ckptctl.options import (
     ContentOptions,
     Requirements,
@@ -154,11 +155,6 @@ class OpenTarget(OpenStep):
         super().__init__(store, named, files)
         self._pattern = pattern
 
-    @property
-    def is_file(self) -> bool:
-        """The step is one file, and no folder."""
-        return [file.path for file in self.files if is_flat_file(file)] == [self.name]
-
     def inspect(
         self, requirements: Requirements, level: Level | None, content: Asked | None = None
     ) -> Inspection:
@@ -226,7 +222,8 @@ def show(
 def _contents(looked: Inspection) -> Contents:
     report = looked.report
     tensors = tuple(row for part in looked.parts for row in _tensors(part))
-    metadata = [one for part in looked.parts for one in part.metadata]
+    sharded = [part for part in looked.parts if part.part.format in SHARDED]
+    metadata = [one for part in sharded for one in part.metadata]
     by_kind: Counter[str] = Counter()
     for row in tensors:
         by_kind[row.kind] += row.n_bytes
@@ -276,9 +273,11 @@ def _shards(part: OpenPart) -> Iterator[ShardRow]:
     records = part.records_by_file
     for file in part.part.files:
         path = inside(part.part.path, file.path)
-        if file.path.endswith((".distcp", ".safetensors")):
-            n_records = records.get(file.path, 0)
-            yield ShardRow(path, shard_rank(file.path), file.size, n_records)
+        if file.path in records or file.path.endswith((".distcp", ".safetensors")):
+            rank = shard_rank(file.path)
+            if part.part.format is PartFormat.RANK_FILES:
+                rank = rank_in_name(file.path)
+            yield ShardRow(path, rank, file.size, records.get(file.path, 0))
 
 
 def _torch_version(metadata: Metadata) -> str:

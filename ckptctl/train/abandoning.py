@@ -108,7 +108,7 @@ class Held:
         by = f"attempt {self.token.attempt}"
         made = new_mark(report, word, reason=reason, by=by, evidence=evidence)
         self.check()
-        put_mark(store, name, made)
+        put_mark(OpenStep(store, name), made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,7 @@ def test_state_per_rank_is_lost_at_another_world_size():
     assert found[0].where == "rng, dataloader"
 
 
-@pytest.mark.parametrize(
-    "kind", [PartFormat.DCP_RANK_LOCAL, PartFormat.FLAT, PartFormat.DEEPSPEED, PartFormat.ZARR]
-)
+@pytest.mark.parametrize("kind", [PartFormat.DCP_RANK_LOCAL, PartFormat.ZARR])
 def test_what_cannot_be_resharded_loads_at_its_own_world_size_only(kind):
     made = [part("", *shards(0, 1), kind=kind)]
     (finding,) = check_world_size(made, NO_STATE, WorldSize(2, "shard-files"), 8, "x")

@@ -39,7 +39,6 @@ UNVERIFIABLE = {
     "hf_consolidated_2": "record.unverifiable",
     "hf_whole_2": "record.unverifiable",
     "safetensors_2": "format.unsupported",
-    "flat_1": "format.unsupported",
 }
 
 

@@ -362,13 +362,14 @@ def test_no_mark_is_put_on_what_could_not_be_looked_at(
     assert not (root / "step_500" / ".ckptctl").exists()
 
 
-def test_a_step_that_is_one_file_is_marked_in_a_file(root: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_one_file_is_marked_beside_it(root: Path, tmp_path: Path) -> None:
     (root / "step_600.pt").write_bytes(os.urandom(100))
-    with pytest.raises(UsageError, match="--marks"):
-        ckptctl.mark(f"{root}/step_600.pt", "rejected", reason="spike")
+    made = ckptctl.mark(f"{root}/step_600.pt", "rejected", reason="spike")
+    assert str(made.path).startswith(f"{root}/.ckptctl/steps/step_600.pt/marks/")
+    assert "step.rejected" in codes(ckptctl.verify(f"{root}@600"))
     where = {"marks": str(tmp_path / "marks.jsonl")}
-    ckptctl.mark(f"{root}/step_600.pt", "rejected", reason="spike", **where)
-    assert "step.rejected" in codes(ckptctl.verify(f"{root}@600", **where))
+    ckptctl.mark(f"{root}/step_600.pt", "accepted", **where)
+    assert "step.rejected" not in codes(ckptctl.verify(f"{root}@600", **where))
 
 
 def test_no_marks_cost_no_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

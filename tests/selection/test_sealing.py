@@ -204,13 +204,13 @@ def test_a_format_that_nothing_can_prove_is_sealed_on_request(
     checkpoints: Path, copy_of: Copy
 ) -> None:
     root = copy_of(checkpoints / "run_fsdp4")
-    flat = root / "step_600"
-    flat.mkdir()
-    (flat / "model.pt").write_bytes(os.urandom(1000))
-    assert ckptctl.seal(str(flat)).exit_code == 22
-    assert ckptctl.seal(str(flat), accept_unverifiable=True).exit_code == 0
-    (flat / "model.pt").write_bytes(os.urandom(1000))
-    assert ("seal.digest", "model.pt") in faults(every_byte(flat))
+    step = root / "step_600"
+    step.mkdir()
+    (step / "metadata.pkl").write_bytes(os.urandom(1000))
+    assert ckptctl.seal(str(step)).exit_code == 22
+    assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
+    (step / "metadata.pkl").write_bytes(os.urandom(1000))
+    assert ("seal.digest", "metadata.pkl") in faults(every_byte(step))
 
 
 def test_records_without_checksums_are_proven_by_a_seal_alone(

@@ -116,30 +116,24 @@ OTHER_FORMATS = (
     (PartFormat.TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (PartFormat.ORBAX, r"(?:.*/)?(?:_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt)"),
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
-    (
-        PartFormat.DEEPSPEED,
-        r"(?:.*/)?(?:(?:bf16_)?zero_pp_rank_.*|mp_rank_[0-9]+_model_states\.pt|fp32\.pt)",
-    ),
-    (
-        PartFormat.MEGATRON_LEGACY,
-        r"(?:.*/)?mp_rank_[0-9_]+/(?:model_optim_rng|distrib_optim|model_rng)\.pt",
-    ),
 )
 
-FLAT_FILE = (
-    r"(?:.*/)?(?:optimizer|optim|model|pytorch_model|consolidated|(?:train(?:ing|er)?_)?state"
-    r"|checkpoint)[^/]*"
-    r"\.(?:pt|pth|bin|ckpt)"
-)
+ARCHIVE = r"(?:.*/)?[^/]+\.(?:pt|pth|ckpt)"
+"""Files of `torch.save`, by a suffix that nothing else has."""
 
-ANY_FLAT = r"(?:.*/)?[^/]+\.(?:pt|pth|bin|ckpt|pkl)"
+PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"
+"""Files that are those of `torch.save` where their name says that they hold train state."""
 
 SIGNATURES = (
     # layout, layouts by name that it may refine, a file that only it writes
     ("olmo-core", "olmo-core", r"model_and_optim/.+|train/rank[0-9]+\.pt|\.metadata\.json"),
     ("lightning", "torchtitan dcp", r"meta\.pt"),
     ("megatron-bridge", "megatron", r"run_config\.yaml|train_state\.pt"),
-    ("transformers", "transformers", r"trainer_state\.json"),
+    (
+        "transformers",
+        "transformers",
+        r"trainer_state\.json|rng_state(?:_[0-9]+)?\.pth|optimizer\.(?:pt|bin)|training_args\.bin",
+    ),
     ("accelerate", "accelerate transformers dcp torchtune", r"random_states_[0-9]+\.pkl"),
     ("transformers", "transformers", r".*_fsdp_[0-9]+/.+"),
     ("accelerate", "accelerate", r"(?:pytorch_model_fsdp|optimizer)_[0-9]+/.+"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
+from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
@@ -255,6 +256,11 @@ def is_own(path: str) -> bool:
     return path.split("/", 1)[0] == OWN_FOLDER
 
 
+def own_file_of_lone(name: str, path: str) -> str:
+    """Where a root holds what ckptctl writes into a step, for the step that is the file `name`."""
+    return f"{OWN_FOLDER}/steps/{name}{path.removeprefix(OWN_FOLDER)}"
+
+
 def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ...]:
     """The folders of tensors among a step's files, by path; none for a step without any.
 
@@ -320,13 +326,18 @@ def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
         for folder, inside in sorted(folders.items())
         if any(file.path.endswith(".safetensors") for file in inside)
     )
-    if any(re.fullmatch(tables.FLAT_FILE, path) for path in paths):
-        return (*safetensors, Part("", PartFormat.FLAT, _flattened(folders)))
-    if safetensors:
-        return safetensors
-    if any(re.fullmatch(tables.ANY_FLAT, path) for path in paths):
-        return (Part("", PartFormat.FLAT, _flattened(folders)),)
-    return ()
+    if any(is_archive(path) for path in paths):
+        return (Part("", PartFormat.RANK_FILES, _flattened(folders)),)
+    return safetensors
+
+
+def is_archive(path: str, layout: str = "") -> bool:
+    """Whether a file of a rank-file step is one of `torch.save`, by its name."""
+    if re.fullmatch(tables.ARCHIVE, path):
+        return True
+    return (
+        bool(re.fullmatch(tables.PERHAPS_ARCHIVE, path)) and kind_of_file(layout, path) is not None
+    )
 
 
 def _flattened(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[FileInfo, ...]:
@@ -352,8 +363,11 @@ def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
 def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:
     """The files that the framework writes after the shards, and needs to load the step.
 
-    OLMo-core also saves weights alone, as bare DCP: then there are none.
+    OLMo-core also saves weights alone, as bare DCP, and Lightning also saves a step as one
+    file: then there are none.
     """
+    if layout == "lightning" and not any(part.format is PartFormat.DCP for part in parts):
+        return ()
     if layout == "olmo-core" and any(part.path == "" for part in parts):
         return ()
     last = tables.WRITTEN_LAST.get(layout, ())

@@ -131,11 +131,12 @@ class Kind:
 
     `rank` tells apart the copies of state that exists once per rank; it is None
     for state that exists once. `names` is more than one for a file that holds
-    several kinds.
+    several kinds, of which `always` are in it whatever its keys are.
     """
 
     names: tuple[str, ...]
     rank: str | None = None
+    always: tuple[str, ...] = ()
 
 
 def kind_of_entry(path: Path, tensor: TensorEntry | None = None) -> Kind:
@@ -267,14 +268,18 @@ def optimizer_of(path: Path) -> str:
 # Files beside the shards: what they hold, by their names. A file of several
 # kinds is believed until someone has looked inside.
 
+_ALWAYS = "+"
+"""In front of a kind that a file restores by another: these trainers find their place in the
+data by the count of steps or samples."""
+
 _FILE = r"\.(?:pt|pth|pkl|bin)"
 _SIDECARS = (
     ("kempnerforge", r"train_state\.pt", "step tokens rng scheduler dataloader"),
     ("megatron-bridge", r"train_state\.pt", "step tokens"),
     ("lightning", r"meta\.pt", "step scheduler"),
-    ("megatron", r"common\.pt", "step scheduler tokens"),
-    ("megatron-bridge", r"common\.pt", "step scheduler tokens"),
-    ("nemo", r"weights/common\.pt", "step scheduler tokens"),
+    ("megatron", r"common\.pt", "step scheduler tokens +dataloader"),
+    ("megatron-bridge", r"common\.pt", "step scheduler tokens +dataloader"),
+    ("nemo", r"weights/common\.pt", "step scheduler tokens +dataloader"),
     ("olmo-core", r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader"),
     ("bytecheckpoint", r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler"),
     ("bytecheckpoint", r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader"),
@@ -282,16 +287,27 @@ _SIDECARS = (
     ("nanotron", r"random/(?P<rank>[^/]+)\.pt", "rng"),
     ("nanotron", r"optimizer/[^/]+\.pt", "optimizer"),
     ("automodel", r"step_scheduler\.pt", "step"),
-    ("verl", r"data\.pt", "dataloader"),
-    ("", r"(?:.*/)?model_world_size_[0-9]+_rank_[0-9]+\.pt", "model"),
+    ("verl", r"(?:.*/)?data(?:_(?P<rank>[0-9]+))?\.pt", "dataloader"),
+    ("", r"(?:.*/)?model_world_size_[0-9]+_rank_[0-9]+\.pt", "+model +step"),
     ("", r"(?:.*/)?optim_world_size_[0-9]+_rank_[0-9]+\.pt", "optimizer"),
     ("", r"(?:.*/)?extra_state_world_size_[0-9]+_rank_(?P<rank>[0-9]+)\.pt", "rng scheduler"),
-    ("", r"(?:.*/)?mp_rank_[0-9]+_model_states\.pt", "model"),
+    (
+        "",
+        r"(?:.*/)?(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt",
+        "model step scheduler",
+    ),
+    ("", r"(?:.*/)?layer_.*-?model_states\.pt", "model"),
+    ("", r"(?:.*/)?expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt", "optimizer"),
     ("", r"(?:.*/)?(?:bf16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt", "optimizer"),
-    ("", r"(?:.*/)?mp_rank_[0-9_]+/model_optim_rng\.pt", "model optimizer rng scheduler step"),
+    (
+        "",
+        r"(?:.*/)?mp_rank_[0-9_]+/model_optim_rng\.pt",
+        "model optimizer rng scheduler step +dataloader",
+    ),
+    ("", r"(?:.*/)?mp_rank_[0-9_]+/model_rng\.pt", "model rng scheduler step +dataloader"),
     ("", r"(?:.*/)?mp_rank_[0-9_]+/distrib_optim\.pt", "optimizer"),
     ("", r"training_state\.pt", "optimizer scheduler step"),
-    ("", r"trainer_state\.json", "step"),
+    ("", r"trainer_state\.json", "step +dataloader"),
     ("", r"(?:.*/)?(?:random_states?|rng_states?)_(?P<rank>[0-9]+)" + _FILE, "rng"),
     ("", r"(?:.*/)?rng/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+)" + _FILE, "rng"),
     ("", r"(?:.*/)?rng(?:_states?)?" + _FILE, "rng"),
@@ -324,5 +340,7 @@ def kind_of_file(layout: str, path: str) -> Kind | None:
     for owner, name, kinds in _SIDECARS:
         match = re.fullmatch(name, path) if owner in ("", layout) else None
         if match:
-            return Kind(tuple(kinds.split()), match.groupdict().get("rank"))
+            names = tuple(kinds.replace(_ALWAYS, "").split())
+            always = tuple(k[1:] for k in kinds.split() if k.startswith(_ALWAYS))
+            return Kind(names, match.groupdict().get("rank"), always)
     return None

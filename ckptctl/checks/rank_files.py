@@ -1,0 +1,150 @@
+"""Check that a rank-file step has one file of each kind for every rank.
+
+Only names are compared: the grid that they state (`formats.frameworks.rank_files`), and
+the files that an index lists. Whether the files are whole is checked as for records.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from ckptctl.findings import Finding
+from ckptctl.formats.frameworks.layouts import is_archive
+from ckptctl.formats.frameworks.rank_files import MAX_STATED, STATED_INSIDE, Family, families
+from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formatting import at_most_few, counted, some_of
+from ckptctl.model import Part, Step
+
+
+def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
+    """Yield what the names in a rank-file part say against it. Cost: one match of each name.
+
+    `archives` are the paths of its `torch.save` files. Yields `file.missing` for each kind of
+    which a rank lacks its file and where no file holds weights, `state.mixed` where files of
+    several world sizes lie in one folder, and `format.unlisted` where nothing states which
+    files belong to the step.
+    """
+    found = families(part.files)
+    yield from at_most_few(_missing(step, one) for one in found if one.missing)
+    yield from _mixed(step, found)
+    kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
+    names = {name for kind in kinds if kind for name in kind.names}
+    for file in part.files:
+        if not file.size and is_archive(file.path) and kind_of_file(step.layout, file.path) is None:
+            yield _empty(step, file.path)
+    is_one_file = [file.path for file in part.files] == [step.name]
+    if "model" in names or is_one_file:
+        return
+    if all(kind_of_file(step.layout, path) is not None for path in archives):
+        yield _no_weights(step, names)
+    else:
+        yield _unlisted(archives)
+
+
+def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield `file.missing` where the content of a file states more ranks than left one.
+
+    `contents` are the decoded top levels of files, by path.
+    """
+    stated: dict[str, int] = {}
+    for content in contents.values():
+        for key, axis in STATED_INSIDE.items():
+            value = content.get(key) if isinstance(content, Mapping) else None
+            if type(value) is int and 0 < value <= MAX_STATED:
+                stated[axis] = max(value, stated.get(axis, 0))
+    if stated:
+        found = families(part.files, stated)
+        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+
+
+def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
+    """Yield `file.fewer` for a kind that more ranks wrote in the step `before` than in this one.
+
+    The names of some frameworks do not state how many ranks there were: the files of the
+    last ranks can be missing without a trace. The job may also have got fewer ranks.
+    """
+    was = {(one.layout, one.what): one for one in families(before.files)}
+    for one in families(part.files):
+        other = was.get((one.layout, one.what))
+        if other is None or one.stated or one.missing or other.n_present <= one.n_present:
+            continue
+        yield Finding(
+            "file.fewer",
+            one.folder.rstrip("/"),
+            f"{counted(one.n_present, 'file')} with the {one.what}, where {before.name} has "
+            f"{other.n_present:,}: the job ran on fewer ranks, or the files of the last ranks are "
+            "missing",
+            expected=counted(other.n_present, "file"),
+            found=counted(one.n_present, "file"),
+            next_command=f"ckptctl show {shlex.quote(step.url)}",
+        )
+
+
+def _missing(step: Step, family: Family) -> Finding:
+    n_missing = family.n_files - family.n_present
+    of_ranks = f" of {family.n_ranks} ranks" if family.n_ranks else ""
+    return Finding(
+        "file.missing",
+        family.missing[0],
+        f"{n_missing:,} of {counted(family.n_files, 'file')} with the {family.what}{of_ranks} "
+        f"{'is' if n_missing == 1 else 'are'} missing: {some_of(family.missing)}",
+        expected=counted(family.n_files, "file"),
+        found=counted(family.n_present, "file"),
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _mixed(step: Step, found: Sequence[Family]) -> Iterator[Finding]:
+    sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for one in found:
+        if one.stated and one.n_ranks is not None:
+            sizes[one.folder, one.layout, one.what].append(one.n_ranks)
+    for (folder, _, what), ranks in sizes.items():
+        if len(ranks) > 1:
+            listed = " and ".join(f"{n:,}" for n in sorted(ranks))
+            yield Finding(
+                "state.mixed",
+                folder.rstrip("/"),
+                f"the files with the {what} are those of several saves, by {listed} ranks: which "
+                "of them is loaded depends on the number of ranks that load",
+                expected="files of one world size",
+                found=f"files of {listed} ranks",
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
+            )
+            return
+
+
+def _empty(step: Step, path: str) -> Finding:
+    return Finding(
+        "file.unreadable",
+        path,
+        f"{path} is empty: the save was interrupted, or the storage was full",
+        expected="more than 0 bytes",
+        found="0 bytes",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _no_weights(step: Step, names: Collection[str]) -> Finding:
+    return Finding(
+        "file.missing",
+        "",
+        "no file of the step holds the model's weights",
+        expected="a file with the weights",
+        found=f"files with {some_of(sorted(names))}" if names else "none",
+        next_command=f"ckptctl show {shlex.quote(step.url)}",
+    )
+
+
+def _unlisted(archives: Collection[str]) -> Finding:
+    return Finding(
+        "format.unlisted",
+        "",
+        f"{counted(len(archives), 'file')} of torch.save ({some_of(sorted(archives))}), and "
+        "nothing states which files belong to the step: one that was never written is not missed",
+        expected="file names of a known layout, with the weights among them",
+        found=some_of(sorted(archives)),
+        next_command="ckptctl explain format.unlisted",
+    )

@@ -1,0 +1,256 @@
+"""Rank-file steps: complete as their framework wrote them, damaged one file at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.findings import Severity
+
+NEWEST = {
+    "verl": "global_step_30",
+    "zero1": "global_step6",
+    "zero3": "global_step6",
+    "transformers": "checkpoint-6",
+    "accelerate": "checkpoint_2",
+    "lightning": "epoch=0-step=6.ckpt",
+}
+OLDER = {
+    "verl": "global_step_20",
+    "zero1": "global_step4",
+    "zero3": "global_step4",
+    "transformers": "checkpoint-4",
+    "accelerate": "checkpoint_1",
+    "lightning": "epoch=0-step=4.ckpt",
+}
+RANKS = {"verl": 2, "zero1": 2, "zero3": 2, "transformers": 2, "accelerate": 2, "lightning": None}
+RANKED = re.compile(r"world_size|zero_pp_rank|rng_state")
+LOSES = {
+    "verl": {"tokens"},
+    "zero1": {"rng", "dataloader"},
+    "zero3": {"rng", "dataloader"},
+    "transformers": {"tokens"},
+    "accelerate": {"dataloader", "tokens"},
+    "lightning": {"rng", "dataloader", "tokens"},
+}
+
+
+@pytest.fixture
+def root(rank_files, copy_of, request) -> Path:
+    """A private copy of the root of one framework."""
+    return copy_of(rank_files / request.param)
+
+
+each_framework = pytest.mark.parametrize("root", NEWEST, indirect=True)
+
+
+def faults(report: ckptctl.Report) -> set[str]:
+    return {finding.code for finding in report.with_severity(Severity.FAULT)}
+
+
+@each_framework
+def test_the_newest_step_is_picked(root):
+    chosen = ckptctl.pick(str(root))
+    assert chosen.exit_code == 0
+    assert chosen.path == str(root / NEWEST[root.name])
+
+
+@each_framework
+def test_ranks_and_train_state_are_those_that_the_framework_wrote(root):
+    report = ckptctl.verify(str(root / NEWEST[root.name]), level="structure")
+    assert (report.exit_code, report.layout in (root.name, "deepspeed")) == (0, True)
+    assert (report.world_size and report.world_size.size) == RANKS[root.name]
+    lost = set(ckptctl.model.STATE_KINDS) - set(report.state.held)
+    assert lost == LOSES[root.name]
+
+
+@each_framework
+def test_every_byte_is_verified_but_those_of_safetensors(root):
+    report = ckptctl.verify(str(root / NEWEST[root.name]), level="content")
+    has_safetensors = root.name in ("transformers", "accelerate")
+    assert faults(report) == ({"record.unverifiable"} if has_safetensors else set())
+    assert report.bytes_proven == report.bytes_in_records > 0
+
+
+def archives(step: Path) -> list[Path]:
+    files = [step] if step.is_file() else sorted(step.rglob("*"))
+    suffixes = (".pt", ".pth", ".ckpt", ".pkl", ".bin")
+    return [file for file in files if file.suffix in suffixes and file.stem != "training_args"]
+
+
+def write(file: Path, data: bytes) -> None:
+    """Change the content of a file and not its time, which would be that of a save in flight."""
+    was = file.stat()
+    file.write_bytes(data)
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def save_over(root: Path) -> None:
+    """Put a file of the older step in the place of the newest one's."""
+    step = root / NEWEST[root.name]
+    older = root / OLDER[root.name]
+    for file in archives(step):
+        other = older if step.is_file() else older / file.relative_to(step)
+        if other.read_bytes() != file.read_bytes():
+            write(file, other.read_bytes())
+            return
+
+
+def damaged(data: bytes, how: str) -> bytes:
+    return {
+        "empty": b"",
+        "cut in half": data[: len(data) // 2],
+        "without its last byte": data[:-1],
+        "without its beginning": data[64:],
+    }[how]
+
+
+@each_framework
+@pytest.mark.parametrize(
+    "how", ["empty", "cut in half", "without its last byte", "without its beginning"]
+)
+def test_a_damaged_file_rules_the_step_out(root, how):
+    step = root / NEWEST[root.name]
+    for file in archives(step):
+        whole = file.read_bytes()
+        write(file, damaged(whole, how))
+        report = ckptctl.verify(str(step), level="structure")
+        assert report.exit_code == 21, (file, report.findings)
+        assert faults(report) <= {"record.framing", "file.unreadable", "file.missing"}
+        assert ckptctl.pick(str(root)).path != str(step)
+        write(file, whole)
+
+
+@each_framework
+def test_a_flipped_bit_is_found_by_content(root):
+    step = root / NEWEST[root.name]
+    for file in archives(step):
+        whole = file.read_bytes()
+        for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 40):
+            data = bytearray(whole)
+            data[place] ^= 4
+            write(file, bytes(data))
+            report = ckptctl.verify(str(step), level="content")
+            assert report.exit_code == 21, (file, place, report.findings)
+        write(file, whole)
+
+
+@pytest.mark.parametrize("root", ["verl", "zero1", "zero3", "transformers"], indirect=True)
+def test_a_rank_that_left_no_file_is_named(root):
+    step = root / NEWEST[root.name]
+    of_ranks = [file for file in archives(step) if RANKED.search(file.name)]
+    assert len(of_ranks) >= 2
+    for file in of_ranks:
+        aside = file.rename(root / "aside")
+        report = ckptctl.verify(str(step), level="structure")
+        assert report.exit_code == 20, (file, report.findings)
+        assert file.name in " ".join(f.message for f in report.with_severity(Severity.FAULT))
+        aside.rename(file)
+
+
+@pytest.mark.parametrize("root", ["accelerate"], indirect=True)
+def test_fewer_ranks_than_in_the_step_before_are_told(root):
+    (root / "checkpoint_2" / "random_states_1.pkl").unlink()
+    report = ckptctl.verify(str(root / "checkpoint_2"), level="structure")
+    assert report.exit_code == 0
+    assert "file.fewer" in {finding.code for finding in report.findings}
+
+
+@pytest.mark.parametrize("root", ["transformers"], indirect=True)
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_step_without_what_the_one_before_held_is_passed_over(root, name):
+    (root / "checkpoint-6" / name).unlink()
+    assert ckptctl.pick(str(root)).path == str(root / "checkpoint-4")
+
+
+@pytest.mark.parametrize("root", ["transformers", "accelerate"], indirect=True)
+def test_a_step_without_weights_is_incomplete(root):
+    (root / NEWEST[root.name] / "model.safetensors").unlink()
+    report = ckptctl.verify(str(root / NEWEST[root.name]))
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+
+
+@pytest.mark.parametrize("root", ["verl"], indirect=True)
+def test_files_of_two_world_sizes_in_one_folder_are_a_fault(root):
+    actor = root / "global_step_30" / "actor"
+    for rank in range(4):
+        shutil.copy2(
+            actor / f"model_world_size_2_rank_{rank % 2}.pt",
+            actor / f"model_world_size_4_rank_{rank}.pt",
+        )
+    report = ckptctl.verify(str(root / "global_step_30"))
+    assert (report.exit_code, faults(report)) == (21, {"state.mixed"})
+
+
+@pytest.mark.parametrize(
+    ("root", "code", "command"),
+    [
+        ("verl", 24, "verl.model_merger"),
+        ("zero1", 24, "ds_to_universal"),
+        ("transformers", 0, None),
+        ("lightning", 0, None),
+    ],
+    indirect=["root"],
+)
+def test_shards_load_only_at_the_world_size_that_wrote_them(root, code, command):
+    report = ckptctl.verify(str(root / NEWEST[root.name]), world_size=4)
+    assert report.exit_code == code
+    fixed = [f.next_command or "" for f in report.findings if f.code == "world-size.fixed"]
+    assert [command in text for text in fixed] == ([True] if command else [])
+    assert ckptctl.verify(str(root / NEWEST[root.name]), world_size=2).exit_code == 0
+
+
+@each_framework
+def test_a_seal_proves_the_step_and_notices_a_save_over_it(root):
+    step = root / NEWEST[root.name]
+    assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
+    report = ckptctl.verify(str(step), level="content", require_seal=True)
+    assert (report.exit_code, faults(report)) == (0, set())
+    save_over(root)
+    assert ckptctl.verify(str(step), level="content", require_seal=True).exit_code != 0
+
+
+@each_framework
+def test_a_mark_lapses_when_the_step_is_saved_anew(root):
+    step = root / NEWEST[root.name]
+    ckptctl.mark(str(step), "rejected", reason="the loss rose")
+    assert ckptctl.verify(str(step)).exit_code == 27
+    assert ckptctl.pick(str(root)).path != str(step)
+    save_over(root)
+    assert "mark.outdated" in {finding.code for finding in ckptctl.verify(str(step)).findings}
+
+
+@each_framework
+def test_a_file_that_is_being_written_is_no_damage(root):
+    step = root / NEWEST[root.name]
+    file = archives(step)[-1]
+    file.write_bytes(file.read_bytes()[:1000])
+    os.utime(file)
+    report = ckptctl.verify(str(step), grace_s=600)
+    assert report.exit_code == 26, report.findings
+    assert ckptctl.verify(str(step), grace_s=0).exit_code == 21
+
+
+@each_framework
+def test_prune_keeps_what_pick_takes(root):
+    step = root / NEWEST[root.name]
+    ckptctl.prune(str(root), keep=1, apply=True, unsealed=True)
+    assert ckptctl.pick(str(root)).path == str(step)
+
+
+def test_files_whose_names_state_nothing_are_unverifiable(tmp_path, rank_files):
+    step = tmp_path / "step_10"
+    step.mkdir()
+    shutil.copy2(rank_files / "lightning" / NEWEST["lightning"], step / "part_a.pt")
+    report = ckptctl.verify(str(step))
+    assert (report.exit_code, faults(report)) == (22, {"format.unlisted"})
+
+
+def test_a_file_of_torch_save_is_a_step(tmp_path, rank_files):
+    shutil.copy2(rank_files / "lightning" / NEWEST["lightning"], tmp_path / "step_10.pt")
+    assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / "step_10.pt")
