@@ -199,7 +199,8 @@ def _follows_ranks(
     if any(row.tokens for row in (*resume.before, *resume.overwritten)):
         return False  # the log before has the same sum
     n_ranks = round(shown / held)
-    fits = point.world_size is None or (n_ranks > 0 and point.world_size % n_ranks == 0)
+    # Batches are powers of two, so that a wrong count is often a multiple as well.
+    fits = point.world_size is not None and n_ranks > 0 and point.world_size % n_ranks == 0
     return n_ranks > 1 and fits and abs(shown - held * n_ranks) <= 1.5 * per_step
 
 

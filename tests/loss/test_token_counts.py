@@ -37,7 +37,9 @@ def test_a_checkpoint_that_counts_the_tokens_of_one_rank_is_no_fault(tmp_path):
     # 8 ranks: the checkpoint holds an eighth of what the log shows.
     old = write(tmp_path / "0.jsonl", range(1, 211), None)
     new = write(tmp_path / "1.jsonl", range(201, 260), 200 * PER_STEP)
-    assert "loss.tokens" not in codes(old, new, resume_tokens=25 * PER_STEP)
+    ranks = {"world_size": 8, "saved_world_size": 8}
+    assert "loss.tokens" not in codes(old, new, resume_tokens=25 * PER_STEP, **ranks)
+    assert "loss.tokens" in codes(old, new, resume_tokens=25 * PER_STEP)
     assert "loss.tokens" not in codes(old, new, resume_tokens=200 * PER_STEP)
 
 
