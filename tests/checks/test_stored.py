@@ -67,7 +67,7 @@ OF_PARTS = Checksum("crc32", "b1fc4bbc", whole=False)
         (
             SEALED,
             Kept("a", (), "tag", "v1", "the store keeps no checksums"),
-            "none; their ETags are unchanged",
+            "no checksums; their ETags are unchanged",
         ),
         (
             SEALED,

@@ -106,7 +106,9 @@ def test_damaged_steps_of_two_ranks_of_one_node_name_the_node(root: Path):
     assert "rank" not in message(found, "damage")
     attempts = root / ".ckptctl" / "attempts"
     attempts.mkdir(parents=True)
-    (attempts / "20260101T000000.resume.json").write_text('{"cluster": {"local_world_size": 8}}')
+    (attempts / "20260101T000000.resume.json").write_text(
+        '{"world_size": 8, "cluster": {"local_world_size": 8}}'
+    )
     found = ckptctl.preflight(str(root))
     assert "all have damage in files of node 0 (ranks 0 to 7)" in message(found, "damage")
 
