@@ -140,7 +140,7 @@ def test_what_cannot_be_carried_over_is_refused_by_its_key(tmp_path):
     cases = {
         "args holds an object of argparse.Namespace": {"args": argparse.Namespace(lr=1)},
         "a.b is an expanded view": {"a": {"b": torch.ones(1).expand(4)}},
-        "u is expanded": {"u": torch.arange(9.0).unfold(0, 4, 1)},
+        "u is an expanded view": {"u": torch.arange(9.0).unfold(0, 4, 1)},
         "c holds a conjugated or negated tensor": {"c": ones.conj()},
         "p holds a tensor inside a value": {"p": (torch.ones(1),)},
         "s holds an object of __builtin__.set": {"s": {1, 2}},

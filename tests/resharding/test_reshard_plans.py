@@ -128,7 +128,7 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
             "has 2 dimensions",
             "--shard model.up.weight=1",
         ),
-        (("--like", "x", "--world-size", "3"), "give it alone", "--like x"),
+        (("--like", "x", "--world-size", "3"), "do not combine it", "--like x"),
         (("--world-size", "3", "--memory", "lots"), "is a size like 256M", "--memory 1G"),
         (("--world-size", "3", "--only", "optimizer"), "there is only model", "--only model"),
     ],

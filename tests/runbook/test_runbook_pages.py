@@ -54,12 +54,12 @@ def broken(old: str, new: str) -> Runbook:
         (
             "    Resume --> WatchLoss: weights, optimizer, RNG, data\n",
             "",
-            "a table leads from Resume to WatchLoss, and the diagram has no such arrow",
+            "a table leads from Resume to WatchLoss, but the diagram has no such arrow",
         ),
         (
             "    Cadence --> [*]",
             "    WatchLoss --> Resume: again\n    Cadence --> [*]",
-            "the diagram has an arrow from WatchLoss to Resume, and no table leads there",
+            "the diagram has an arrow from WatchLoss to Resume, but no table leads there",
         ),
         (
             "    Cadence --> [*]",
@@ -78,17 +78,17 @@ def broken(old: str, new: str) -> Runbook:
         (
             "| not run | | stop 31 | the loss was not checked: when",
             "| not run | | stop | the loss was not checked: when",
-            "WatchLoss, block 'loss': `not run` has no exit code of its own: say `stop N`",
+            "WatchLoss, block 'loss': `not run` has no exit code; use `stop N`",
         ),
         (
             "| too often | | stop 11 storage-corruption | ",
             "| 99 | | stop 11 | ",
-            "Fallback, block 'reject': it has at-most, and the table has no row `too often`",
+            "Fallback, block 'reject': it has at-most, but the table has no row `too often`",
         ),
         (
             'verify "$STEP" --level "$LEVEL"\n',
             'verify "$STEP" --level "$DEPTH"\n',
-            "Verify, block 'verify': $DEPTH is no input, and no block sets it",
+            "Verify, block 'verify': $DEPTH is not an input, and no block sets it",
         ),
         (
             "| 0 | | Resume | so many ranks saved the step, if it is known |",
@@ -103,7 +103,7 @@ def broken(old: str, new: str) -> Runbook:
         (
             "| 0 | | WatchLoss | the job was started from the step |",
             "| 0 | | WatchLoss | |",
-            "Resume, block 'resume': a row does not say why (`because`)",
+            "Resume, block 'resume': a row has no reason (`because`)",
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
         (
             'classify --print-word "${LOG[@]}"',
             'classify --print-word "$LOG"',
-            "the list LOG is taken whole",
+            "use the whole list LOG",
         ),
         ('ckptctl scan "$ROOT" ', "ckptctl scan $ROOT ", "$ROOT is not quoted"),
         ('ckptctl scan "$ROOT" ', 'ckptctl scan "$(echo $ROOT)" ', "$ROOT is not quoted"),
@@ -127,8 +127,8 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
         ('eval "$RESUME"\n```', 'eval "resume $STEP"\n```', "eval runs one input and nothing else"),
         ("name=resume changes", "name=resume reads", "it runs an input as a command"),
         ("| `WAIT` |", "| `BASH_ENV` |", "`BASH_ENV` changes how a shell or a program works"),
-        ("| `DRAIN` |", "| `DRAIN...` |", "$DRAIN is run as a command, and is not an input with"),
-        (" runs=LAUNCHER", "", "$LAUNCHER is started by a program, so the block must say"),
+        ("| `DRAIN` |", "| `DRAIN...` |", "$DRAIN is run as a command, but is not an input with"),
+        (" runs=LAUNCHER", "", "$LAUNCHER is started by a program, so the block needs"),
     ],
 )
 def test_the_linter_refuses_what_lets_a_value_become_more_than_an_argument(old, new, problem):

@@ -193,7 +193,7 @@ def test_a_store_that_keeps_no_checksums_still_knows_what_was_written_again(
     assert {file.stored.checksum for file in step.seal().files if file.stored} == {""}
     report = step.verify()
     assert (report.exit_code, [code for code, _ in faults(report)]) == (22, ["store.unverifiable"])
-    assert "the store keeps none; their ETags are unchanged" in report.findings[0].message
+    assert "the store keeps no checksums; their ETags are unchanged" in report.findings[0].message
     step.put(SHARD, flipped(step.get(SHARD)))
     assert ("store.rewritten", SHARD) in faults(step.verify())
 

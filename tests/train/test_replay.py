@@ -112,7 +112,7 @@ def test_a_replay_beside_the_run_takes_nothing_from_it(root):
 def test_a_save_behind_the_replay_is_refused(root):
     job = Job(root)
     job.ckpt.resume(replay=3)
-    with pytest.raises(UsageError, match="the replay ends after step 12, and step 15"):
+    with pytest.raises(UsageError, match="the replay ends after step 12, so step 15"):
         job.ckpt.save(15)
     job.ckpt.close()
 
