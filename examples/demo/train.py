@@ -13,20 +13,16 @@ place in the data. Started again, the job goes on from the newest whole step.
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import os
 import random
 import signal
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -101,20 +97,17 @@ def _die_in_the_next_save() -> None:
         return
     myself = pids.pop(DYING_RANK)
 
-    class DyingFile(io.FileIO):
-        def write(self, data: Any) -> int:
-            n_bytes = super().write(data)
-            if self.tell() > DYING_BYTES:
-                for pid in (os.getppid(), *pids, myself):
-                    os.kill(pid, signal.SIGKILL)
-            return n_bytes
+    write = os.write
 
-    @contextmanager
-    def create_stream(_: FileSystem, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with io.BufferedWriter(DyingFile(path, mode)) as stream:
-            yield stream
+    def write_and_die(descriptor: int, data: Any) -> int:
+        n_bytes = write(descriptor, memoryview(data)[:DYING_BYTES])
+        is_shard = os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp")
+        if is_shard and os.fstat(descriptor).st_size >= DYING_BYTES:
+            for pid in (os.getppid(), *pids, myself):
+                os.kill(pid, signal.SIGKILL)
+        return n_bytes
 
-    FileSystem.create_stream = create_stream  # type: ignore[method-assign,assignment]
+    os.write = write_and_die
 
 
 def _print_loss(step: int, loss: torch.Tensor) -> None:
