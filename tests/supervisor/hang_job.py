@@ -19,7 +19,7 @@ FAULT, WHERE, RANK = (
     "",
 )[:3]
 OWN = int(os.environ["RANK"])
-IS_FAULTY = RANK != "" and int(RANK) == OWN
+IS_FAULTY = str(OWN) == RANK
 
 
 def stop_at(where: str) -> None:
