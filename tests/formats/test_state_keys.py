@@ -110,7 +110,7 @@ def test_the_step_of_an_optimizer_is_not_the_step_of_the_run():
         ("automodel", "step_scheduler.pt", ("step",), None),
         ("dcp", "trainer/dataloader/rank_3.pt", ("dataloader",), "3"),
         ("nanotron", "random/tp-0-of-1_dp-1-of-2.pt", ("rng",), "tp-0-of-1_dp-1-of-2"),
-        ("nemo", "weights/common.pt", ("step", "scheduler", "tokens"), None),
+        ("nemo", "weights/common.pt", ("step", "scheduler", "tokens", "dataloader"), None),
         ("verl", "actor/model_world_size_8_rank_3.pt", ("model", "step"), None),
         ("verl", "actor/optim_world_size_8_rank_3.pt", ("optimizer",), None),
         ("verl", "critic/extra_state_world_size_8_rank_3.pt", ("rng", "scheduler"), "3"),

@@ -108,7 +108,7 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said", "better"),
     [
-        ((), "for how many ranks", "--world-size 8"),
+        ((), "the layout of the new step is missing", "--world-size 8"),
         (("--mesh", "dp=2,xy=2"), "none of dp, fsdp", "--mesh dp=4,tp=2"),
         (("--mesh", "dp=0"), "is not a dimension", "--mesh dp=4,tp=2"),
         (

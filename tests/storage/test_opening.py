@@ -285,7 +285,7 @@ def test_a_web_server_is_listed_and_read_and_never_written(web: str):
         assert [i.path for i in store.list_dir()] == ["step_1"]
         assert [(i.path, i.size) for i in store.list_tree()] == [("step_1/meta", 8)]
         assert store.read("step_1/meta", limit=100) == b"metadata"
-        with pytest.raises(UsageError, match="read only"):
+        with pytest.raises(UsageError, match="read-only"):
             store.put("x", b"")
 
 

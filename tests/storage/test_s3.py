@@ -700,7 +700,7 @@ def test_a_range_that_outgrew_its_object_says_how_large_it_is(store: Store):
     with pytest.raises(ShortRead) as caught:
         list(store.read_spans([Span("step_1/.metadata", 4, 100)]))
     assert caught.value.size == 8
-    assert re.search(r"bytes 4 to 104 were asked for, it ends at 8$", caught.value.message)
+    assert re.search(r"bytes 4 to 104 were requested, it ends at 8$", caught.value.message)
 
 
 # Settings as users have them
