@@ -39,8 +39,8 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def inside(part_path: str, name: str) -> str:
-    """`name` of a part, relative to the step; the part itself where there is no name."""
-    return f"{part_path}/{name}" if part_path and name else part_path or name
+    """`name` of a part, relative to the step."""
+    return f"{part_path}/{name}" if part_path else name
 
 
 def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -140,12 +140,11 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     marks: list[Mark] = []
     unread = {file.path: _why_not_read(file) for file in files if file not in read}
     spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
-    for span, data in opened.store.read_spans(spans):
-        path = span.path.removeprefix(opened.in_store(""))
+    for file, (_, data) in zip(read, opened.store.read_spans(spans), strict=True):
         try:
             marks.append(parse_mark(data))
         except OwnFileUnreadable as error:
-            unread[path] = error.message
+            unread[file.path] = error.message
     current = metadata_digest(tuple(opened.digests.items()))
     marks += [
         _by_name(path, word, why, step, current)

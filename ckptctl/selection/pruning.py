@@ -286,6 +286,10 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     )
 
 
+_UNPROVEN = f"{Verdict.UNVERIFIABLE.value}: "
+"""How the reason begins where the bytes of a step were read and something cannot prove them."""
+
+
 def _makes_count(
     decisions: Sequence[PruneDecision], again: str, root: str
 ) -> tuple[str | None, str]:
@@ -293,7 +297,8 @@ def _makes_count(
     for one in decisions:
         if one.reason.startswith(SEALED_UNVERIFIABLE):
             return f"{again} --accept-unverifiable", ""
-        if one.verdict is Verdict.UNVERIFIABLE and not one.counts:
+        unproven = one.verdict is Verdict.UNVERIFIABLE or one.reason.startswith(_UNPROVEN)
+        if unproven and not one.counts:
             why = "; a step without checksums counts once it is sealed, with --accept-unverifiable"
             return f"ckptctl seal {shlex.quote(one.url)} --accept-unverifiable", why
         if "not sealed" in one.reason:

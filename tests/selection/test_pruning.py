@@ -197,11 +197,13 @@ def trainer_step(root: Path, number: int) -> Path:
     return step
 
 
-def test_steps_without_checksums_count_and_go_once_they_are_sealed_and_accepted(tmp_path: Path):
+def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Path):
     root = tmp_path / "run"
     for number in (10, 20, 30):
         trainer_step(root, number)
-    for options in ((), ("--unsealed",), ("--accept-unverifiable", "--unsealed")):
+    document = validated(run_ckptctl("prune", root, "--keep", 1, "--apply", "--json").stdout)
+    assert document["next_command"] == f"ckptctl seal {root}@auto"
+    for options in (("--unsealed",), ("--accept-unverifiable", "--unsealed")):
         done = run_ckptctl("prune", root, "--keep", 1, *options, "--apply", "--json")
         document = validated(done.stdout)
         assert document["message"].startswith("nothing is removed: 0 of 1 good steps exist; a step")
@@ -210,18 +212,15 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed_and_accepted(
     assert ckptctl.seal(str(root / "checkpoint-20"), accept_unverifiable=True).path
     shutil.rmtree(root / "checkpoint-30")
     document = validated(run_ckptctl("prune", root, "--keep", 1, "--json").stdout)
-    again = f"ckptctl prune {root} --keep 1 --accept-unverifiable"
-    assert document["next_command"] == again
-    plan = validated(run_ckptctl(*again.split()[1:], "--json").stdout)
-    assert plan["next_command"] == f"{again} --apply"
+    assert document["next_command"] == f"ckptctl prune {root} --keep 1 --apply"
     trainer_step(root, 30)
-    found = ckptctl.prune(str(root), 1, accept_unverifiable=True, apply=True)
+    found = ckptctl.prune(str(root), 1, apply=True)
     assert gone(found) == {10}
-    assert found.decisions[0].reason == "without checksums, and not sealed: does not count"
+    assert found.decisions[0].reason == "whole, but not sealed: does not count"
     # A sealed step that was written to since proves nothing any more.
     (root / "checkpoint-20" / "optimizer.pt").write_bytes(b"x")
     trainer_step(root, 10)
-    assert gone(ckptctl.prune(str(root), 1, accept_unverifiable=True, apply=True)) == set()
+    assert gone(ckptctl.prune(str(root), 1, apply=True)) == set()
 
 
 @pytest.mark.parametrize("has_seal", [False, True])
