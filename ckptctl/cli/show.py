@@ -107,7 +107,8 @@ def contents_lines(contents: Contents, *, every_tensor: bool, width: int | None)
 
 def _head(contents: Contents) -> Iterator[Line]:
     number = "" if contents.number is None else f"step {contents.number}: "
-    params = f"{contents.n_params:,} parameters, " if contents.tensors else ""
+    is_listed = bool(contents.tensors) or not contents.shards
+    params = f"{contents.n_params:,} parameters, " if is_listed else ""
     said = f"{number}{params}{exact_size(contents.n_bytes)}"
     yield line(Span(said, "strong"), hang=2)
     yield line("  ", Span(contents.url, "name"), solid=True)

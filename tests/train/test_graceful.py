@@ -141,7 +141,7 @@ with GracefulStop(deadline_s=1.0) as stop:
         started[0].terminate()
         ((code, _, err),) = ends(started[:1])
     assert code == 143
-    assert "no end 1 s after the signal: ending now, with code 143" in err
+    assert "still running 1 s after the signal: ending now, with code 143" in err
     assert "all_reduce" in err
 
 

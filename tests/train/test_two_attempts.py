@@ -208,7 +208,7 @@ job.train(1, {last})
 
 
 def test_an_orphan_on_a_file_system_finds_no_folder_to_publish_in(tmp_path, monkeypatch):
-    from torch.distributed.checkpoint import filesystem
+    from ckptctl.train.writer import Writer
 
     root = Root(str(tmp_path / "run"), {})
     root.run(3)
@@ -220,7 +220,7 @@ def test_an_orphan_on_a_file_system_finds_no_folder_to_publish_in(tmp_path, monk
         heirs.append((heir, heir.resume()))
 
     # As if the process had been stopped right after its check of the token.
-    before(monkeypatch, filesystem.FileSystemWriter, "finish", take_over)
+    before(monkeypatch, Writer, "finish", take_over)
     with pytest.raises(Fenced):
         orphan.train(4, 6)
     heir, start = heirs[0]
