@@ -65,13 +65,14 @@ def saved_world_size(
     # A rank with nothing to write leaves no safetensors file: such a part says the size
     # only where no other does, and not for sure.
     telling = [part for part in sharded if part.format is not PartFormat.SAFETENSORS]
-    telling += [part for part in parts if _rank_files(part)]
+    of_rank_files = {part.path: n for part in parts if (n := _rank_files(part))}
+    telling += [part for part in parts if part.path in of_rank_files]
     unclear = not telling or any(
         len(ranks.get(part.path, ())) <= max(ranks.get(part.path, ()), default=-1)
         or any(_is_left_over(file, named.get(part.path)) for file in part.files)
         for part in telling
     )
-    by_files = max(by_files, *(_rank_files(part) for part in parts), 0)
+    by_files = max(by_files, *of_rank_files.values(), 0)
     by_state = max(state.rng.n_ranks or 0, state.dataloader.n_ranks or 0)
     if by_state > by_files:
         return WorldSize(by_state, "train-state", at_least=True)

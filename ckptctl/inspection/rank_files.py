@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import RecordUnreadable
@@ -17,7 +19,7 @@ from ckptctl.formats.archive.directory import TAIL, read_directory
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
-from ckptctl.storage.contract import Span
+from ckptctl.storage.contract import Span, Store
 
 if TYPE_CHECKING:
     from ckptctl.inspection.open_step import OpenPart
@@ -43,12 +45,7 @@ def read_digests(part: OpenPart) -> Mapping[str, str]:
     for file in part.part.files:
         if file.path not in part.metadata[0].bytes_entries or file.kind != "file":
             continue
-        path = part.in_store(file.path)
-
-        def read_tail(n_bytes: int, path: str = path, size: int = file.size) -> bytes:
-            ((_, data),) = store.read_spans([Span(path, size - n_bytes, n_bytes)])
-            return data
-
+        read_tail = partial(_read_tail, store, part.in_store(file.path), file.size)
         try:
             directory, tail = read_directory(read_tail, file.size)
             held = tail[len(tail) - (file.size - directory.at) :]
@@ -58,14 +55,17 @@ def read_digests(part: OpenPart) -> Mapping[str, str]:
     return digests
 
 
+def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
+    ((_, data),) = store.read_spans([Span(path, size - n_bytes, n_bytes)])
+    return data
+
+
 def safetensors_in(part: Part) -> Iterator[Part]:
     """The folders of safetensors in a rank-file part, each as a part of the step."""
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in part.files:
         if file.path.endswith((SUFFIX, INDEX_SUFFIX)):
             folder, _, name = file.path.rpartition("/")
-            folders[folder].append(
-                FileInfo(name, file.size, file.mtime_s, file.identity, file.kind, file.link)
-            )
+            folders[folder].append(replace(file, path=name))
     for folder, files in sorted(folders.items()):
         yield Part(folder, PartFormat.SAFETENSORS, tuple(files))

@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, product
 from math import prod
 
@@ -190,7 +191,9 @@ def families(
     )
 
 
+@lru_cache(maxsize=1 << 14)
 def _matched(path: str) -> tuple[str, _Named] | None:
+    # Several checks of one inspection compute the families of the same names.
     for layout, what, name in _KINDS:
         match = re.fullmatch(rf"(?P<folder>(?:[^/]+/)*){name}", path)
         if match:
