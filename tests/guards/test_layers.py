@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +175,9 @@ def test_no_module_is_named_after_a_public_function_and_none_is_called_utils():
     public = {"scan", "verify", "pick", "show"}
     library = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "cli"]
     assert not {path.stem for path in library} & (public | {"utils"})
+
+
+def test_no_two_test_modules_share_a_name():
+    """pytest imports each by its file's name alone: the second one of a name is an error."""
+    names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    assert [name for name, n in names.items() if n > 1] == []
