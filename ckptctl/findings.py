@@ -200,7 +200,7 @@ CODES: Mapping[str, Code] = {
     "loss.restarted": _fault(None, "the job began from the beginning instead of resuming"),
     "loss.not-finite": _fault(None, "the loss is no number any more"),
     "loss.step": _fault(None, "the first step is not the one after the checkpoint"),
-    "loss.tokens": _fault(None, "the count of tokens or samples does not go on"),
+    "loss.tokens": _fault(None, "the count of tokens or samples does not continue"),
     "loss.batch": _fault(None, "a step takes more or fewer tokens than before"),
     "loss.lr": _fault(None, "the learning rate is not where it was"),
     "loss.data": _fault(None, "the data was repeated or skipped"),
@@ -231,7 +231,7 @@ CODES: Mapping[str, Code] = {
     "loss.several": _note("the logs hold several resumes"),
     "loss.throughput": _note("the throughput is not what it was"),
     "loss.clock": _note("the clock of the log goes back"),
-    "loss.damaged": _note("a log is damaged in the middle, and later ones go on"),
+    "loss.damaged": _note("a log is damaged in the middle, and later ones continue"),
     "loss.cadence": _note("many steps were trained again after failures"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""

@@ -1,6 +1,6 @@
 """Check that the chunks in the metadata tile each tensor exactly once.
 
-A load reads boxes of the global tensor. An element that no chunk holds keeps
+A load reads slices of the global tensor. An element that no chunk holds keeps
 whatever was in memory before (torch 2.13 raises nothing), so this is asked
 before any load is tried. Only metadata is read; whether the bytes behind a
 chunk exist is the question of `presence`.
@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 _FREE_VISITS = 250_000
 _VISITS_TO_DECIDE = 64
 _VISITS_TO_EXPLAIN = 8
-"""How many boxes may be compared, however few chunks there are, and how many more for each
+"""How many slices may be compared, however few chunks there are, and how many more for each
 chunk. n chunks cut along d dimensions cost at most 2^d n visits to decide, a grid of them n."""
 
 
@@ -174,7 +174,7 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _fill(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> bool:
-    """The boxes fill `shape` exactly once."""
+    """Whether the slices fill `shape` exactly once."""
     if not boxes:
         return prod(shape) == 0
     columns = list(zip(*boxes, strict=True))
@@ -191,10 +191,10 @@ def _fill(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> bool:
 def _cancel(counts: Mapping[Box, int], visits: _Visits) -> bool:
     """Boxes, each taken as often as `counts` says, add up to nothing at every element.
 
-    Along one dimension the sum over an element changes only where boxes begin or
+    Along one dimension the sum over an element changes only where slices begin or
     end. It is zero throughout if at each such place what begins there cancels what
     ends there: the same question, with one dimension less. In a grid of chunks the
-    two are the same boxes. The last place follows from the others.
+    two are the same slices. The last place follows from the others.
     """
     signed = {box: count for box, count in counts.items() if count}
     if not signed:
@@ -248,7 +248,7 @@ def _explain(tensor: TensorEntry, boxes: Sequence[Box], visits: _Visits) -> Iter
 
 
 def _at_least(tensor: TensorEntry, boxes: Sequence[Box]) -> Finding:
-    """What the number of elements alone says about boxes that do not fill the tensor."""
+    """What the number of elements alone shows about slices that do not fill the tensor."""
     n_elements = prod(tensor.shape)
     missing = n_elements - sum(prod(end - begin for begin, end in box) for box in boxes)
     if missing > 0:
@@ -261,7 +261,7 @@ def _at_least(tensor: TensorEntry, boxes: Sequence[Box]) -> Finding:
 def _count(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> _Uneven:
     """Count slab by slab, each between two neighbouring edges along the first dimension.
 
-    Within a slab the boxes are the same: what they leave is the same question, with
+    Within a slab the slices are the same: what they leave is the same question, with
     one dimension less.
     """
     visits.spend(len(boxes) + 1)

@@ -113,7 +113,7 @@ def _check_length(
 
 
 def _check_tensors(headers: Headers) -> Iterator[Finding]:
-    """The boxes of each tensor, from all files, fill what they reach."""
+    """Check that the slices of each tensor, from all files, fill its shape."""
     boxes: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensors in headers.values():
         for tensor in tensors:

@@ -46,7 +46,7 @@ def speaks_of_step(findings: Collection[Finding]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a look at a step has shown, to be held against its seal.
+    """The result of an inspection, for comparison with the seal.
 
     `metadata` are the SHA-256 of the metadata files that decode, by path; `named`
     are the shard files that they name; both with paths in the step.

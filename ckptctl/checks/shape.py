@@ -48,7 +48,7 @@ def sidecars_of(step: Step) -> tuple[FileInfo, ...]:
 
 
 def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
-    """Yield what the names in a step say against it. Cost: one look at each name.
+    """Yield faults that the names in a step show. Cost: one comparison per name.
 
     `unfinished` says that the folder itself bears the name of a save in flight, or that a
     file beside it says so.

@@ -1,14 +1,14 @@
 """Find shard files that are equal to those of the predecessor while others changed.
 
-Between two steps training changes every chunk of a tensor, or none of them: which rank
-holds a chunk means nothing to it. A shard file all of whose records are those of the
-step before, by their checksums, while other chunks of the same tensors changed, is that
-step's file, or that step has this one's. It is a suspicion: no record says which step it
-is of. What is compared is chosen here, and what it comes to; another floor reads.
+Between two steps training changes every chunk of a tensor or none of them, on whichever
+rank. If all records of a shard file equal those of the step before, by their checksums,
+while other chunks of the same tensors changed, the file belongs to that step, or that step
+has this one's. This is a suspicion: no record states its step. This module selects what is
+compared and evaluates it; `inspection.predecessor` reads.
 
-What is frozen stands still in all files and tells nothing, and so do zeros. Rows that get
-no gradient (of an embedding, of an expert) stand still in one file alone, but never are
-they all that is in it, with moments of the optimizer that are not zero: those decay.
+Frozen tensors are unchanged in all files, and so are zeros. Rows without a gradient (of an
+embedding, of an expert) may be unchanged in one file alone, but a file also has optimizer
+moments that are not zero, which decay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEW = 4
 """Records of each shard file that are compared first."""
 
 MANY = 64
-"""Records of a file that stands still that are compared then; at most `MAX_SUSPECTS` such."""
+"""Records of an unchanged file that are compared then; at most `MAX_SUSPECTS` such files."""
 
 MAX_SUSPECTS = 16
 
@@ -58,9 +58,9 @@ class _Split:
 class StaleShard:
     """A file that stood still: how many of its records were compared, and what moved elsewhere.
 
-    `numbers` are chunks, each of another tensor, that stood still while all others of
-    their tensors that were compared moved on. `has_moments`: moments of an optimizer are
-    among them. `n_mixed` tensors stood still in other files too, and moved on in some.
+    `numbers` are chunks, each of another tensor, that did not change while all others of
+    their tensors that were compared changed. `has_moments`: moments of an optimizer are
+    among them. `n_mixed` tensors were unchanged in other files too, and changed in some.
     """
 
     file: int
@@ -71,10 +71,10 @@ class StaleShard:
 
 
 class StaleShardCheck:
-    """Which records of a part are to be compared with the step before, and what that says.
+    """Which records of a part to compare with the step before, and the result.
 
-    `crcs` are the checksums of this step, as `structure` gives them. Cost: one look at
-    each chunk.
+    `crcs` are the checksums of this step, as `structure` returns them. Cost: one comparison
+    per chunk.
     """
 
     def __init__(self, ranges: Ranges, crcs: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class StaleShardCheck:
 
 
 def has_moved(one: StaleShard, before: Crcs, still_before: Crcs) -> bool:
-    """Whether what stands still now had moved on to the step before: then it is not frozen."""
+    """Whether what is unchanged now had changed in the step before: then it is not frozen."""
     known = [n for n in one.numbers if n in still_before]
     return len(known) >= MIN_TENSORS and all(before[n] != still_before[n] for n in known)
 

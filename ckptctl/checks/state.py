@@ -59,7 +59,7 @@ class _Found:
 def train_state(sources: Sources) -> TrainState:
     """Which kinds of train state are there, where, and for how many ranks.
 
-    Cost: one look at each name; nothing is read.
+    Cost: one comparison per name; nothing is read.
     """
     found: dict[str, _Found] = defaultdict(lambda: _Found([], set()))
     for part, metadata in sources.metadata:
@@ -72,7 +72,7 @@ def train_state(sources: Sources) -> TrainState:
             if kind is not None and kind.rank is not None:
                 read.setdefault(kind.names, held)
         elif kind is not None and file.size > 0:
-            # Of files that exist once per rank one is read, and speaks for the others.
+            # Of files that exist once per rank, one is read and stands for the others.
             known = read.get(kind.names, ()) if kind.rank is not None else ()
             held = dict.fromkeys(known or kind.names)
         else:

@@ -133,7 +133,7 @@ _HELP_COLUMNS = 74
 
 
 def _folded(example: str) -> Iterator[str]:
-    """A command in as many lines as help has room for, each to be gone on with as a shell does."""
+    """A command in as many lines as help has room for, continued as in a shell."""
     line, indent = "", ""
     for piece in _PIECE.findall(example):
         if line and len(indent) + len(line) + 1 + len(piece) > _HELP_COLUMNS:

@@ -168,7 +168,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("", answer.evidence)),
         *section(_listed("what followed", answer.consequences)),
         *section(_listed("other evidence", answer.others)),
-        *section(_listed("training went on after", answer.survived)),
+        *section(_listed("training continued after", answer.survived)),
         *section(_stalled(answer)),
         *_suspected(answer.suspects),
         line("do: ", Span(answer.action.value, "strong"), f". {answer.advice}", hang=4),

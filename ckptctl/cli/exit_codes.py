@@ -22,7 +22,7 @@ class ExitCode(NamedTuple):
 
 
 EXIT_CODES: Mapping[int, ExitCode] = {
-    0: ExitCode("yes", "Go on.", "not needed"),
+    0: ExitCode("yes", "Continue.", "not needed"),
     1: ExitCode(
         "a bug in ckptctl",
         "Run the command again with `--debug` and report what it prints. Treat the answer as "

@@ -206,7 +206,7 @@ def rank_states(report: Report) -> dict[str, list[str]]:
 
 
 def _reached(report: Report) -> str:
-    """What is known of a shard file that no finding speaks of."""
+    """What is known of a shard file without findings."""
     if report.level is Level.LISTING or report.verdict in (Verdict.UNKNOWN, Verdict.CHANGED):
         return "present"
     unproven = any(f.code in _PROVE_NOTHING for f in report.findings) and report.seal is None

@@ -15,7 +15,7 @@ BLOCK_INDENT = 4
 """How far what a command prints is indented."""
 
 _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "l": None, "leave": None}
-_WAYS = {DONE: "done", STOP: "stop", NEXT: "go on"}
+_WAYS = {DONE: "done", STOP: "stop", NEXT: "continue"}
 
 
 class TerminalPrompts:

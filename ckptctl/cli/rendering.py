@@ -47,7 +47,7 @@ def _finding_line(finding: Finding, code_width: int) -> Line:
 
 
 def said_of(finding: Finding) -> str:
-    """What a finding says, with the thing that it speaks of."""
+    """The message of a finding, with the path that it concerns."""
     if not finding.where or all(name in finding.message for name in finding.where.split(", ")):
         return finding.message
     return f"{finding.where}: {finding.message}"

@@ -237,7 +237,7 @@ def foot_lines(scan: Scan, width: int, *, unicode: bool) -> list[Line]:
     if scan.n_older:
         more = f"{counted(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
         lines.append(
-            line(f"  {more} (--before {scan.more_before} goes on, --last 0 shows all)", hang=2)
+            line(f"  {more} (--before {scan.more_before} continues, --last 0 shows all)", hang=2)
         )
     n_read = sum(report.bytes_read for report in scan.reports)
     if scan.reports:

@@ -116,10 +116,10 @@ _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
 
 def next_command(report: Report) -> str | None:
-    """What to run after `verify`: never the same command again, and nothing where all is proven.
+    """What to run after `verify`: never the same command again, nothing if all is proven.
 
-    A deeper look at a step that can be used, what is known of the worst fault, or the
-    choice of another step.
+    A deeper inspection of a usable step, the page of the worst fault, or the choice of
+    another step.
     """
     url = shlex.quote(report.url)
     root = shlex.quote(parent_url(report.url))

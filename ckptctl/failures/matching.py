@@ -393,7 +393,7 @@ def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ..
 
 _MAX_KEPT = 2000
 SURVIVED_AFTER = 3
-"""Lines of progress after an error that prove that training went on."""
+"""Lines of progress after an error that prove that training continued."""
 _ANOTHER_DAY_S = 15 * 3600.0
 
 

@@ -2,8 +2,8 @@
 
 Every command that works on a step takes this handle, so that its listing, its metadata
 and its sidecars are read and decoded once, however many checks, plans or loads use them.
-A second look at the storage is never hidden in it: whoever must detect that the step
-changed calls `list_again`, which reads anew and keeps nothing.
+It never hides a second read of the storage: code that must detect that the step
+changed calls `list_again`, which reads again and caches nothing.
 """
 
 from __future__ import annotations

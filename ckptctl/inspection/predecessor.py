@@ -50,14 +50,14 @@ def check_fewer_ranks(opened: OpenStep, part: OpenPart, older: Older) -> Iterato
 
 
 def check_step_before(opened: OpenStep, part: OpenPart, older: Older) -> Iterator[Finding]:
-    """Yield a `shard.stale` for each shard file that stands as it is in the step before.
+    """Yield a `shard.stale` for each shard file that equals that of the step before.
 
-    `part` is one without faults. Nothing is said of one that has no shards whose tensors are
-    split over several files, or that has no step before it.
+    `part` has no faults. Nothing is reported for a part without tensors that are split over
+    several files, or without a step before it.
 
-    Storage errors of the older step are passed over. Cost: a listing of the root, one
-    metadata, and `FEW` short reads for each shard file; where one of them stands still,
-    two times `MANY` more for each such file, and at worst the same of one more step.
+    Storage errors of the older step are ignored. Cost: a listing of the root, one metadata,
+    and `FEW` short reads per shard file; if one of them is unchanged, two times `MANY` more
+    for each such file, and at worst the same for one more step.
     """
     if len(part.metadata) != 1 or part.metadata[0].n_bytes > MAX_METADATA_BYTES:
         return

@@ -46,11 +46,11 @@ MAX_MARKS = 256
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The seal of a step, if it speaks of this save of it, and what seal and marks say.
+    """The seal of a step, if it applies to this save, and the findings from seal and marks.
 
     `marks` are those on this save that no other mark has lifted. `pins` are those of any
-    save in this folder: who has pinned a step keeps it, also where its metadata is
-    damaged or gone and nobody can tell any more which save it is.
+    save in this folder: a pinned step is kept even if its metadata is
+    damaged or gone, so that its save can no longer be identified.
     """
 
     seal: Seal | None = None

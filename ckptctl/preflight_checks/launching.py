@@ -1,4 +1,4 @@
-"""Look at the storage from the nodes of the job, through the command that starts processes there.
+"""Check the storage from the nodes of the job, through the command that starts processes there.
 
 `srun`, `kubectl exec`, `ssh` or any other command runs `ckptctl preflight --node-report` on
 a node; what it prints is one line of JSON for each process. The reports are those of

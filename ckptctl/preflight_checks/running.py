@@ -74,7 +74,7 @@ def preflight(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[PickKeywords],
 ) -> Preflight:
-    """Look at everything that a job needs from its storage before it starts.
+    """Check everything that a job needs from its storage before it starts.
 
     Several roots, and `optional_roots`, are those of `pick`. Each mandatory one is inspected
     on every node, and the one that holds the chosen step; saves go into the first, so that is
@@ -84,7 +84,7 @@ def preflight(
     `world_sizes` are other numbers of ranks to say the cost of. `mtbf_s`
     is the mean time between failures, in seconds. There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
-    and compares, and looks at the newest 20 steps for what damaged ones share. `logs`
+    and compares, and searches the newest 20 steps for what damaged ones share. `logs`
     are those of the job that died: the work behind the chosen step is counted. `launchers`
     start the same look on other nodes, and what they see is compared. `group` are
     the processes of the job, each of which must call this. The rest is `pick`'s; each field of

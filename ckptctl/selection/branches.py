@@ -1,10 +1,10 @@
-"""Record each resume of a run of several roots, and rule out the steps that it left behind.
+"""Record each resume of a run with several roots, and supersede the steps that it abandoned.
 
 A resume from step N supersedes every newer step, and a mark in each root states that. An
 optional root may be absent at that moment, or be the local disk of another machine, and a
-root may be read-only. So the root that the job saves to keeps a record of each resume,
-`.ckptctl/branches/ATTEMPT.from-STEP.json`, and `pick` over several roots compares the
-steps of the other roots with it.
+root may be read-only. So the root that the job saves to records each resume,
+`.ckptctl/branches/ATTEMPT.from-STEP.json`, and `pick` over several roots compares the steps
+of the other roots with these records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptctl.storage.opening import absolute_url, base_name
 BRANCHES_FOLDER = f"{OWN_FOLDER}/branches"
 
 MAX_READ = 1_000
-"""So many records are read, the newest; of older ones the name counts."""
+"""The number of newest records that are read; of older ones only the name counts."""
 
 _SCHEMA = "ckptctl.branch/1"
 _MAX_BYTES = 8 << 20
@@ -43,7 +43,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A save that was listed and not taken; `metadata` is None for one that had none yet."""
+    """A save that was listed but not chosen; `metadata` is None for one that had none yet."""
 
     url: str
     number: int
@@ -54,8 +54,8 @@ class Left:
 class Resume:
     """A resume of the run, as one of its roots records it.
 
-    `step` is None for a run that began, `loaded` the `metadata_digest` of the save that was
-    loaded. `at_s` is when it was decided, in seconds since 1970, `root` the recording root.
+    `step` is None for a fresh start, `loaded` the `metadata_digest` of the loaded save.
+    `at_s` is the time of the decision, in seconds since 1970, `root` the recording root.
     """
 
     root: str
@@ -68,9 +68,9 @@ class Resume:
     def leaves(self, report: Report, seal: Seal | None) -> bool:
         """Whether the step was saved on the branch that this resume abandoned.
 
-        It was where the resume listed that very save. A step that was not listed is
-        judged by its seal: the attempt that saved it and when it was sealed, by the clocks of
-        the job's machines. Without a seal of `ckptctl.train` the time of its newest file
+        True if the resume listed that very save. A step that was not listed is assessed by
+        its seal: the attempt that saved it and the time of sealing, by the clocks of the
+        job's machines. Without a seal of `ckptctl.train`, the time of its newest file
         decides, by the clock of the storage.
         """
         number = report.number
@@ -86,7 +86,7 @@ class Resume:
             if seal.origin.attempt >= self.attempt:
                 return False
             sealed_s = _seconds(seal.sealed_at, "%Y-%m-%dT%H:%M:%SZ")
-            # A seal is dated to the second: of the same one it may be of the abandoned branch.
+            # A seal is dated to the second; in the same second it may be of the abandoned branch.
             return sealed_s is None or sealed_s <= int(self.at_s)
         return report.written_s is not None and report.written_s < self.at_s
 
@@ -122,8 +122,8 @@ def put_resume(
 def read_resumes(store: Store) -> tuple[Resume, ...]:
     """The resumes that a root records.
 
-    The name of a record counts where its content cannot be read. Raises `StorageError`
-    where the root does not answer. Cost: one listing, and one read for each resume.
+    The name of a record counts if its content cannot be read. Raises `StorageError` if the
+    root does not answer. Cost: one listing, and one read per resume.
     """
     try:
         entries = store.list_dir(BRANCHES_FOLDER)
@@ -164,7 +164,7 @@ def _parsed(named: Resume, data: bytes) -> Resume:
 
 
 def _left(save: LeftBehind) -> Left:
-    # The same save counts wherever a copy of it lies.
+    # A copy of the same save counts in every root.
     url = save["url"] if save["metadata"] is None else ""
     return Left(url, save["number"], save["metadata"])
 
@@ -179,10 +179,10 @@ def _seconds(text: str, form: str = "%Y-%m-%dT%H:%M:%S.%fZ") -> float | None:
 
 
 def left_behind(looked: Inspection, resumes: Sequence[Resume]) -> Resume | None:
-    """The resume that left a step behind; None for a step of the branch that goes on.
+    """The resume that abandoned a step; None for a step of the current branch.
 
-    `resumes` are those that other roots record. A step that a resume loaded is of the
-    branch again, whatever came before, and so is one that a person has accepted.
+    `resumes` are those that other roots record. A step that a resume loaded belongs to the
+    current branch, and so does one that a person has accepted.
     """
     report, notes = looked.report, looked.notes
     if report.verdict is Verdict.UNKNOWN or (notes is not None and notes.accepted):
@@ -197,9 +197,11 @@ def left_behind(looked: Inspection, resumes: Sequence[Resume]) -> Resume | None:
 
 
 def ruled_out(looked: Inspection, resume: Resume) -> Inspection:
-    """What was found of a step, with the finding that a resume has left it behind."""
+    """The inspection of a step, with the finding that a resume has abandoned it."""
     report = looked.report
-    went_on = "began anew" if resume.step is None else f"went on from step {resume.step}"
+    went_on = (
+        "started again from step 0" if resume.step is None else f"continued from step {resume.step}"
+    )
     finding = Finding(
         "step.superseded",
         "",

@@ -1,7 +1,7 @@
 """Choose the newest candidate that may be resumed from.
 
-The policy and nothing else: candidates come newest first, looking at one is a
-function that the caller gives. Nothing here knows a storage.
+This module contains only the policy: candidates come newest first, and the caller provides
+the function that inspects one. It does not access storage.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ckptctl.options import PickPolicy
 from ckptctl.selection.results import PassedOver
 
 MAX_LOOKED_FURTHER = 10
-"""How many steps behind too many damaged ones are inspected for the newest that is sound."""
+"""How many steps before too many damaged ones are inspected for the newest sound one."""
 
 MAX_PREDECESSORS = 10
-"""How many older steps are asked whether they hold the optimizer that a newer one lacks."""
+"""How many older steps are checked for the optimizer that a newer one lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One step under one of the roots; `tier` is the place of its root in the argument list.
 
-    `optional` says that its root may be absent: then a step in it that does not
-    answer stops nothing.
+    `optional`: its root may be absent, so a step in it that does not answer does not stop
+    the search.
     """
 
     tier: int
@@ -38,15 +38,14 @@ class Candidate:
 
 @dataclass(slots=True)
 class Choice:
-    """What choosing came to: the chosen report or none, and everything passed over on the way.
+    """The result of choosing: the chosen report or none, and everything that was skipped.
 
-    `damaged` are the numbers of those that are damaged. `stopped` says why the search
-    ended before the steps did: `unknown` for a step that could not be inspected,
-    `suspect` for too many damaged ones. `no_steps` are folders with a number for a name
-    that turned out to be something else, `unknown` the copies of the step at which the
-    search stopped that could not be inspected. `further` is there after too many damaged
-    steps: the search for the newest sound step behind them, which is for a person to
-    decide on.
+    `damaged` are the numbers of damaged steps. `stopped` is why the search ended early:
+    `unknown` for a step that could not be inspected, `suspect` for too many damaged ones.
+    `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
+    the step at which the search stopped that could not be inspected. `further` is set after
+    too many damaged steps: the search for the newest sound step before them, on which a
+    person decides.
     """
 
     chosen: Report | None = None
@@ -59,19 +58,19 @@ class Choice:
     further: Choice | None = None
 
     def pass_over(self, report: Report, reason: str) -> None:
-        """Note a step that is not taken."""
+        """Record a step that is not chosen."""
         self.passed_over.append(PassedOver(report, reason))
-        # Copies of one step come one after the other.
+        # Copies of one step are adjacent.
         if report.damaged and self.damaged[-1:] != [report.number]:
             self.damaged.append(report.number)
 
 
 Inspect = Callable[[Candidate, Level], Report]
-"""Look at a candidate, at the given level or deeper."""
+"""Inspect a candidate, at the given level or deeper."""
 
 
 def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
-    """The candidates that the policy lets through, newest first, earlier tiers first."""
+    """The candidates that the policy allows, newest first, earlier tiers first."""
     return sorted(
         (
             c
@@ -84,10 +83,10 @@ def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candid
 
 
 def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -> Choice:
-    """Take the newest candidate that passes; stop where the answer would not be sure.
+    """Choose the newest candidate that passes; stop if the answer would not be certain.
 
-    `candidates` come from `in_order`. Looks at as few as it can: at one, if the
-    newest is whole and lacks nothing; at its predecessor too, if it lacks state.
+    `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
+    complete and lacks nothing; its predecessor too, if it lacks state.
     """
     choice = Choice()
     for copies, older in by_number(candidates):
@@ -109,7 +108,7 @@ def choose(candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy) -
 def _inspect_further(
     candidates: Sequence[Candidate], look: Inspect, policy: PickPolicy, choice: Choice
 ) -> None:
-    """Find the newest sound step behind too many damaged ones, and do not choose it."""
+    """Find the newest sound step before too many damaged ones, without choosing it."""
     choice.further = Choice(damaged=[*choice.damaged])
     for copies, older in islice(by_number(candidates), MAX_LOOKED_FURTHER):
         if take_one_of(copies, older, look, policy, choice.further):
@@ -135,14 +134,14 @@ def take_one_of(
     choice: Choice,
     beside: Sequence[Candidate] = (),
 ) -> bool:
-    """Whether one of the copies of a step may be resumed from: it is `choice.chosen` then.
+    """Whether one of the copies of a step may be resumed from; it becomes `choice.chosen`.
 
-    `older` are the steps that it is compared with, `beside` copies of it that are not to be
-    taken and whose marks count. `choice` holds what was passed over
-    before, and gets what is passed over here. `pick` stops at the first step for which
-    this is true; retention goes on until it has counted enough of them.
+    `older` are the steps that it is compared with, `beside` copies that cannot be chosen
+    but whose marks count. `choice` holds what was skipped before, and receives what is
+    skipped here. `pick` stops at the first step for which this is true; retention continues
+    until it has counted enough.
     """
-    # Once one step was found damaged, a glance is not enough for the next.
+    # After a damaged step, the next one is inspected at the full level.
     level = Level.STRUCTURE if choice.damaged else Level.LISTING
     for candidate in copies:
         report = look(candidate, level)
@@ -176,7 +175,7 @@ def why_not(
     policy: PickPolicy,
     others: Sequence[Candidate] = (),
 ) -> str | None:
-    """Why a step is not taken, for itself or for what other steps say; None where it is.
+    """Why a step is not chosen, for its own content or because of other steps; None if it is.
 
     `others` are its copies in other roots, `older` the steps that it is compared with.
     """
@@ -188,7 +187,7 @@ def why_not(
 
 
 def refusal(report: Report, policy: PickPolicy) -> str | None:
-    """Why a step cannot be taken for what it is itself, in one line; None where it can be."""
+    """Why a step cannot be chosen because of its own content, in one line; None if it can."""
     if report.verdict is Verdict.UNVERIFIABLE and policy.accept_unverifiable:
         return None
     if report.usable:
@@ -211,9 +210,9 @@ def _lacking(
     missing = absent_kinds(report)
     if policy.allow_missing_state or not (missing or _may_lack_more(report)):
         return None
-    # A step that lacks nothing for certain is worth one more look, not ten.
+    # If it is uncertain that the step lacks anything, inspect one older step, not ten.
     older = older if missing else older[:1]
-    # At the same level: what is read and what is believed by name do not compare.
+    # At the same level, because content that was read cannot be compared with names alone.
     for earlier in _predecessors(older, look, report.level, ask_all="optimizer" in missing):
         if earlier.verdict is Verdict.UNKNOWN:
             if not missing:
@@ -233,15 +232,15 @@ _KINDS_THAT_COUNT = ("model", "optimizer", "scheduler", "rng", "dataloader", "st
 
 
 def absent_kinds(report: Report) -> tuple[str, ...]:
-    """The kinds of train state that the step lacks, and must hold where a step before it does."""
+    """The kinds of train state that the step lacks, which it needs if an older step has them."""
     return tuple(kind for kind in _KINDS_THAT_COUNT if kind not in report.state.held)
 
 
 def demanded(chosen: Report, require: Collection[str], policy: PickPolicy) -> tuple[str, ...]:
-    """The kinds of train state that were demanded of a chosen step.
+    """The kinds of train state that were required of a chosen step.
 
-    `require`, and what the comparison with the steps before demands: it lets a step
-    through that lacks a kind only where they lack it too.
+    `require`, and those that older steps have: a step may lack a kind only if they lack it
+    too.
     """
     absent = _KINDS_THAT_COUNT if policy.allow_missing_state else absent_kinds(chosen)
     by_steps = set(_KINDS_THAT_COUNT).difference(absent)
@@ -249,10 +248,10 @@ def demanded(chosen: Report, require: Collection[str], policy: PickPolicy) -> tu
 
 
 def _may_lack_more(report: Report) -> bool:
-    """A step of parts, or with state of some ranks only: its predecessor tells what belongs there.
+    """Whether a step has parts, or state of some ranks only, so that its predecessor shows more.
 
     A save that is killed between two parts, or between the files of two ranks, leaves
-    what it has written whole.
+    intact files.
     """
     n_ranks = [report.state.part(kind).n_ranks for kind in _KINDS_PER_RANK]
     n_writers = report.world_size.size if report.world_size else 0
@@ -287,7 +286,7 @@ def _part(path: str) -> str:
 def _predecessors(
     older: Sequence[Candidate], look: Inspect, level: Level, *, ask_all: bool
 ) -> Iterator[Report]:
-    # A damaged predecessor says nothing; the one before it is asked instead.
+    # A damaged predecessor proves nothing; the one before it is used instead.
     says_nothing = (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE, Verdict.IN_PROGRESS)
     for candidate in older:
         report = look(candidate, level)
@@ -300,7 +299,7 @@ def _predecessors(
 
 
 def suspect_storage(choice: Choice) -> Iterator[Finding]:
-    """Yield `root.suspect` where two or more recent steps are damaged."""
+    """Yield `root.suspect` if two or more recent steps are damaged."""
     damaged = choice.damaged
     if len(damaged) < 2:
         return
@@ -308,8 +307,8 @@ def suspect_storage(choice: Choice) -> Iterator[Finding]:
     yield Finding(
         "root.suspect",
         "",
-        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check "
-        "the file system before you trust any newer save",
+        f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check the "
+        "file system before relying on newer saves",
         expected="at most one damaged step",
         found=f"{len(damaged)} damaged steps",
         next_command="ckptctl explain root.suspect",

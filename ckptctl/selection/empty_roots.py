@@ -44,8 +44,8 @@ class Beginning:
     """What roots without a usable step mean, with the reason in `message`.
 
     `answer` is `FRESH`, `NONE_USABLE` (11: a step was usable once, or the record cannot
-    prove the opposite) or `UNKNOWN` (75: the first save may still be running). `missing`
-    are the roots that do not exist.
+    prove otherwise) or `UNKNOWN` (75: the first save may still be running). `missing` are
+    the roots that do not exist.
     """
 
     answer: Answer
@@ -67,18 +67,18 @@ def decide_beginning(
     pointers: Sequence[Finding] = (),
     open_other: OpenStore | None = None,
 ) -> Beginning:
-    """Decide what roots mean that hold no step, or none but `interrupted` saves.
+    """Decide what roots mean that contain no step, or only `interrupted` saves.
 
     `pointers` are the findings about pointers that name a step, which is not usable then.
-    `open_other` opens the folder above a root that does not exist, to name what lies beside
-    it, and folders that links in a root lead to.
+    `open_other` opens the parent of a missing root, to list similar names, and folders that
+    links in a root point to.
 
-    Raises `UsageError` where a root is a wrong path or holds saved weights of no known
-    step, and `StorageUnavailable` where the storage is probably not mounted, where it does
-    not answer, and where a restarted job finds no trace of its earlier attempt.
+    Raises `UsageError` if a root is a wrong path or contains saved weights without a step
+    number, and `StorageUnavailable` if the storage is probably not mounted or does not
+    answer, or if a restarted job finds no trace of its earlier attempt.
 
-    Cost: a second listing of a root on an object store or a network, one listing of each
-    folder down to three levels, at most `MAX_FOLDERS`, and the reads of `read_history`.
+    Cost: a second listing of a root on an object store or a network, one listing per folder
+    down to three levels, at most `MAX_FOLDERS`, and the reads of `read_history`.
     """
     failed = next((tier.error for tier in tiers if tier.error is not None), None)
     if failed is not None:  # it may hold the only step
@@ -119,8 +119,8 @@ def decide_beginning(
         return Beginning(
             Answer.NONE_USABLE,
             f"no {('usable ' if interrupted else '')}step is left in {urls}, but "
-            f"{first.where} names {first.found}: the saved steps have disappeared; do not "
-            "start fresh before you know why",
+            f"{first.where} names {first.found}: the saved steps have disappeared; do not start "
+            "fresh until the cause is known",
         )
     if interrupted:
         histories = [h for h, tier in zip(histories, tiers, strict=True) if tier.listing.steps]
@@ -138,7 +138,7 @@ def decide_beginning(
 
 
 def restart_counter() -> str | None:
-    """The variable that counts earlier starts of this job; None where none is above 0."""
+    """The variable that counts earlier starts of this job; None if none is above 0."""
     from ckptctl.distributed.launcher import RESTART_COUNTERS
 
     counts = ((name, os.environ.get(name, "")) for name in RESTART_COUNTERS)
@@ -193,7 +193,7 @@ def _saves(interrupted: Sequence[Report]) -> str:
 
 
 def _neighbours(store: Store, open_other: OpenStore | None) -> str:
-    """What lies beside a root that does not exist and has a similar name, as a clause."""
+    """The names in the parent of a missing root that are similar to its own, as a clause."""
     name = base_name(store.url)
     if open_other is None or not name:
         return ""
@@ -214,9 +214,9 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> str:
 def check_has_steps(
     store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
 ) -> None:
-    """Raise where a command that works on what is there was given a wrong path.
+    """Raise if the path given to a command that needs steps is wrong.
 
-    A root that is there and holds no step is none: see `check_empty`.
+    An existing root without steps is wrong too: see `check_empty`.
     """
     check_root_there(store.url, listing)
     if not listing.steps:
@@ -231,13 +231,13 @@ def check_empty(
     open_other: OpenStore | None = None,
     is_root: bool = False,
 ) -> None:
-    """Raise where what lies in a root shows that it is not that of a new run.
+    """Raise if the content of a root shows that it does not belong to a new run.
 
-    `UsageError` where it names or is a step, a file, or a folder above a root, and
-    where it holds saved weights whose names give no step number; `StorageUnavailable`
-    where it is a link to nowhere, where a second listing shows other steps, and where a
-    folder in it cannot be listed. `is_root` says that ckptctl has used it as a root: then
-    it may hold more folders than are inspected.
+    `UsageError` if it names or is a step, a file, or a folder above a root, and if it
+    contains saved weights without a step number; `StorageUnavailable` if it is a broken
+    link, if a second listing shows other steps, and if a folder in it cannot be listed.
+    `is_root`: ckptctl has used it as a root, so it may contain more folders than are
+    inspected.
     """
     check_listed_again(store, listing, pattern)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
@@ -264,8 +264,8 @@ def check_empty(
     if n_left_out and not weights and not is_root:
         raise UsageError(
             f"{store.url} holds no steps and more than {MAX_FOLDERS:,} folders, of which "
-            f"{n_left_out:,} were not listed: one of them may hold a run. Give the run a "
-            "folder of its own",
+            f"{n_left_out:,} were not listed: one of them may hold a run. Give the run its own "
+            "folder",
             next_command=f"ckptctl scan {shlex.quote(join_url(store.url, 'FOLDER'))}",
         )
     if weights:
@@ -273,8 +273,8 @@ def check_empty(
         kind = saved_weights(FileInfo(base_name(f"/{weights[0]}"), 0))
         raise UsageError(
             f"{store.url} is not empty: {_some(weights)} {looks}{f' ({kind})' if kind else ''}, "
-            "but no name in it gives a step number; say with --pattern where the number is, or "
-            "name the step itself",
+            "but no name in it gives a step number; use --pattern to show where the number is, or "
+            "give the step itself",
             next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
         )
 
@@ -282,9 +282,9 @@ def check_empty(
 def check_unnumbered(
     store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
 ) -> Iterator[Finding]:
-    """Yield `root.unnumbered` where checkpoints bear no step number, which `pick` never takes.
+    """Yield `root.unnumbered` for checkpoints without a step number, which `pick` never chooses.
 
-    Cost: one listing for each folder that is no step, at most `MAX_FOLDERS_TRIED`.
+    Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
     inside = _listed_folders(store, listing, pattern)
     names = [*listing.unnumbered, *(name for name, one in inside if one.is_step or one.unnumbered)]
@@ -302,11 +302,11 @@ def check_unnumbered(
 
 
 def _check_path(url: str, *, exists: bool) -> None:
-    """Raise where an address under which nothing was found was meant as something else."""
+    """Raise if an address without content was meant as something else."""
     target = parse_target(url) if "@" in url else None
     if target is not None and target.which is not None:
         raise UsageError(
-            f"{url} names a step, and a root is wanted: the folder that holds the steps",
+            f"{url} names a step, but a root is required: the folder that holds the steps",
             next_command=f"ckptctl scan {shlex.quote(target.root)}",
         )
     if not exists:
@@ -329,7 +329,7 @@ def _listed_below(
 ) -> tuple[list[Below], int]:
     """The folders below a root that hold steps or saved weights, and how many were left out.
 
-    The level that is nearest to the root and holds any; three levels at most.
+    Only the level nearest to the root that has any; at most three levels.
     """
     left = MAX_FOLDERS
     found = [
@@ -352,7 +352,7 @@ def _listed_below(
 
 
 def _folders_of(listing: RootListing) -> list[str]:
-    # A name of digits alone is a step only if its content says so.
+    # A name of digits alone is a step only if its content confirms it.
     bare = (step.name for step in listing.steps if step.bare)
     return [name for name in (*listing.folders, *bare) if name not in NO_RUN_BELOW]
 
@@ -377,7 +377,7 @@ def _listed(
 def _names_in(store: Store, folder: str) -> list[FileInfo]:
     try:
         entries = store.list_dir(folder)
-    except PathNotFound:  # somebody removed it since the root was listed
+    except PathNotFound:  # it was removed after the root was listed
         return []
     return [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
 

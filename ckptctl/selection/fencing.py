@@ -1,13 +1,12 @@
 """Fencing: the token of a root, and whether this process may still write.
 
-A root that ckptctl writes to bears a sentinel, `.ckptctl/root.json`, from the first
-start on: a job that finds neither it nor steps has lost its storage. Every attempt
-takes the next number in `.ckptctl/fence/`, which no two can have; the highest holds the
-root. A process of an older attempt that is still alive, or wakes up, sees that before
-each thing it would publish, and stops.
+A root that ckptctl writes to has a sentinel, `.ckptctl/root.json`, from the first start on:
+a job that finds neither sentinel nor steps has lost its storage. Every attempt takes the
+next number in `.ckptctl/fence/`, which is unique; the highest holds the root. A surviving
+process of an older attempt detects that before each publication, and stops.
 
-Between the look and the act remains a moment that no file system closes: an orphan
-that sleeps exactly there publishes one last thing, into a folder of its own attempt.
+Between the check and the publication remains a moment that no file system closes: an orphan
+that is suspended exactly there publishes one last file, into a folder of its own attempt.
 """
 
 from __future__ import annotations
@@ -41,27 +40,26 @@ class Token:
 
 
 _held: dict[str, Token] = {}
-"""The token that this process took last, by the address of the root."""
+"""The newest token that this process took, by the address of the root."""
 
 
 def held_token(root: str) -> Token | None:
-    """The token that this process took of a root; None where it took none."""
+    """The token that this process took for a root; None if it took none."""
     return _held.get(absolute_url(root).rstrip("/"))
 
 
 def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token:
-    """Take the root over: whoever held it before may write no more.
+    """Take the root over: its previous holder may no longer write.
 
-    `name_attempt` makes the name of the attempt, given that of the attempt before it, None
-    where there was none. Two that come at the same moment get different numbers, and the
-    higher one holds. Where a store ignores the condition of a conditional write, two can
-    have written the same number: the token is read back, and the one that was written last
-    holds it.
+    `name_attempt` returns the name of the attempt, given that of the previous attempt or
+    None. Concurrent attempts get different numbers, and the highest one holds the root. If
+    a store ignores the condition of a conditional write, two attempts may write the same
+    number: the token is read back, and the one that wrote last holds it.
 
-    Raises `UsageError` where a stray token has the highest number that there is.
+    Raises `UsageError` if a stray token has the highest possible number.
 
-    Cost: a listing, a read and a write, and a read more on an object store; again for each
-    attempt that came first.
+    Cost: a listing, a read and a write, and one more read on an object store; again for
+    each attempt that came first.
     """
     put_sentinel(store)
     number = _highest(store)
@@ -70,8 +68,8 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
         number += 1
         if number > _MAX_NUMBER:
             raise UsageError(
-                f"{join_url(store.url, FENCE_FOLDER)}/{_MAX_NUMBER}.json has the highest number "
-                "that a token can have, so that no attempt can take the root over; remove it "
+                f"{join_url(store.url, FENCE_FOLDER)}/{_MAX_NUMBER}.json has the highest possible "
+                "number, so no attempt can take the root over; remove it "
                 "once no job writes to the root",
                 next_command=f"ckptctl scan {shlex.quote(store.url)}",
             )
@@ -93,7 +91,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
 
 
 def check_token(store: Store, token: Token) -> None:
-    """Raise `Fenced` where another attempt holds the root.
+    """Raise `Fenced` if another attempt holds the root.
 
     Cost: one listing of a small folder, and one small read on an object store.
     """
@@ -106,16 +104,16 @@ def check_token(store: Store, token: Token) -> None:
         return
     raise Fenced(
         f"{store.url}: attempt {other} took the root over from this attempt, {token.attempt}, "
-        "which writes nothing more",
+        "which no longer writes",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
 
 
 def _other_under(store: Store, token: Token) -> str | None:
-    """The attempt that has written the number of `token` after it; None where none has.
+    """The attempt that overwrote the number of `token`; None if none has.
 
-    Only a file system creates a file exclusively for certain. A token that is gone or
-    damaged names no other attempt.
+    Only a file system reliably creates a file exclusively. A token that is gone or damaged
+    names no other attempt.
     """
     if store.kind is not Kind.OBJECT:
         return None
@@ -124,7 +122,7 @@ def _other_under(store: Store, token: Token) -> str | None:
 
 
 def holder(store: Store) -> Token | None:
-    """The token that holds the root; None for a root that no attempt has ever held."""
+    """The token that holds the root; None if no attempt has ever held it."""
     highest = _highest(store)
     return Token(highest, _attempt_of(store, highest)) if highest else None
 

@@ -1,10 +1,10 @@
-"""Read and write what a root records about the steps that it has held.
+"""Read and write what a root records about the steps that it has contained.
 
-The sentinel `.ckptctl/root.json` states whether the root was empty when ckptctl first
-wrote to it, and the first step that was found usable there. The ledgers of
-`ckptctl.train` below `.ckptctl/attempts/` state which steps were saved and resumed from.
-Together they tell a run that has never finished a save from one whose steps are gone. A
-record that cannot be read in full proves nothing.
+The sentinel `.ckptctl/root.json` states whether the root was empty when ckptctl first wrote
+to it, and the first step that was found usable. The ledgers of `ckptctl.train` below
+`.ckptctl/attempts/` state which steps were saved and resumed from. Together they
+distinguish a run that has never finished a save from one whose steps are gone. A record
+that cannot be read in full proves nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _OF_ATTEMPT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the record of one root says; each line is a clause for a message.
+    """The record of one root; each field is a clause for a message.
 
-    `used` states that ckptctl has used the root before. `held` is the evidence that
-    the root held a usable step, None without one. `doubt` is why the record cannot prove
-    that it never did, None where it can.
+    `used`: ckptctl has used the root before. `held` is the evidence that the root contained
+    a usable step, None without one. `doubt` is why the record cannot prove that it never
+    did, None if it can.
     """
 
     used: bool = False
@@ -59,15 +59,15 @@ class History:
 
     @property
     def never_held(self) -> bool:
-        """The record proves that no step of the root was ever usable."""
+        """Whether the record proves that no step of the root was ever usable."""
         return self.used and self.held is None and self.doubt is None
 
 
 def begin_run(stores: Iterable[Store], step: int | None) -> None:
-    """Write the sentinel of each mandatory root of a run, or record the step that is usable.
+    """Write the sentinel of each mandatory root of a run, or record the usable step.
 
-    A root that cannot be written to is still one that can be resumed from: only without a
-    step is a `StorageError` raised.
+    A root that cannot be written to can still be resumed from: a `StorageError` is raised
+    only without a step.
     """
     for store in stores:
         if step is None:
@@ -78,7 +78,7 @@ def begin_run(stores: Iterable[Store], step: int | None) -> None:
 
 
 def put_sentinel(store: Store) -> None:
-    """Write `.ckptctl/root.json` where it is missing. Cost: a read; a listing and a write then."""
+    """Write `.ckptctl/root.json` if it is missing. Cost: a read; then a listing and a write."""
     with suppress(OwnFileUnreadable):
         if _sentinel(store) is not None:
             return
@@ -87,9 +87,9 @@ def put_sentinel(store: Store) -> None:
 
 
 def record_usable(store: Store, step: int) -> None:
-    """Record once that a step of the root is usable; makes the sentinel where it is missing.
+    """Record once that a step of the root is usable; creates a missing sentinel.
 
-    From then on the root is never taken for that of a new run. Cost: a read, and once a write.
+    From then on the root never counts as that of a new run. Cost: a read, and once a write.
     """
     try:
         fields = _sentinel(store)
@@ -120,10 +120,10 @@ def _sentinel(store: Store) -> RootDocument | None:
 
 
 def read_history(store: Store) -> History:
-    """What the root's own record says. Raises `StorageError` where it does not answer.
+    """The root's own record. Raises `StorageError` if it does not answer.
 
-    Cost: one read, one listing, and one read for each attempt, at most `_MAX_LEDGERS`; two
-    or three listings more where there is no sentinel.
+    Cost: one read, one listing, and one read per attempt, at most `_MAX_LEDGERS`; two or
+    three more listings without a sentinel.
     """
     try:
         fields = _sentinel(store)
@@ -136,21 +136,21 @@ def read_history(store: Store) -> History:
         return History(True, held=f"{ROOT_FILE} records that step {step} was usable")
     held, doubt = _read_ledgers(store)
     if fields is None:
-        # The sentinel is written before anything else: it was there, and is gone.
+        # The sentinel is written before anything else, so it existed and is gone.
         used = held is not None or doubt is not None or _is_used(store)
         return History(used, held, doubt or f"there is no {ROOT_FILE}")
     if doubt is None and not fields.get("began_empty"):
-        doubt = f"by {ROOT_FILE} it was not empty when ckptctl first used it"
+        doubt = f"{ROOT_FILE} records that it was not empty when ckptctl first used it"
     return History(True, held, doubt)
 
 
 def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
     """The steps that the attempt `holder`, and the newest attempt by name, resumed from.
 
-    The report of a resume says it, or the ledger where the report is damaged. An attempt that
-    has ended before it resumed leaves neither; the one before it counts then. Raises
-    `OwnFileUnreadable` where there is a record and none of it can be read. Cost: one listing,
-    one read for each of the two; more where a report is damaged.
+    The report of a resume names it, or the ledger if the report is damaged. An attempt that
+    ended before it resumed leaves neither; then the one before it counts. Raises
+    `OwnFileUnreadable` if there is a record but none of it can be read. Cost: one listing,
+    one read for each of the two; more if a report is damaged.
     """
     try:
         files = {base_name(entry.path) for entry in store.list_dir(ATTEMPTS_FOLDER)}
@@ -170,7 +170,7 @@ def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
 
 
 def _resume_of(store: Store, attempt: str, files: Collection[str]) -> Fields | None:
-    """What an attempt noted down of its resume, None where it has not resumed."""
+    """The step that an attempt recorded for its resume, None if it has not resumed."""
     report, ledger = f"{attempt}.resume.json", f"{attempt}.jsonl"
     if report in files:
         with suppress(NotJson, PathNotFound):
@@ -190,9 +190,9 @@ def _resume_of(store: Store, attempt: str, files: Collection[str]) -> Fields | N
 
 
 def _check_absent(store: Store, path: str, kind: str) -> None:
-    """Raise `OwnFileUnreadable` where something lies there that is not what belongs there.
+    """Raise `OwnFileUnreadable` if something other than the expected file exists there.
 
-    A store says of a folder in the place of a file that no such file is there.
+    For a folder in the place of a file, a store reports that the file does not exist.
     """
     folder, _, name = path.rpartition("/")
     try:
@@ -202,7 +202,7 @@ def _check_absent(store: Store, path: str, kind: str) -> None:
             _check_absent(store, folder, "dir")
         return
     if any(base_name(one.path) == name and one.kind != kind for one in entries):
-        raise OwnFileUnreadable(f"{path} is no {_NAMES_OF_KINDS[kind]}")
+        raise OwnFileUnreadable(f"{path} is not a {_NAMES_OF_KINDS[kind]}")
 
 
 def _is_used(store: Store) -> bool:
@@ -215,7 +215,7 @@ def _is_used(store: Store) -> bool:
 
 
 def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
-    """`held` and `doubt` of the ledgers: of rank 0 alone, which records saves and resumes."""
+    """`held` and `doubt` of the ledgers: only those of rank 0, which records saves and resumes."""
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)
     except PathNotFound:
@@ -231,7 +231,7 @@ def _read_ledgers(store: Store) -> tuple[str | None, str | None]:
         if (match := _OF_ATTEMPT.fullmatch(path.rpartition("/")[2]))
     }
     if len(attempts) > _MAX_LEDGERS:
-        return None, f"it has {len(attempts):,} attempts, and {_MAX_LEDGERS:,} are read"
+        return None, f"it has {len(attempts):,} attempts, of which {_MAX_LEDGERS:,} are read"
     paths = [f"{ATTEMPTS_FOLDER}/{attempt}.jsonl" for attempt in sorted(attempts)]
     doubt = next((f"the ledger {path} is missing" for path in paths if path not in files), None)
     there = [path for path in paths if path in files]
@@ -254,19 +254,19 @@ def _read(store: Store, path: str) -> bytes | None:
 
 
 def _step_in(data: bytes | None) -> int | None:
-    """A step that was saved, resumed from or loaded by an attempt; None where there was none.
+    """A step that an attempt saved, resumed from or loaded; None without one.
 
-    Raises `OwnFileUnreadable` for a ledger that is empty or that a line of cannot be read.
+    Raises `OwnFileUnreadable` for an empty ledger or an unreadable line.
     """
     if not data:
-        raise OwnFileUnreadable("it is empty" if data is not None else "it is gone or too large")
+        raise OwnFileUnreadable("it is empty" if data is not None else "it is missing or too large")
     for line in data.splitlines():
         try:
             row = decode_json(line, max_bytes=_MAX_LINE)
         except NotJson as error:
             raise OwnFileUnreadable("a line is not JSON, or was truncated") from error
         if not isinstance(row, dict):
-            raise OwnFileUnreadable("a line is no object")
+            raise OwnFileUnreadable("a line is not an object")
         if (step := _step_of(row)) is not None:
             return step
     return None

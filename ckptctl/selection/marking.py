@@ -1,9 +1,8 @@
-"""Put marks on steps, and take them back.
+"""Put marks on steps, and lift them.
 
-A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a
-name that nobody else uses, or at the end of a file of marks where the root cannot
-be written to. Two writers at once lose nothing. What marks mean for a step is the
-question of `checks.marked`.
+A mark is added and never changed: under the step's own `.ckptctl/marks/`, under a unique
+name, or at the end of a file of marks if the root is read-only. Concurrent writers lose
+nothing. `checks.marks` decides what marks mean for a step.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ def mark(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Marked:
-    """Say of a step that it is `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
+    """Mark a step as `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
 
-    `pick` passes over what is rejected or superseded. `accepted` lifts both, and lets a
-    folder that was renamed stand for the step that its name says; `unpinned` lifts a pin.
-    What they lift stays on record. A mark speaks of the save that lies there now, and lapses
-    when the step is saved anew. `reason` must be given for a rejection; `evidence` says where
-    to look (a URL, a log); `by` is who says it, the user and the host by default. `marks` is
-    a file to write to instead of the step.
+    `pick` skips rejected and superseded steps. `accepted` lifts both, and accepts a renamed
+    folder as the step that its name states; `unpinned` lifts a pin. Lifted marks stay on
+    record. A mark applies to the present save, and becomes outdated when the step is saved
+    again. A rejection requires a `reason`; `evidence` is where to find more (a URL, a log);
+    `by` is the author, the user and the host by default. `marks` is a file to write to
+    instead of the step.
 
-    Raises `UsageError`, and `StorageError` where the step cannot be inspected or
-    written to: then nothing was written. Cost: a look at `listing`, one write.
+    Raises `UsageError`, and `StorageError` if the step cannot be inspected or written to:
+    then nothing was written. Cost: an inspection at `listing`, one write.
     """
     spoken = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
@@ -80,7 +79,7 @@ def mark(
         report = replace(looked.report, digests=tuple(found.digests.items()))
         stand = looked.notes.marks if looked.notes else ()
         if spoken is MarkKind.UNPINNED and looked.notes:
-            # A pin on an earlier save keeps the folder, so it can be taken off as well.
+            # A pin on an earlier save keeps the folder, so it can be lifted as well.
             stand += tuple(pin for pin in looked.notes.pins if pin not in stand)
         lifted = tuple(one for one in stand if one.word in spoken.lifts)
         if spoken.lifts and not lifted and not _takes_as_renamed(spoken, report, stand):
@@ -111,7 +110,7 @@ def new_mark(
     evidence: Sequence[str] = (),
     lifts: Sequence[str] = (),
 ) -> Mark:
-    """A mark made now, on the save of the step that `report` is about."""
+    """A new mark on the save of the step that `report` describes."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return Mark(
         id=f"{now:%Y%m%dT%H%M%SZ}-{word.value}-{os.urandom(8).hex()}",
@@ -143,7 +142,7 @@ def _known(word: MarkKind | str) -> MarkKind:
 
 
 def user_name() -> str:
-    """Who runs this process."""
+    """The user who runs this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -154,7 +153,7 @@ def user_name() -> str:
 def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
     if word is MarkKind.REJECTED and not reason.strip():
         raise UsageError(
-            "a rejection needs a reason, for whoever reads it later",
+            "a rejection needs a reason",
             instead="--reason 'loss spike after the resume'",
         )
     if len(evidence) > MAX_EVIDENCE:
@@ -167,7 +166,7 @@ def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) 
 
 
 def check_inspected(report: Report) -> None:
-    """Raise where nobody knows which save the mark would speak of."""
+    """Raise if it is unknown to which save the mark would apply."""
     if report.verdict is not Verdict.UNKNOWN:
         return
     why = report.with_severity(Severity.FAULT)[0]
@@ -184,15 +183,14 @@ def _write(found: OpenTarget, made: Mark, marks: str | None) -> str:
         own_file = put_mark(found, made)
     except AccessDenied as error:
         raise AccessDenied(
-            f"{error.message}; no mark was written. Where the root is read-only, "
-            "--marks FILE keeps marks elsewhere",
+            f"{error.message}; no mark was written. If the root is read-only, use --marks FILE",
             next_command=f"ckptctl scan {shlex.quote(found.store.url)} --marks marks.jsonl",
         ) from error
     return join_url(found.store.url, own_file)
 
 
 def _takes_as_renamed(word: MarkKind, report: Report, stand: Sequence[Mark]) -> bool:
-    """Whether it says, for the first time, that a folder which was renamed is meant."""
+    """Whether the mark accepts a renamed folder for the first time."""
     renamed = {"step.wrong-step", "metadata.foreign"} & {f.code for f in report.findings}
     said = any(one.word is MarkKind.ACCEPTED for one in stand)
     return word is MarkKind.ACCEPTED and bool(renamed) and not said

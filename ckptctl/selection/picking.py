@@ -1,7 +1,7 @@
 """Choose the step to resume from.
 
-There are three ways to come back without a step, with three exit codes: there is none at
-all (10), none is usable (11), the storage could not be inspected (75, 77).
+Without a step there are three kinds of answers, with three exit codes: there is none (10),
+none is usable (11), the storage could not be inspected (75, 77).
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ def pick(
 ) -> Pick:
     """Choose the newest step that may be resumed from, under one root or several.
 
-    With several roots (tiers) the newest usable step of all is taken, from the
-    earlier root where two hold it. `optional_roots` may be absent or not answer, which is
-    a `root.unavailable` in the findings; each of the others must.
-    With `allow_fresh` a root of a new run has exit code 0; one that does not exist only with
-    `create`, which makes each mandatory root and its sentinel, and records there the first
-    step that is taken.
+    With several roots (tiers) the newest usable step of all is chosen, from the earlier
+    root if two contain it. `optional_roots` may be absent or not answer, which is a
+    `root.unavailable` in the findings; each of the others must answer. With `allow_fresh`,
+    a root of a new run has exit code 0; one that does not exist only with `create`, which
+    creates each mandatory root and its sentinel, and records there the first chosen step.
 
-    `policy` says which step is taken, `requirements` what is required of it. Without
-    required kinds of train state a step is passed over only if it lacks what an older one
-    holds. Each field of the three options objects is a keyword of this function, too.
+    `policy` states which step is chosen, `requirements` what it must have. Without required
+    kinds of train state, a step is skipped only if it lacks a kind that an older one has.
+    Each field of the three options objects is also a keyword of this function.
 
-    The answer is always a `Pick`: what a storage did to one step is in it. Raises
-    `StorageError` when a root cannot be listed, `UsageError` for arguments.
+    The answer is always a `Pick`, which includes storage errors of single steps. Raises
+    `StorageError` if a root cannot be listed, `UsageError` for arguments.
 
-    Cost: one listing of each root, one listing and one read for each step inspected: on a
-    healthy run one step, and its predecessor where it lacks some state.
+    Cost: one listing of each root, one listing and one read for each inspected step: on a
+    healthy run one step, and its predecessor if it lacks some state.
     """
     policy, requirements, storage = options_from(
         keywords,
@@ -67,7 +66,7 @@ def pick(
     )
     if create and not allow_fresh:
         raise UsageError(
-            "--create makes the root of a new run, and goes with --allow-fresh",
+            "--create requires --allow-fresh",
             instead="--allow-fresh",
         )
     named = roots_in(roots, optional_roots)
@@ -80,7 +79,7 @@ def pick(
 def pick_step(
     roots: Roots, policy: PickPolicy, requirements: Requirements, storage: SharedStores
 ) -> tuple[Pick, OpenStep | None]:
-    """The answer of `pick`, and the step that it takes with what was read of it.
+    """The answer of `pick`, and the chosen step, open.
 
     Its store is one of the shared ones, and stays open.
     """
@@ -98,7 +97,7 @@ def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = F
 
 
 def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
-    """Make the roots of a new run with their sentinels, or record the step that is taken."""
+    """Create the roots of a new run with their sentinels, or record the chosen step."""
     stores = [tier.store for tier in tiers if not tier.optional]
     if found.answer is Answer.FRESH:
         begin_run(stores, None)
@@ -132,7 +131,7 @@ def _newer(choice: Choice, chosen: Report) -> list[int | None]:
 
 
 def found_message(choice: Choice, chosen: Report) -> str:
-    """Which step is taken, and past which newer ones."""
+    """Which step is chosen, and which newer ones were skipped."""
     newer = _newer(choice, chosen)
     past = f", falling back past {_numbers(newer)}" if newer else ""
     return f"resume from step {chosen.number}{past}"
@@ -182,7 +181,7 @@ def _none(done: Search) -> Pick:
 
 
 def none_usable(done: Search) -> tuple[str, str]:
-    """Why no step is taken although there are some, and what to run next."""
+    """Why no step is chosen although there are some, and what to run next."""
     roots, choice = done.roots, done.choice
     over = choice.passed_over
     if choice.stopped == "unknown":
@@ -199,8 +198,8 @@ def none_usable(done: Search) -> tuple[str, str]:
         n_damaged = len(choice.damaged)
         message = (
             f"{n_damaged} damaged step{('s' if n_damaged != 1 else '')}, more than "
-            f"--max-fallback {done.policy.max_fallback} allows: suspect the storage before "
-            f"you trust an older step; {_newest_sound(choice)}"
+            f"--max-fallback {done.policy.max_fallback} allows: check the storage before using an "
+            f"older step; {_newest_sound(choice)}"
         )
     else:
         message = (
@@ -211,7 +210,7 @@ def none_usable(done: Search) -> tuple[str, str]:
 
 
 def storage_corruption(roots: Roots) -> str:
-    """The command that leads through a root on which no step can be used."""
+    """The runbook command for a root in which no step can be used."""
     words = ["ckptctl", "runbook", "run", "storage-corruption", roots.first]
     others = [url for url in roots.urls if url != roots.first]
     if others:
@@ -220,7 +219,7 @@ def storage_corruption(roots: Roots) -> str:
 
 
 def _newest_sound(choice: Choice) -> str:
-    """Which step is sound although none is taken, or that there is none."""
+    """Which step is sound although none is chosen, or that there is none."""
     level = choice.passed_over[-1].report.level.value
     further = choice.further
     if further is None or not (further.chosen or further.passed_over):

@@ -1,12 +1,12 @@
 """Prove every byte of a step, and record the proof.
 
-A proof is made once: a seal, or the note `.ckptctl/proof.json` that retention leaves in a
-step after it has compared all of its bytes. Either holds for the files that were
-proven, by their names, sizes and write times, and for one metadata: a step that was
-written to since, or copied without its times, has to be proven again.
+A proof is made once: a seal, or the note `.ckptctl/proof.json` that retention writes into a
+step after comparing all of its bytes. Both apply to the proven files, by names, sizes and
+write times, and to one metadata: a step that was written to since, or copied without its
+times, must be proven again.
 
-A proof shows what the bytes were then. Bytes that a disk has lost since, without a write,
-show only where they are read again (`--level content`).
+A proof describes the bytes at that time. Bytes that a disk has lost since, without a write,
+are detected only when read again (`--level content`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptctl.model import Step
 from ckptctl.storage.contract import Store, TooLarge
 
 PROOF = f"{OWN_FOLDER}/proof.json"
-"""Where the note lies in its step."""
+"""The path of the note in its step."""
 
 SCHEMA = "ckptctl.proof/1"
 
@@ -34,7 +34,7 @@ _MAX_BYTES = 64 << 10
 
 
 def has_seal(looked: Inspection) -> bool:
-    """Whether a seal lists all files that the step needs, and speaks of this save of it."""
+    """Whether a seal lists all files that the step needs, and applies to this save of it."""
     notes = looked.notes
     if notes is None or notes.seal is None:
         return False
@@ -42,9 +42,9 @@ def has_seal(looked: Inspection) -> bool:
 
 
 def is_proven(store: Store, looked: Inspection) -> bool:
-    """Whether a seal or a note proves the bytes of the files that lie there now.
+    """Whether a seal or a note proves the bytes of the present files.
 
-    Storage errors pass through. Cost: one short read where there is a note.
+    Storage errors are passed on. Cost: one short read if there is a note.
     """
     seal = looked.notes.seal if looked.notes and has_seal(looked) else None
     return (seal is not None and _as_sealed(seal, looked.step)) or _noted(store, looked)
@@ -57,7 +57,7 @@ def write_proof(store: Store, looked: Inspection) -> None:
 
 
 def _as_sealed(seal: Seal, step: Step) -> bool:
-    """Whether nobody has written to a sealed file since; metadata is compared by its digest."""
+    """Whether a sealed file was not written to since; metadata is compared by its digest."""
     there = {file.path: file for file in step.files}
     metadata = dict(seal.step.metadata)
     return all(

@@ -1,8 +1,8 @@
-"""Plan or apply retention of a root: what `ckptctl prune` does.
+"""Plan or apply retention of a root: the command `ckptctl prune`.
 
-Only steps that `pick` would take, and that are proven, count as kept. What counts, what
-stays and what goes is decided in `retention`; here a root is opened, unproven steps are
-read where steps without a seal may count, and the result is put into words.
+Only steps that `pick` would choose, and that are proven, count as kept. `retention` decides
+what counts, stays and goes; this module opens the root, reads unproven steps if steps
+without a seal may count, and reports the result.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 
 OnBytes = Callable[[int, int], None]
-"""Told how many bytes of how many have been compared, of one step."""
+"""Called with the bytes of a step that have been compared, and their total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did, or would do: the decision of every step, newest first."""
+    """The result or plan of `prune`: the decision for every step, newest first."""
 
     root: str
     """The root as given."""
@@ -99,27 +99,27 @@ def prune(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StepKeywords],
 ) -> Pruned:
-    """Remove what is older than the newest `keep` good steps; without `apply` only say what goes.
+    """Remove what is older than the newest `keep` good steps; without `apply`, only plan it.
 
-    A step is good where `pick` would take it and its bytes are proven: by a seal, or with
-    `unsealed` by a look at all of its bytes, which `apply` takes once and notes down in the
-    step. `level` is how deep `pick` is to look; None is as deep as is cheap. With
-    `accept_unverifiable` sealed steps whose format has no checksums count as well. Pinned steps
-    stay, those with a mark that cannot be read, and the one that the newest attempt resumed
-    from; damaged ones are left to a person. A step that changed since its inspection is kept.
+    A step is good if `pick` would choose it and its bytes are proven: by a seal, or with
+    `unsealed` by reading all of its bytes, which `apply` does once and records in the step.
+    `level` is the level at which `pick` inspects; None is as deep as is cheap. Pinned steps
+    stay, and so do those with an unreadable mark and the one that the newest attempt
+    resumed from; damaged ones are left to a person. A step that changed since its
+    inspection is kept.
 
-    `other_roots` are further roots of the run: what `pick` over all of them would refuse does
-    not count. Nothing is removed in them, and each must answer. `on_looked` is told how many
-    steps have been inspected, `on_bytes` how much of one has been read. Where an exception such
-    as `KeyboardInterrupt` ends the removal, `on_interrupted` is told what was removed until
-    then, and the exception is raised. Each field of the two options objects is a keyword of
-    this function, too.
+    `other_roots` are other roots of the run: steps that `pick` over all of them would
+    refuse do not count. Nothing is removed in them, and each must answer. `on_looked` gets
+    the number of inspected steps, `on_bytes` the progress of reading one. If an exception
+    such as `KeyboardInterrupt` ends the removal, `on_interrupted` gets the result so far,
+    and the exception is raised. Each field of the two options objects is also a keyword of
+    this function.
 
-    A step that cannot be removed is reported in its decision, and the others go. Raises
-    `UsageError` for `keep` below 1 and for a path that is no root, `StorageError` where
-    the root cannot be listed, and where nothing at all could be removed. Cost: one listing, a
-    look at each step, several at once; on an object store a request for each object
-    that goes.
+    A step that cannot be removed is reported in its decision, and the others are removed.
+    Raises `UsageError` for `keep` below 1 and for a path that is not a root, `StorageError`
+    if the root cannot be listed, and if nothing at all could be removed. Cost: one listing,
+    an inspection of each step, several at once; on an object store a request per removed
+    object.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}; at least 1 good step is kept")
@@ -193,7 +193,7 @@ def _interrupted(root: str, keep: int, retained: Retained, again: str) -> Pruned
 
 
 def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
-    """Abort uploads; the error that stopped this, None where there was none."""
+    """Abort uploads; the error that stopped this, None without one."""
     try:
         for upload in uploads:
             store.abort_upload(upload)
@@ -203,7 +203,7 @@ def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
 
 
 def _will_be_proven(_: Inspection, __: CachingInspector, ___: Candidate) -> None:
-    """A plan reads no bytes: it says how many `--apply` reads."""
+    """A plan reads no bytes; it states how many `--apply` would read."""
     return
 
 
@@ -214,7 +214,7 @@ def _proven(
     looker: CachingInspector,
     candidate: Candidate,
 ) -> str | None:
-    """Compare all bytes of a step, and note it down where they are sound."""
+    """Compare all bytes of a step, and record it if they are sound."""
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import Limits
 

@@ -1,7 +1,6 @@
 """The results of `scan`, `pick` and `show`.
 
-Frozen answers that the command line only prints. `verify` answers with a
-`Report`, one floor below.
+Frozen results that the command line only prints. `verify` returns a `Report`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Answer(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A newer step that was not taken: what looking found, and the reason in one line."""
+    """A newer step that was not chosen: its report, and the reason in one line."""
 
     report: Report
     """The report of the step."""
@@ -125,7 +124,7 @@ class Pick:
 
     @property
     def about_state(self) -> str:
-        """Which train state was demanded, what is not restored, and what changes that."""
+        """The required train state, what is not restored, and the options that change this."""
         words = f"requires {', '.join(self.required) or 'nothing'}"
         if self.absent:
             words += f"; does not restore {', '.join(self.absent)}"
@@ -152,7 +151,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One shard file: which rank wrote it, its size, how many records lie in it."""
+    """One shard file: the rank that wrote it, its size, how many records it contains."""
 
     path: str
     """Path relative to the step."""
@@ -166,7 +165,7 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in a step: the answer of `show`."""
+    """The content of a step: the result of `show`."""
 
     url: str
     """The address of the step."""
@@ -205,10 +204,10 @@ class Contents:
 
     @property
     def train_step(self) -> int | None:
-        """The training step of the train state, which the number in the name need not be.
+        """The training step of the train state, which may differ from the number in the name.
 
-        The number stands for it where the train state does not hold one and the layout
-        counts training steps; None where only a count of saves or epochs is known.
+        The number is used if the train state has none and the layout counts training steps;
+        None if only a count of saves or epochs is known.
         """
         if self.state.step.value is not None:
             return self.state.step.value
@@ -217,7 +216,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What `seal` did: a seal was written, or the step is not one to be sealed."""
+    """The result of `seal`: a seal was written, or the step cannot be sealed."""
 
     url: str
     """The address of the step."""
@@ -247,7 +246,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What `mark` did: `mark` is the one that was written, None where there was nothing to say."""
+    """The result of `mark`: the mark that was written, None if nothing changed."""
 
     url: str
     """The address of the step."""

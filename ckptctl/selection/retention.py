@@ -1,10 +1,10 @@
-"""Decide which old steps go, by the rules of `pick`, and remove them.
+"""Decide which old steps to remove, by the rules of `pick`, and remove them.
 
-A step counts as kept only where `pick` would take it, compared with the steps that it
-would be compared with, and where its bytes are proven. Steps that are older than all
-that count go, oldest first, unless something speaks for one of them; none goes whose
-loss would make `pick` refuse a step that counts. `prune` and `Checkpointer(keep=)` both
-come here. How a step is removed is in `removing`, what a proof is in `proofs`.
+A step counts as kept only if `pick` would choose it, compared with the steps it would be
+compared with, and if its bytes are proven. Steps that are older than all counted ones are
+removed, oldest first, unless there is a reason to keep them; a step without which `pick`
+would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use this.
+`removing` removes a step; `proofs` defines a proof.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
 
 ASIDE_FOLDER = f"{OWN_FOLDER}/aside"
-"""Where steps lie that a later save of the same number took the place of."""
+"""The folder of steps that a later save of the same number replaced."""
 
 _ASIDE = re.compile(r"(?P<name>.+)\.[0-9]{6,10}\.[0-9a-f]{4}")
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
@@ -50,15 +50,15 @@ SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
 """Why a sealed step whose format has no checksums does not count."""
 
 OnLooked = Callable[[int, int], None]
-"""Told how many steps of how many have been inspected."""
+"""Called with the number of inspected steps and their total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which steps count: the newest `keep` that `pick` would take under the same conditions.
+    """Which steps count: the newest `keep` that `pick` would choose under the same conditions.
 
-    Without `unsealed` a step needs a seal to count.
-    `protected` are steps that stay whatever they are, each with the reason.
+    Without `unsealed` a step needs a seal to count. `protected` maps steps that always stay
+    to the reason.
     """
 
     keep: int
@@ -70,7 +70,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
-    """What retention means for one step: whether it `goes`, and why or why not."""
+    """The decision on one step: whether it is removed, and why."""
 
     number: int
     """The training step."""
@@ -90,10 +90,10 @@ class PruneDecision:
 
 @dataclass(slots=True)
 class Retained:
-    """What retention decided: the decision of every step, newest first.
+    """The result of retention: the decision on every step, newest first.
 
     `n_to_read` is the size in bytes of the steps that count only once they are proven.
-    `failures` are what kept steps from being removed that were to go.
+    `failures` are the errors that kept steps from being removed.
     """
 
     decisions: list[PruneDecision] = field(default_factory=list)
@@ -102,22 +102,22 @@ class Retained:
 
 
 Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
-"""Prove the bytes of a step; why it cannot be, None where it is proven, or is assumed to be."""
+"""Prove the bytes of a step; returns why not, None if it is proven or assumed to be."""
 
 Remove = Callable[[Inspection], bool]
-"""Remove a step that is as it was seen; False where it is not. See `removing.remove_step`."""
+"""Remove a step that is unchanged; False if it changed. See `removing.remove_step`."""
 
 
 class RetentionPlan:
-    """The decision on every step of a root; `carry_out` removes what goes.
+    """The decision on every step of a root; `carry_out` removes steps.
 
-    `others` are further roots of the run: what `pick` over all of them would refuse does not
-    count, and nothing is removed there. `memory` holds what was seen of whole steps the
-    last time, and gets what is seen now: a step whose files are the same is not read again.
+    `others` are other roots of the run: steps that `pick` over all of them would refuse do
+    not count, and nothing is removed there. `memory` holds the inspections of complete
+    steps from the last time and is updated: a step with unchanged files is not read again.
 
-    Raises `StorageError` where the root, or what was moved aside, cannot be listed. Cost: a
-    look at level `listing` at each step, several at once; the look of `pick` at those that
-    may count; what `prove` reads.
+    Raises `StorageError` if the root, or the folder of replaced steps, cannot be listed.
+    Cost: an inspection at `listing` of each step, several at once; `pick`'s inspection of
+    those that may count; what `prove` reads.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RetentionPlan:
         self._memory = {} if memory is None else memory
         self._looks = self._inspect_all(on_looked)
         self._decisions: dict[str, PruneDecision] = {}
-        # Looked at before anything goes: an error here must not hide what went.
+        # Listed before anything is removed: an error here must not hide a removal.
         self._looks_aside = [
             inspect_step(OpenStep(tier.store, named), rules.requirements, level=Level.LISTING)
             for named in moved_aside(tier.store)
@@ -152,19 +152,19 @@ class RetentionPlan:
         self._count(prove)
 
     def carry_out(self, remove: Remove | None) -> None:
-        """Remove what goes, with None only decide on it.
+        """Remove the steps; with None, only decide.
 
-        Where a step that counts has changed since it was inspected, nothing more goes. What
-        cannot be removed is reported, and the others go. Cost: before each removal a listing
-        of each step that counts.
+        If a counted step has changed since its inspection, nothing more is removed. Steps
+        that cannot be removed are reported, and the others are removed. Cost: before each
+        removal a listing of each counted step.
         """
         if len(self._counted) == self._rules.keep:
             self._remove_older(remove)
 
     def retained(self) -> Retained:
-        """The decisions, newest first; what was moved aside comes last.
+        """The decisions, newest first; replaced steps come last.
 
-        Also right where an exception has ended `carry_out`, such as `KeyboardInterrupt`.
+        Also valid after an exception such as `KeyboardInterrupt` ended `carry_out`.
         """
         old = [looked for looked in self._looks_aside if self._is_older(looked.report.number or 0)]
         order = [candidate.named for candidate in self._order]
@@ -180,19 +180,19 @@ class RetentionPlan:
             return self._decisions[name]
         reason = "not reached" if self._is_older(number) else "not needed"
         if name == self._being_removed:
-            reason = "its removal was interrupted: it may be whole, unfinished or gone"
+            reason = "its removal was interrupted: it may be complete, incomplete or gone"
         return _decision(self._store, looked, reason, removed=False)
 
     def _is_older(self, number: int) -> bool:
-        """Whether a step is older than all that count, where enough do."""
+        """Whether a step is older than all counted steps, if enough count."""
         if len(self._counted) < self._rules.keep:
             return False
         return number < self._counted[-1].candidate.named.number
 
-    # Looking
+    # Inspecting
 
     def _inspect_all(self, on_looked: OnLooked | None) -> dict[str, Inspection]:
-        """A look at `listing` at every step, several at once."""
+        """Inspect every step at `listing`, several at once."""
         looks: dict[str, Inspection] = {}
         for candidate, looked in in_flight(self._inspect, self._order):
             looks[candidate.named.name] = replace(looked, parts=())
@@ -208,7 +208,7 @@ class RetentionPlan:
     @property
     def _is_all_that_pick_sees(self) -> bool:
         level = self._rules.policy.level
-        if not self._alone:  # the records of other roots may rule a step out
+        if not self._alone:  # records of other roots may exclude a step
             return False
         return level is Level.LISTING or (level is None and self._store.kind is Kind.OBJECT)
 
@@ -220,7 +220,7 @@ class RetentionPlan:
             try:
                 files = list_step(self._store, named.name) if files is None else files
             except StorageError:
-                files = None  # the look says what it is
+                files = None  # the inspection reports what it is
             if files is not None and tuple(files) == known.step.files:
                 return known
         return inspect_step(
@@ -233,7 +233,7 @@ class RetentionPlan:
     # Counting
 
     def _count(self, prove: Prove) -> None:
-        """Find the newest steps that count, as `pick` finds the newest that it takes."""
+        """Find the newest steps that count, in the way that `pick` finds the newest step."""
         choice = Choice()
         for copies, older in by_number(self._compared):
             if len(self._counted) == self._rules.keep:
@@ -248,7 +248,7 @@ class RetentionPlan:
                 self._decisions[name] = self._decision(name, f"{reason}: does not count")
 
     def _cannot_count(self, name: str, choice: Choice) -> str | None:
-        """What the listing says against a step; None where a deeper look is worth while."""
+        """Why the listing excludes a step; None if a deeper inspection is useful."""
         looked = self._looks[name]
         report = looked.report
         if not looked.step.parts and report.verdict is not Verdict.UNKNOWN:
@@ -262,7 +262,7 @@ class RetentionPlan:
         if not has_seal(looked):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
                 return "without checksums, and not sealed"
-            return None if self._rules.unsealed else "whole, but not sealed"
+            return None if self._rules.unsealed else "complete, but not sealed"
         return None
 
     def _taken(
@@ -273,7 +273,7 @@ class RetentionPlan:
         choice: Choice,
         prove: Prove,
     ) -> str | None:
-        """Count a step that `pick` would take and whose bytes are proven; else why it does not."""
+        """Count a step that `pick` would choose and whose bytes are proven; else why not."""
         consulted: list[Candidate] = []
 
         def asked(candidate: Candidate, at_least: Level) -> Report:
@@ -283,7 +283,7 @@ class RetentionPlan:
         n_before = len(choice.passed_over)
         if not take_one_of([copy], older, asked, self._rules.policy, choice, beside):
             over = choice.passed_over[n_before:]
-            # `pick` goes on to say which of its options would take the step.
+            # `pick` continues with the options that would accept the step.
             reason = over[0].reason.partition(": a resume from here")[0] if over else ""
             return reason or "not recognised as a checkpoint"
         looked = self._looks[copy.named.name]
@@ -296,7 +296,9 @@ class RetentionPlan:
             n_to_read = report.n_bytes
         name = copy.named.name
         how = "sealed" if has_seal(looked) else "proven"
-        self._decisions[name] = replace(self._decision(name, f"kept: whole and {how}"), counts=True)
+        self._decisions[name] = replace(
+            self._decision(name, f"kept: complete and {how}"), counts=True
+        )
         self._result.n_to_read += n_to_read
         self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
         return None
@@ -304,7 +306,7 @@ class RetentionPlan:
     # Removing
 
     def _remove_older(self, remove: Remove | None) -> None:
-        """Let go of what is older than all that counts, oldest first."""
+        """Remove what is older than all counted steps, oldest first."""
         what = "newest good step"
         if self._rules.keep > 1:
             what = f"newest {self._rules.keep} good steps"
@@ -327,7 +329,7 @@ class RetentionPlan:
     ) -> str | None:
         """Remove a step unless `keeps` has a reason, or only plan to; why it stays.
 
-        No error ends the removal: what has gone until then must be reported.
+        No error ends the removal, because what has been removed must be reported.
         """
         try:
             stays = keeps()
@@ -339,15 +341,15 @@ class RetentionPlan:
             self._being_removed = looked.step.name
             return None if remove(looked) else "changed meanwhile"
         except PathNotFound:
-            return None  # somebody else has removed it
+            return None  # another process has removed it
         except CkptctlError as error:
             self._result.failures.append(error)
             return error.message
 
     def _changed(self) -> int | None:
-        """A step that counted and was marked, written to or removed since; None without one.
+        """A counted step that was marked, written to or removed since; None without one.
 
-        Between the look and the removal lie the reads of a proof and earlier removals.
+        Between inspection and removal there are the reads of a proof and earlier removals.
         """
         for one in self._counted:
             named = one.candidate.named
@@ -360,7 +362,7 @@ class RetentionPlan:
         return None
 
     def _stays(self, candidate: Candidate, gone: Collection[str]) -> str | None:
-        """What speaks for a step although it is old; None where it may go."""
+        """Why a step is kept although it is old; None if it may be removed."""
         looked = self._looks[candidate.named.name]
         report = looked.report
         marked = _marked(looked)
@@ -382,10 +384,10 @@ class RetentionPlan:
         return f"{report.verdict.value}: left to a person"
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
-        """Why a step is needed so that `pick` goes on taking those that count; None if it is not.
+        """Why `pick` needs a step to choose the counted ones; None if it does not.
 
-        A step that lacks state is compared with the older ones: without the nearest of
-        them, which lacks it too, one further back that holds it would have it refused.
+        A step that lacks state is compared with older ones: without the nearest one, which
+        also lacks it, an older one that has it would exclude the step.
         """
         name = candidate.named.name
         for one in self._counted:
@@ -397,7 +399,7 @@ class RetentionPlan:
         return None
 
     def _older(self, one: _Counted, gone: Collection[str]) -> list[Candidate]:
-        """What a step that counts is compared with once `gone` are gone."""
+        """The steps that a counted step is compared with once `gone` are removed."""
         older = (
             candidate
             for candidate in self._compared
@@ -407,7 +409,7 @@ class RetentionPlan:
         return list(islice(older, MAX_PREDECESSORS))
 
     def _remove_aside(self, reason: str, remove: Remove | None) -> None:
-        """Let go of what later saves took the place of; nobody but a person looks there."""
+        """Remove replaced steps, which only a person would use."""
         for looked in self._looks_aside:
             if self._is_older(looked.report.number or 0):
                 stays = self._removed(looked, remove, partial(_stays_aside, looked))
@@ -420,7 +422,7 @@ class RetentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A step that counts, as `pick` sees it; `is_compared` if older steps had a say in that."""
+    """A step that counts, as `pick` sees it; `is_compared` if older steps were compared."""
 
     candidate: Candidate
     report: Report
@@ -428,7 +430,7 @@ class _Counted:
 
 
 def _but_proof(files: Iterable[FileInfo]) -> list[FileInfo]:
-    """The files of a step without the note that retention itself leaves."""
+    """The files of a step without the note that retention itself writes."""
     return [file for file in files if file.path != PROOF]
 
 
@@ -450,7 +452,7 @@ def moved_aside(store: Store) -> tuple[StepName, ...]:
 
 
 def _stays_aside(looked: Inspection) -> str | None:
-    """What speaks for a step that was moved aside."""
+    """Why a replaced step is kept."""
     unknown = looked.report.verdict is Verdict.UNKNOWN
     return _marked(looked) or ("unknown: left to a person" if unknown else None)
 
@@ -465,7 +467,7 @@ def _marked(looked: Inspection) -> str | None:
 
 
 def _is_left_over(looked: Inspection) -> bool:
-    """Whether nothing of a step is there but what ckptctl wrote: its removal was cut short."""
+    """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
     return all(is_own(file.path) for file in looked.step.files)
 
 

@@ -1,7 +1,7 @@
 """List the steps and the pointer files of a checkpoint root.
 
-One listing of one level. The steps are ordered by their number, newest first;
-what is in them is `looking`'s question.
+One listing of one level. The steps are ordered by number, newest first; inspection reads
+their content.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from ckptctl.storage.contract import Kind, Store
 
 @dataclass(frozen=True, slots=True)
 class RootListing:
-    """What one level of a root shows.
+    """The content of one level of a root.
 
-    `steps` are newest first; where two folders stand for one number, the one of the last
-    attempt comes first, and then the one that is named like the others. `pointers` are
-    the pointer files, `folders` and `links` the names of the other folders and links,
-    `unnumbered` those of files that are saved weights of no known step. `exists` is false
-    where the root itself is not there, which on an object store is a prefix without an
-    object. `known` is true where ckptctl has written before, and `is_step` where the
-    folder is a step itself.
+    `steps` are newest first; of two folders with one number, the one of the last attempt
+    comes first, and then the one that is named like the others. `pointers` are the pointer
+    files, `folders` and `links` the names of the other folders and links, `unnumbered`
+    those of saved weights without a step number. `exists` is false if the root does not
+    exist, which on an object store is a prefix without objects. `known` is true if ckptctl
+    has written there before, and `is_step` if the folder is a step itself.
     """
 
     steps: tuple[StepName, ...]
@@ -58,10 +57,10 @@ class RootListing:
 
 
 def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListing:
-    """List one level of a root. Cost: one listing, two of a prefix that holds no object.
+    """List one level of a root. Cost: one listing, two of a prefix without objects.
 
-    A folder that is not there holds nothing; a bucket that is not there is an
-    error, as is a storage that does not answer.
+    A missing folder is an empty root; a missing bucket is an error, and so is a storage
+    that does not answer.
     """
     try:
         entries = store.list_dir("")
@@ -80,11 +79,11 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
 def list_all(
     store: Store, pattern: re.Pattern[str] | None = None, last: int | None = None
 ) -> tuple[RootListing, Mapping[str, Sequence[FileInfo]]]:
-    """The root's listing, and where it came with it, the files of each step.
+    """The root's listing and, if they come with it, the files of each step.
 
-    On an object store all objects are listed at once where the files of all steps are
-    needed: without `last`, or where there are no more steps than that. Cost there: one
-    request per 1,000 objects; elsewhere one listing of one level.
+    On an object store all objects are listed at once if the files of all steps are needed:
+    without `last`, or if there are no more steps than that. Cost there: one request per
+    1,000 objects; elsewhere one listing of one level.
     """
     if store.kind is not Kind.OBJECT:
         return list_root(store, pattern), {}
@@ -114,7 +113,7 @@ def list_all(
 def read_listing(
     entries: Iterable[FileInfo], pattern: re.Pattern[str] | None = None
 ) -> RootListing:
-    """Tell steps, pointers and other folders apart. Cost: one look at each name."""
+    """Distinguish steps, pointers and other folders. Cost: one comparison per name."""
     steps: list[StepName] = []
     pointers: list[FileInfo] = []
     folders: list[str] = []
@@ -180,10 +179,10 @@ def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
 def check_listed_again(
     store: Store, listing: RootListing, pattern: re.Pattern[str] | None = None
 ) -> None:
-    """Raise `StorageUnavailable` where a second listing shows other steps than `listing`.
+    """Raise `StorageUnavailable` if a second listing shows other steps than `listing`.
 
-    For answers that say that something is not there: a listing that is stale must not
-    give them. A local file system is taken at its word. Cost: one listing.
+    For answers that something does not exist, which a stale listing must not cause. A local
+    file system is not listed again. Cost: one listing.
     """
     if store.kind is Kind.LOCAL or list_root(store, pattern).steps == listing.steps:
         return
@@ -193,15 +192,15 @@ def check_listed_again(
 def _contradicted(store: Store) -> StorageUnavailable:
     return StorageUnavailable(
         f"{store.url}: two listings in a row show different steps: another process writes or "
-        "deletes files here, or a listing is stale; nothing is known about the contents",
+        "deletes files here, or a listing is stale; the content is unknown",
         next_command=f"ckptctl scan {shlex.quote(store.url)}",
     )
 
 
 def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
-    """Yield a `step.duplicate` for every number that two whole folders of a root stand for.
+    """Yield a `step.duplicate` for every number that two complete folders of a root have.
 
-    Folders of different attempts are in an order, and no duplicates.
+    Folders of different attempts are ordered and are no duplicates.
     """
     names: dict[tuple[int, int], list[str]] = {}
     for step in steps:
@@ -220,14 +219,14 @@ def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
 
 
 def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
-    """Yield a `step.number` where names are those of steps, but for their number."""
+    """Yield a `step.number` for names of steps with an impossible number."""
     names = [name for name in listing.unnumbered if has_too_large_a_number(name)]
     if names:
         yield Finding(
             "step.number",
             names[0],
-            f"{len(names)} names have a step number that is too large, such as {names[0]}: "
-            "nothing is resumed from them",
+            f"{len(names)} names have a step number that is too large, such as {names[0]}: they "
+            "are never resumed from",
             expected=f"a step number up to {MAX_STEP}",
             found=names[0],
         )
@@ -241,8 +240,8 @@ def check_pointers(
 ) -> Iterator[Finding]:
     """Yield a `pointer.differs` for each pointer that does not name `chosen`.
 
-    A pointer is a hint: nothing is decided by it, and one that cannot be read is
-    passed over. Cost: one read of each pointer that is not a link.
+    A pointer is a hint: no decision depends on it, and one that cannot be read is skipped.
+    Cost: one read of each pointer that is not a link.
     """
     numbers = {step.name: step.number for step in listing.steps}
     for pointer in listing.pointers:

@@ -1,8 +1,8 @@
-"""Scan a checkpoint root: every step, and the one that `pick` would take.
+"""Scan a checkpoint root: every step, and the one that `pick` would choose.
 
-Inspects the newest steps as `pick` does until one is chosen, and then the
-others as deep as was asked for. On an object store one flat listing shows all
-files of all steps; on a file system each step is listed when its turn comes.
+Inspects the newest steps as `pick` does until one is chosen, and then the others at the
+requested level. On an object store one flat listing shows all files of all steps; on a file
+system each step is listed in turn.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ckptctl.options import PickKeywords
 
 OnReport = Callable[[Report, bool, str | None], None]
-"""Is told a report, whether it is the chosen one, and why `pick` passed the step over."""
+"""Called with a report, whether it is the chosen one, and why `pick` skipped the step."""
 
 NEWEST = 50
-"""How many steps are inspected where nobody says how many."""
+"""The default number of inspected steps."""
 
 _DEEPER = {Level.LISTING: Level.STRUCTURE, Level.STRUCTURE: Level.CONTENT}
 
@@ -47,20 +47,20 @@ def scan(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[PickKeywords],
 ) -> Scan:
-    """Inspect the steps under a root or several, newest first, and find what `pick` would take.
+    """Inspect the steps under a root or several, newest first, and find what `pick` would choose.
 
-    `last` keeps to the newest so many, None to all of them; `before` goes on where an
+    `last` limits this to the newest steps, None to none; `before` continues where an
     earlier scan ended. `level` None inspects the steps that decide the choice as `pick`
     would, and the others at `listing`. `on_report` gets each report, newest first, as soon
     as it is known. The other arguments are those of `pick`.
 
-    Raises `StorageError` when the root cannot be listed, `UsageError` for arguments and
-    where the root holds no step that it knows, but something that is one.
+    Raises `StorageError` if the root cannot be listed, `UsageError` for arguments and if
+    the root contains no known step but unnumbered checkpoints.
 
-    Cost: what `pick` costs, which may go back further than `last`; for each other step that
-    is shown, one listing and one read of each metadata, or what `level` takes. One listing
-    for each folder that is no step, at most `MAX_FOLDERS_TRIED`. On an object store where
-    all steps are shown, one request for 1,000 objects takes the place of their listings.
+    Cost: that of `pick`, which may go back further than `last`; for each other step that is
+    shown, one listing and one read of each metadata, or the cost of `level`. One listing
+    per folder that is not a step, at most `MAX_FOLDERS_TRIED`. On an object store that
+    shows all steps, one request per 1,000 objects replaces their listings.
     """
     policy, requirements, storage = options_from(
         keywords,
@@ -94,7 +94,7 @@ def _reports(
     done: Search, shown: Iterable[Candidate], on_report: OnReport | None
 ) -> tuple[Report, ...]:
     reports = []
-    # What decides nothing any more is inspected no deeper than was asked for, and once.
+    # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
     reasons = reasons_of(done.choice)
@@ -109,7 +109,7 @@ def _reports(
 
 
 def reasons_of(choice: Choice) -> dict[str, str]:
-    """Why `pick` passed steps over, by their addresses."""
+    """Why `pick` skipped steps, by their addresses."""
     searches = (choice, choice.further) if choice.further else (choice,)
     return {over.report.url: over.reason for one in searches for over in one.passed_over}
 

@@ -1,9 +1,9 @@
 """Seal steps.
 
-Looked at first, as deep as it goes: what is not whole is not sealed. Then every
-byte is read and digested, the folder is listed again to see that nothing changed
-meanwhile, and the seal is written whole. Nothing else in the step is touched. What
-a seal proves later is the question of `checks.seals`.
+The step is inspected first, at the deepest level: an incomplete step is not sealed. Then
+every byte is read and digested, the folder is listed again to detect changes, and the seal
+is written whole. Nothing else in the step changes. `checks.seals` defines what a seal
+proves.
 """
 
 from __future__ import annotations
@@ -62,23 +62,22 @@ def seal(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StepKeywords],
 ) -> Sealed:
-    """Write down the digests of a step that is whole, in `.ckptctl/seal.json` in it.
+    """Write the digests of a complete step to `.ckptctl/seal.json` in it.
 
-    `step` is named as for `verify`. Without `key` the digests are xxh3-128 and show
-    damage; with one they are SHA-256, and nobody without the key can make such a seal.
-    `replace` takes the place of a seal that is there. `accept_unverifiable` seals what
-    nothing in it can prove good, as it is. `saved_world_size` is how many ranks wrote
-    the step; it is checked, and kept in the seal. `jobs` is how many threads read.
+    `step` is named as for `verify`. Without `key` the digests are xxh3-128 and detect
+    damage; with one they are SHA-256, and the seal cannot be made without the key.
+    `replace` replaces an existing seal. `accept_unverifiable` seals content that nothing in
+    the step can prove. `saved_world_size` is how many ranks wrote the step; it is checked,
+    and recorded in the seal. `jobs` is how many threads read.
 
-    A step that is not whole is refused: the answer bears its report and its exit code.
-    Raises `UsageError` where there is a seal already, `StorageError` where the storage
-    fails.
+    A step that is not complete is refused: the result has its report and exit code. Raises
+    `UsageError` if a seal exists, `StorageError` if the storage fails.
 
-    Where the storage keeps checksums of whole objects, the seal has them, too: those that can
-    be computed here are compared with the bytes first.
+    If the storage keeps checksums of whole objects, the seal records them too: those that
+    can be computed here are first compared with the bytes.
 
-    Cost: a look at level `content`, every byte read once more, one write; on an object store
-    one HEAD for each file.
+    Cost: an inspection at `content`, every byte read once more, one write; on an object
+    store one HEAD per file.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
@@ -124,7 +123,7 @@ def seal_found(
     except (PathNotFound, ShortRead) as error:
         gone = inspection_failed(found, error)
         return _refused(_with_findings(looked.report, [gone]))
-    # Listed anew: what was digested is the step that was inspected, or nothing is sealed.
+    # List again: the digested step must be the inspected one, or nothing is sealed.
     unlike = [*check_unchanged(looked.step, found.list_again())]
     contradiction = contradicted(found, unlike)
     changed = unlike if contradiction is None else [contradiction]
@@ -152,7 +151,7 @@ def _check_place(found: OpenTarget, *, replace: bool) -> bool:
 
 def _sealed_already(found: OpenTarget) -> UsageError:
     return UsageError(
-        f"{found.url} is sealed already; --replace makes a new seal from its current contents",
+        f"{found.url} is already sealed; --replace makes a new seal of its current content",
         next_command=f"ckptctl verify {shlex.quote(found.url)} --require-seal",
     )
 
@@ -168,7 +167,7 @@ def _halves(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgre
 
 
 def is_sealed(file: FileInfo) -> bool:
-    """Whether a file of a step belongs into its seal."""
+    """Whether a seal covers a file of a step."""
     return file.kind == "file" and not is_own(file.path)
 
 
@@ -177,8 +176,8 @@ def digested(
 ) -> tuple[tuple[SealedFile, ...], tuple[Finding, ...]]:
     """Some files of a step in `folder` with their digests, and what the store keeps of them.
 
-    The findings are the files whose bytes do not come to the checksum that the store keeps.
-    Cost: every byte of them, and on an object store one HEAD for each.
+    The findings are files whose bytes do not match the checksum that the store keeps. Cost:
+    every byte of them, and on an object store one HEAD per file.
     """
     paths = [inside(folder, file.path) for file in files]
     kept = [*store.kept(paths)]
@@ -208,7 +207,7 @@ def _read(run: DigestRun) -> Digests:
 
 
 def identity_of(looked: Inspection, saved_world_size: int | None) -> Identity:
-    """Which step a look has seen, as its seal will say it."""
+    """The identity of an inspected step, as its seal records it."""
     report = looked.report
     save_ids = {one.save_id for part in looked.parts for one in part.metadata if one.save_id}
     return Identity(
@@ -255,7 +254,7 @@ def _refused(report: Report) -> Sealed:
     next_command = next((one.next_command for one in report.with_severity(Severity.FAULT)), None)
     state = report.verdict.value
     if report.verdict is Verdict.COMPLETE:
-        state = "complete, and does not meet what is required of it"
+        state = "complete, but does not meet the requirements"
     if report.verdict is Verdict.UNVERIFIABLE:
         next_command = f"ckptctl seal {shlex.quote(report.url)} --accept-unverifiable"
     return Sealed(
@@ -276,7 +275,7 @@ def _refused(report: Report) -> Sealed:
 
 def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: bool) -> Sealed:
     n_files = len(made.files)
-    proof = "proven whole" if report.usable else "as it is, which nothing proves whole,"
+    proof = "proven whole" if report.usable else "without proof that it is complete,"
     return Sealed(
         url=report.url,
         number=report.number,

@@ -1,6 +1,6 @@
-"""Search the roots of one run for the step to resume from: what `pick` and `scan` share.
+"""Search the roots of one run for the step to resume from: shared by `pick` and `scan`.
 
-Opens the roots, lists each once, and has `choosing` inspect from the newest step down.
+Opens the roots, lists each once, and lets `choosing` inspect from the newest step down.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def names_only(store: Store, pattern: re.Pattern[str] | None) -> tuple[RootListi
 
 @dataclass(slots=True)
 class Search:
-    """The roots of one run, open and listed, and what was chosen among their steps.
+    """The roots of one run, open and listed, and the step that was chosen.
 
-    `candidates` are the steps that the policy lets through, newest first. `beginning` says
-    what it means that no step was chosen, where the roots hold none but unfinished saves.
+    `candidates` are the steps that the policy allows, newest first. `beginning` explains
+    why no step was chosen, if the roots contain only unfinished saves or nothing.
     """
 
     roots: Roots
@@ -71,13 +71,13 @@ class Search:
 
     @property
     def opened(self) -> OpenStep | None:
-        """The chosen step with what was read of it."""
+        """The chosen step, open."""
         looked = self.inspect.looked.values()
         return next((one.opened for one in looked if one.report is self.choice.chosen), None)
 
     @property
     def n_steps(self) -> int:
-        """How many steps there are, also those that the policy does not let through."""
+        """The number of all steps, including those that the policy excludes."""
         return len(candidates_of(self.tiers)) - len(self.choice.no_steps)
 
 
@@ -124,7 +124,7 @@ class CachingInspector:
         self.looked: dict[Candidate, Inspection] = {}
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
-        """The report on a candidate, as deep as the caller asked for and `at_least` deep."""
+        """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.looked.get(candidate)
         if known is None or known.report.level.depth < at_least.depth:
             tier = self._tiers[candidate.tier]
@@ -148,12 +148,12 @@ class CachingInspector:
         return max(self.level or at_least, at_least, key=lambda level: level.depth)
 
     def _resumes_beside(self, candidate: Candidate) -> list[Resume]:
-        """The resumes that the other roots record; in its own a mark rules a step out."""
+        """The resumes that the other roots record; in its own root a mark excludes a step."""
         others = (tier for place, tier in enumerate(self._tiers) if place != candidate.tier)
         return [one for tier in others for one in tier.resumes]
 
     def _stands_in(self, root: str, report: Report) -> bool:
-        """Whether a root holds the same save, and no mark there rules it out."""
+        """Whether a root contains the same save, and no mark there excludes it."""
         for tier in self._tiers:
             for named in tier.listing.steps if tier.store.url == root else ():
                 if named.number == report.number:
@@ -165,7 +165,7 @@ class CachingInspector:
         return False
 
     def found(self, candidate: Candidate) -> Report | None:
-        """The report on a candidate that was inspected already."""
+        """The report on a candidate that was already inspected."""
         known = self.looked.get(candidate)
         return known.report if known else None
 
@@ -174,7 +174,7 @@ class CachingInspector:
         return older_steps(steps, candidate.named.number)
 
     def level_reason(self, report: Report) -> str | None:
-        """Why an inspection was not deeper; None where a level was asked for."""
+        """Why an inspection was not deeper; None if a level was requested."""
         if self.level is not None:
             return None
         return next(
@@ -216,7 +216,7 @@ def candidates_of(tiers: Sequence[Tier]) -> list[Candidate]:
 def root_findings(
     tiers: Sequence[Tier], choice: Choice, pattern: re.Pattern[str] | None
 ) -> list[Finding]:
-    """What is to say about the roots themselves, not about a step."""
+    """Findings about the roots themselves."""
     number = choice.chosen.number if choice.chosen else None
     findings = [*unavailable(tiers), *suspect_storage(choice)]
     for tier in tiers:

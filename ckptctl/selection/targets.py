@@ -1,8 +1,8 @@
 """Resolve the argument that names a step.
 
-`PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what
-`pick` takes). Only the part behind the last `@` is inspected, and only if it is
-one of these and no folder of that name is there: a path may hold an `@` itself.
+`PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what `pick` chooses).
+Only the text after the last `@` is parsed, and only if it has one of these forms and no
+such folder exists: a path may contain an `@` itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DO
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The root that holds the step, and which of its steps is meant.
+    """The root that contains the step, and which of its steps is meant.
 
-    `which` is a step number, `latest`, `auto`, or None where `name` is the folder.
+    `which` is a step number, `latest`, `auto`, or None if `name` is the folder.
     """
 
     root: str
@@ -36,7 +36,7 @@ class Target:
 
 
 def parse_target(target: str) -> Target:
-    """Take a step argument apart, without looking at the storage.
+    """Parse a step argument, without accessing the storage.
 
     Raises `UsageError` for an empty argument, or one that is a root of a storage.
     """
@@ -54,7 +54,7 @@ def parse_target(target: str) -> Target:
 
 
 def _is_there(target: str) -> bool:
-    # A folder of this machine that has such a name is the one that is meant.
+    # A local folder with such a name takes precedence.
     return is_local(target) and os.path.lexists(_local_path(target))
 
 
@@ -63,10 +63,10 @@ def _local_path(target: str) -> str:
 
 
 def check_root_there(url: str, listing: RootListing) -> None:
-    """Raise where what is asked about a root cannot be answered because none is there.
+    """Raise if a question about a root cannot be answered because it does not exist.
 
-    `UsageError` and `PathNotFound` where the path is wrong, `StorageUnavailable` where it is
-    a link to nowhere. Whether a root that is not there is a fresh run is `empty_roots`' question.
+    `UsageError` and `PathNotFound` for a wrong path, `StorageUnavailable` for a broken
+    link. `empty_roots` decides whether a missing root means a fresh run.
     """
     if not listing.exists:
         check_is_folder(url)
@@ -76,7 +76,7 @@ def check_root_there(url: str, listing: RootListing) -> None:
 
 
 def check_is_folder(url: str) -> None:
-    """Raise where a folder was not found at `url`, and a file or a link to nowhere is there."""
+    """Raise if `url` is a file or a broken link instead of a folder."""
     path = absolute_url(url)
     if not is_local(url) or not os.path.lexists(path):
         return
@@ -92,7 +92,7 @@ def check_is_folder(url: str) -> None:
 
 
 def check_is_step(url: str, files: Iterable[FileInfo]) -> None:
-    """Raise `UsageError` where a folder without a step number holds whole steps: it is a root."""
+    """Raise `UsageError` if a folder without a step number contains steps: it is a root."""
     for part in parts_of(tuple(files)):
         first = step_name(part.path.split("/", 1)[0])
         if part.format in SHARDED and first is not None and not first.bare:

@@ -297,7 +297,9 @@ class LocalStore:
             try:
                 yield
             except FileExistsError as exc:
-                raise AlreadyExists(f"{self._named(path)} is there already; it was kept") from exc
+                raise AlreadyExists(
+                    f"{self._named(path)} already exists; it was not changed"
+                ) from exc
             except OSError as exc:
                 if exc.errno in FULL:
                     raise full(self._named(path), exc, self._there(), size) from exc

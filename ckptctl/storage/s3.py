@@ -234,7 +234,7 @@ _FULL = Meaning(
     "the storage is full or a quota is exceeded ({answer}); nothing was written",
     "aws s3 ls --summarize --human-readable --recursive s3://{bucket}",
 )
-_CONDITION = Meaning(AlreadyExists, "{where} is there already; it was kept")
+_CONDITION = Meaning(AlreadyExists, "{where} already exists; it was not changed")
 _PASSES = Meaning(Transient, "{answer}")
 
 

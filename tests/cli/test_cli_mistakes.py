@@ -122,7 +122,7 @@ PLACES = [
     ("cost gone/deep --interval 1h", 75, "findmnt --real", "check that its file system is mounted"),
     ("verify gone/deep@10", 75, "findmnt --real", "check that its file system is mounted"),
     ("scan nowhere", 75, "findmnt --real", "nowhere is a link to gone, which does not exist"),
-    # A folder above, a step, a file, where a root is wanted.
+    # A folder above, a step, a file, where a root is required.
     ("scan .", 2, "ckptctl scan run", "holds no steps itself, but run in it does"),
     ("prune run/step_10 --keep 1", 2, "ckptctl verify run/step_10", "is a step itself"),
     ("cost run/step_10 --mtbf 1h", 2, "ckptctl verify run/step_10", "is a step itself"),
@@ -142,7 +142,7 @@ PLACES = [
         "ckptctl convert model.safetensors model-dcp --accept-unverifiable",
         "it looks like a safetensors file",
     ),
-    ("verify notes", 2, "ckptctl explain format.unsupported", "does not look like any checkpoint"),
+    ("verify notes", 2, "ckptctl explain format.unsupported", "not a known checkpoint format"),
     ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
     ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
     ("accept run@10", 0, "ckptctl verify run/step_10", "nothing was written"),

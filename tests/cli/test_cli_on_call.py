@@ -170,7 +170,9 @@ def test_scan_shows_the_newest_steps_and_how_to_see_more(ckptctl, many_steps):
     done = ckptctl("scan", many_steps)
     rows = [each for each in done.stdout.splitlines() if " KiB " in each and " days " in each]
     assert len(rows) == 50
-    assert "10 older steps of 60 not shown (--before 11 goes on, --last 0 shows all)" in done.stdout
+    assert (
+        "10 older steps of 60 not shown (--before 11 continues, --last 0 shows all)" in done.stdout
+    )
     more = ckptctl("scan", many_steps, "--before", "11")
     assert more.stdout.startswith("resume from step 10: complete")
     document = validated(ckptctl("scan", many_steps, "--json").stdout)

@@ -109,7 +109,7 @@ def test_a_root_without_a_usable_step_says_what_pick_says():
 def test_scan_says_how_many_older_steps_there_are_and_how_to_see_them():
     found = scan(report(200), chosen=200, n_steps=50, n_older=49, more_before=200)
     lines = text(foot_lines(found, 80, unicode=True))
-    assert "  49 older steps of 50 not shown (--before 200 goes on, --last 0 shows all)" in lines
+    assert "  49 older steps of 50 not shown (--before 200 continues, --last 0 shows all)" in lines
     assert "  4.0 KiB read of 1 step" in lines
 
 

@@ -42,7 +42,9 @@ def test_where_no_higher_number_is_left_no_attempt_takes_the_root(tmp_path: Path
     put(tmp_path, "9999999999.json")
     with open_store(str(tmp_path)) as store:
         for _ in range(2):
-            with pytest.raises(UsageError, match=r"fence/9999999999\.json has the highest number"):
+            with pytest.raises(
+                UsageError, match=r"fence/9999999999\.json has the highest possible number"
+            ):
                 take_token(store, lambda _: "one")
         (tmp_path / ".ckptctl" / "fence" / "9999999999.json").unlink()
         assert take_token(store, lambda _: "one").number == 1

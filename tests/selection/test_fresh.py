@@ -210,7 +210,7 @@ def test_create_is_read_from_the_command_line_and_from_no_variable(tmp_path: Pat
     assert (done.returncode, run.exists()) == (10, False)
     alone = run_ckptctl("pick", "--create", run)
     assert (alone.returncode, run.exists()) == (2, False)
-    assert "goes with --allow-fresh" in alone.stderr
+    assert "requires --allow-fresh" in alone.stderr
     made = run_ckptctl("pick", "--create", run, env={"CKPTCTL_ALLOW_FRESH": "1"})
     assert (made.returncode, made.stdout, run.exists()) == (0, "", True)
 

@@ -91,7 +91,7 @@ def test_a_prune_that_a_signal_ends_reports_what_it_removed(
     assert steps_in(url, s3_moto) == {200, 300, 400, 500}
     reasons = {
         100: "older than the newest 2 good steps",
-        200: "its removal was interrupted: it may be whole, unfinished or gone",
+        200: "its removal was interrupted: it may be complete, incomplete or gone",
         300: "not reached",
     }
     if as_json:

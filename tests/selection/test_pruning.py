@@ -285,7 +285,7 @@ def test_on_a_root_that_is_read_only_access_is_denied(root: Path):
         pytest.skip("this machine mounts nothing")
     try:
         subprocess.run(mounts[1], check=True)
-        with pytest.raises(AccessDenied, match="could not be removed whole: Read-only"):
+        with pytest.raises(AccessDenied, match="could not be removed completely: Read-only"):
             ckptctl.prune(str(root), 2, apply=True)
     finally:
         subprocess.run(["umount", root], check=True)

@@ -269,7 +269,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
     assert [one.number for one in found.decisions if one.removed] == [300, 200]
     assert found.exit_code == AccessDenied.exit_code
     assert found.message.endswith("; 1 step could not be removed")
-    assert "could not be removed whole: not allowed" in found.decisions[-1].reason
+    assert "could not be removed completely: not allowed" in found.decisions[-1].reason
     assert ckptctl.verify(str(root / "step_100")).usable
     assert taken(root) == 400
 

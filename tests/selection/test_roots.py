@@ -110,7 +110,7 @@ def test_a_link_to_a_step_that_is_gone_says_so_too(tmp_path: Path) -> None:
 def test_a_step_of_a_root_is_no_root(step: Path, which: str) -> None:
     root = step.parent
     for function in (ckptctl.pick, ckptctl.scan):
-        with pytest.raises(UsageError, match="a root is wanted") as caught:
+        with pytest.raises(UsageError, match="a root is required") as caught:
             function(f"{root}@{which}")
         assert caught.value.next_command == f"ckptctl scan {root}"
 

@@ -166,7 +166,7 @@ def test_progress_comes_to_all_bytes(root: Path) -> None:
 def test_a_seal_is_replaced_only_where_that_is_asked_for(root: Path) -> None:
     ckptctl.seal(f"{root}@500")
     before = (root / "step_500" / SEAL).read_bytes()
-    with pytest.raises(UsageError, match="sealed already"):
+    with pytest.raises(UsageError, match="already sealed"):
         ckptctl.seal(f"{root}@500", key=KEY)
     assert (root / "step_500" / SEAL).read_bytes() == before
     assert ckptctl.seal(f"{root}@500", key=KEY, replace=True).replaced
@@ -195,7 +195,7 @@ def test_another_sealer_in_the_same_moment_is_not_overwritten(
 
     digested = sealing.digested
     monkeypatch.setattr(sealing, "digested", other_first)
-    with pytest.raises(UsageError, match="sealed already"):
+    with pytest.raises(UsageError, match="already sealed"):
         ckptctl.seal(f"{root}@500")
     assert (root / "step_500" / SEAL).read_text() == "of the other"
 
@@ -222,7 +222,7 @@ def test_records_without_checksums_are_proven_by_a_seal_alone(
     assert (refused.exit_code, refused.path) == (22, None)
     assert refused.next_command == f"ckptctl seal {step} --accept-unverifiable"
     sealed = ckptctl.seal(str(step), accept_unverifiable=True)
-    assert "which nothing proves whole" in sealed.message
+    assert "without proof that it is complete" in sealed.message
     assert ckptctl.verify(str(step), level=Level.CONTENT).exit_code == 0
     data = bytearray((step / "__1_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
@@ -452,7 +452,7 @@ def test_a_step_in_an_object_store_is_sealed_and_proven(
         for path in sorted((weights / "step_20").iterdir()):
             store.put(f"step_20/{path.name}", path.read_bytes())
         assert ckptctl.seal(f"{url}@20", key=KEY, **how).exit_code == 0
-        with pytest.raises(UsageError, match="sealed already"):
+        with pytest.raises(UsageError, match="already sealed"):
             ckptctl.seal(f"{url}@20", key=KEY, **how)
         assert ckptctl.seal(f"{url}@20", key=KEY, replace=True, **how).replaced
         proven = ckptctl.verify(f"{url}@20", require_seal=True, key=KEY, **how)

@@ -223,7 +223,7 @@ def test_a_removal_that_is_cut_short_leaves_no_step_and_is_ended_by_the_next_sav
     proxy.break_request("DELETE", Fault.UNAVAILABLE, nth=2, lasts=True)
     job.train(7, 9)
     (told,) = (line for line in job.said if "not removed" in line)
-    assert f"{root}/step_3.attempt-1 could not be removed whole" in told
+    assert f"{root}/step_3.attempt-1 could not be removed completely" in told
     assert "step_3.attempt-1/.metadata" not in keys(s3, root)
     assert "step_3.attempt-1/__0_0.distcp" in keys(s3, root)
     assert steps(s3, root)["step_3.attempt-1"] is Verdict.INCOMPLETE

@@ -193,7 +193,7 @@ def parse_record(data: bytes) -> tuple[RecordDirectory, View]:
 def check_headers(directory: RecordDirectory, view: Readable) -> None:
     """Raise `RecordUnreadable` where a member's own header contradicts its directory.
 
-    Looks at those local headers and data descriptors that were read.
+    Checks the local headers and data descriptors that were read.
     """
     for member in directory.members:
         header = view.get(member.header, member.header + _LOCAL.size + len(member.path))

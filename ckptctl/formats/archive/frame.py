@@ -36,8 +36,8 @@ _ID_DIGITS = 40
 def check_frame(directory: RecordDirectory, view: Readable) -> None:
     """Raise `RecordUnreadable` where the frame of a record is not as torch writes it.
 
-    Looks at what was read of it, after `check_headers`. The members must agree in the
-    fields that have no meaning, whatever these say: a later torch may write others.
+    Checks what was read of it, after `check_headers`. The members must agree in the
+    fields without a meaning, whatever their values: a later torch may write others.
     """
     pos = directory.at
     usual: tuple[list[bytes], list[bytes]] | None = None

@@ -2,7 +2,7 @@
 
 torch's loader looks a byte range up by (FQN, offset); the index in the key is a
 hint that it may ignore. A `ChunkTable` is one tensor while that is being
-answered: its boxes, and the range that each was given so far.
+answered: its slices, and the range that each was given so far.
 
 Source: torch 2.13 `torch/distributed/checkpoint/planner_helpers.py`
 (`create_read_items_for_chunk_list`).

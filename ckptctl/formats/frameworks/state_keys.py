@@ -208,7 +208,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
 
 
 def entry_kinds(metadata: Metadata, part_path: str = "") -> Mapping[str, Kind]:
-    """The kind of every entry of a metadata, by FQN. Cost: one look at each name.
+    """The kind of every entry of a metadata, by FQN. Cost: one comparison per name.
 
     The folder of the part counts too: `optimizer_0/` holds the optimizer, and with it
     sometimes the scheduler.

@@ -1,10 +1,9 @@
 """Read and write marks, and decide which of several apply.
 
-A mark is one word on a step, with who, when and why: one small file under
-`.ckptctl/marks/` of the step, or one line of a file of marks. It is never
-changed or removed: what it said is lifted by a later mark that names it. It
-speaks of one save of the step, known by the digest of its metadata, and lapses
-when the step is saved anew.
+A mark is one decision about a step, with author, time and reason: one small file under
+`.ckptctl/marks/` of the step, or one line of a file of marks. It is never changed or
+removed: a later mark that names it lifts it. It applies to one save of the step, identified
+by the digest of its metadata, and becomes outdated when the step is saved again.
 """
 
 from __future__ import annotations

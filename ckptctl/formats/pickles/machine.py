@@ -152,7 +152,7 @@ class Machine:
     def push_run(
         self, run: Run, end: int, n_containers: int, values: Sequence[object] | None = None
     ) -> bool:
-        """Go on at byte `end` with the values of a run on the stack: `values`, or the run itself.
+        """Continue at byte `end` with the values of a run on the stack, or the run itself.
 
         False where there may not be `n_containers` more.
         """
