@@ -276,7 +276,7 @@ def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iter
 
     `step.finished-late` too, where the step was superseded before it had any metadata.
 
-    `marks` are all that were found on the step, whichever save of it they speak of;
+    `marks` are all that were found on the step, whichever save of it they apply to;
     `metadata` is the `metadata_digest` of the save that lies here.
     """
     own = [mark for mark in marks if mark.speaks_of(step.number, metadata)]

@@ -63,9 +63,10 @@ def show(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
+    """List the content of a step, by its metadata and its small files.
 
-    Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
+    `step` is named as for `verify`, and raises the same errors. The step is inspected at
+    `listing`; `findings` has its faults.
     """
     contents = ckptctl.show(step, pattern=pattern, storage=storage)
     out.answer(

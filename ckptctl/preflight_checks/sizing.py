@@ -218,7 +218,7 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
 
     The attempt is the newest on record that resumed from an older step; its ranks leave a
     file each, since each has random numbers of its own to save. None where no record or a
-    seal says how many ranks wrote: a step that was cut anew is sealed with its own number.
+    seal says how many ranks wrote: a resharded step is sealed with its own number.
     """
     if chosen is None or chosen.number is None or not chosen.ranks:
         return None

@@ -1,15 +1,15 @@
-"""Remove steps and abandoned uploads, so that no reader takes a partly removed step.
+"""Remove steps and abandoned uploads, so that no reader uses a partly removed step.
 
-The metadata of a step is removed first: from then on it is an interrupted save to everyone, is
-never taken, and is removed for good at the next retention. A format without DCP metadata gets a
-note instead, which is removed last: without it, what is left would pass for a step of weights
-alone. Then what ckptctl wrote about the step, then the rest. `pruning` decides which steps go.
+The metadata of a step goes first: from then on it is an interrupted save, is never chosen,
+and the next retention removes the rest. A format without DCP metadata gets a note instead,
+which goes last: without it, the rest could pass for a weights-only step. Then what ckptctl
+wrote about the step, then everything else. `pruning` decides which steps go.
 
-A killed save leaves multipart uploads. Their parts are in no listing and are billed until
-somebody aborts them. An upload of an attempt that no longer holds the root is abandoned: whoever
-began it may not publish any more. One under a name without an attempt belongs to another tool,
-and counts as abandoned once it is older than a day. Everything else may still be running, and
-stays.
+A killed save leaves multipart uploads. Listings do not show their parts, which are billed
+until the upload is aborted. An upload of an attempt that no longer holds the root is
+abandoned, because its writer may not publish any more. One under a name without an attempt
+is another tool's, and counts as abandoned after a day. Everything else may still be
+running, and stays.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from ckptctl.storage.opening import join_url
 
 
 def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = None) -> bool:
-    """Remove a step; False, and nothing is removed, where its files are not those of `seen`.
+    """Remove a step; False, removing nothing, if its files differ from those of `seen`.
 
-    No link is followed, neither in the step nor in the place of a folder of it. Raises
-    `AccessDenied` or `StorageUnavailable` where something of it cannot be removed; what is
-    left then is an interrupted save, or the whole step. Cost: one listing; on an object
-    store a request for each object, several at once.
+    No link is followed, neither in the step nor in the place of one of its folders. Raises
+    `AccessDenied` or `StorageUnavailable` if something cannot be removed; what is left then
+    is an interrupted save, or the complete step. Cost: one listing; on an object store a
+    request per object, several at once.
     """
     listed = list_step(store, name)
     if seen is not None and tuple(seen) != listed:
         return False
     files = [file.path for file in listed]
     markers = [path for path in files if _is_marker(path)]
-    # A seal that outlived shards would make damage of what is only half removed.
+    # A seal without its shards would make a partial removal look like damage.
     own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
     rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
@@ -67,12 +67,12 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
         kind = AccessDenied if isinstance(error, AccessDenied) else StorageUnavailable
         url = join_url(store.url, name)
         why = error.message.removeprefix(f"{url}: ")
-        raise kind(f"{url} could not be removed whole: {why}") from error
+        raise kind(f"{url} could not be removed completely: {why}") from error
     return True
 
 
 def _note(store: Store, name: str) -> list[str]:
-    """Note in a step that it is being removed; the path of the note, if there is room for it."""
+    """Write a note into a step that it is being removed; its path, if there was space."""
     with suppress(StorageUnavailable):
         store.put(f"{name}/{REMOVING}", b"being removed\n", replace=True)
         return [REMOVING]
@@ -90,11 +90,11 @@ MAX_AGE_S = 24 * 3600.0
 def abandoned_uploads(
     store: Store, pattern: re.Pattern[str] | None = None, *, number: int | None = None
 ) -> Sequence[Upload]:
-    """The uploads into steps of a root that nobody will end; with `number` into that step.
+    """The abandoned uploads into steps of a root; with `number`, into that step.
 
-    Empty where the client cannot list them, or nobody allows it: a lifecycle rule of the
-    bucket has to abort them then. Cost: a listing of the fence, and one request for each
-    1,000 uploads.
+    Empty if the client cannot list them or is not permitted to: a lifecycle rule of the
+    bucket has to abort them then. Cost: a listing of the fence, and one request per 1,000
+    uploads.
     """
     found: Sequence[Upload] = ()
     with suppress(NotSupported, AccessDenied, PathNotFound):

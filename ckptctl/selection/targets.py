@@ -170,7 +170,7 @@ def _told(url: str, name: str, head: bytes) -> UsageError:
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
         return UsageError(
-            f"{what}: it is a part of {step}", next_command=f"ckptctl verify {shlex.quote(step)}"
+            f"{what}: it is part of {step}", next_command=f"ckptctl verify {shlex.quote(step)}"
         )
     stem = name.rpartition(".")[0] or name
     words = ["ckptctl", "convert", url, join_url(parent_url(url), f"{stem}-dcp")]
@@ -186,6 +186,6 @@ def _told(url: str, name: str, head: bytes) -> UsageError:
             next_command=shlex.join([*words, "--accept-unverifiable"]),
         )
     return UsageError(
-        f"{what}, and does not look like any checkpoint that ckptctl knows",
+        f"{what}, and not a known checkpoint format",
         next_command="ckptctl explain format.unsupported",
     )
