@@ -28,20 +28,17 @@ MANY_PARAMETERS = 7
 STEP = 7_340_033
 """A step number that is no other number of the trace."""
 
-RETIRED_MODULES = frozenset(
-    """
-    judge gate checkup crew group alone leg legs life lives border borders speakers chorus
-    needles standing tainted told said known words lines talking telling notices boxes
-    cutting placing shelf desk fate place looking inert
-    """.split()  # noqa: SIM905
-)
-RETIRED_NAMES = frozenset(
-    """
-    look looks looked looker gate checkup crew crews leg legs speaker speakers chorus
-    needle needles tainted boxes box hot inert shelf desk misnamed forged lapsed
-    """.split()  # noqa: SIM905
-)
-RETIRED_CODES = frozenset("misnamed forged weak lapsed coarse raised short cut-short".split())  # noqa: SIM905
+
+def retired_words(where: str) -> frozenset[str]:
+    """The words of the glossary that are retired in modules, names, codes or prose."""
+    table = (REPOSITORY / "docs" / "glossary.md").read_text().partition("## Retired words")[2]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")]
+    return frozenset(
+        word
+        for words, _, kinds in rows[1:]
+        if where in kinds.split(", ")
+        for word in words.split(", ")
+    )
 
 
 def modules() -> dict[str, ast.Module]:
@@ -142,20 +139,24 @@ def functions(
 
 def retired(trees: dict[str, ast.Module]) -> list[str]:
     """Modules, classes, functions and finding codes that bear a retired word."""
+    in_modules, in_names, in_codes = map(retired_words, ("modules", "names", "codes"))
     found = []
     for module, tree in trees.items():
-        found += [module] if RETIRED_MODULES & set(module.split(".")) else []
+        found += [module] if in_modules & set(module.split(".")) else []
         names = [name.rpartition(".")[2] for name, _ in functions(tree)]
         names += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        for name in names:
-            words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-            if RETIRED_NAMES & {word.lower() for word in words}:
-                found.append(f"{module}.{name}")
+        found += [f"{module}.{name}" for name in names if in_names & words_in(name)]
     from ckptctl.findings import CODES
 
-    found += [code for code in CODES if RETIRED_CODES & set(code.partition(".")[2].split("-"))]
-    found += [code for code in CODES if code.partition(".")[2] in RETIRED_CODES]
+    for code in CODES:
+        _, _, name = code.partition(".")
+        found += [code] if in_codes & {name, *name.split("-")} else []
     return sorted(set(found))
+
+
+def words_in(name: str) -> set[str]:
+    """The words of a name in snake case, kebab case or camel case, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
 @contextmanager

@@ -189,7 +189,7 @@ def _fill(boxes: Sequence[Box], shape: Sequence[int], visits: _Visits) -> bool:
 
 
 def _cancel(counts: Mapping[Box, int], visits: _Visits) -> bool:
-    """Boxes, each taken as often as `counts` says, add up to nothing at every element.
+    """Whether slices, each counted as in `counts`, add up to zero at every element.
 
     Along one dimension the sum over an element changes only where slices begin or
     end. It is zero throughout if at each such place what begins there cancels what

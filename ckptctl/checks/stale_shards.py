@@ -36,7 +36,7 @@ MANY = 64
 MAX_SUSPECTS = 16
 
 MIN_TENSORS = 3
-"""So many tensors must have stood still in a file and moved on in others."""
+"""The least number of tensors that are unchanged in a file but changed in others."""
 
 MIN_ELEMENTS = 16
 """A chunk of fewer elements may keep its values by chance: in bfloat16 small changes are lost."""
@@ -56,7 +56,7 @@ class _Split:
 
 @dataclass(frozen=True, slots=True)
 class StaleShard:
-    """A file that stood still: how many of its records were compared, and what moved elsewhere.
+    """An unchanged file: how many of its records were compared, and what changed elsewhere.
 
     `numbers` are chunks, each of another tensor, that did not change while all others of
     their tensors that were compared changed. `has_moments`: moments of an optimizer are
@@ -105,7 +105,7 @@ class StaleShardCheck:
         return tuple(chosen)
 
     def suspects(self, before: Crcs) -> tuple[int, ...]:
-        """The files that stood still by the first few records, while a tensor in them moved on."""
+        """Files whose first records are unchanged while a tensor in them changed elsewhere."""
         return tuple(one.file for one in self._standing(before, at_least=1))[:MAX_SUSPECTS]
 
     def closer(self, suspects: Sequence[int], before: Crcs) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class StaleShardCheck:
         return tuple(n for n in chosen if n not in before)
 
     def standing(self, suspects: Sequence[int], before: Crcs) -> tuple[StaleShard, ...]:
-        """Those of the suspects that stood still by all that was compared."""
+        """The suspects that are unchanged in all compared records."""
         found = self._standing(before, at_least=MIN_TENSORS)
         return tuple(one for one in found if one.file in suspects)
 

@@ -1,4 +1,4 @@
-"""What does `preflight` answer? Frozen answers that the command line only prints."""
+"""The results of `preflight`. Frozen results that the command line only prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of the cases, by category: caught at which level, missed, refused for nothing."""
+"""Tables of the results by category: detected at which level, missed, refused for nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Found = Mapping[str, object]
 
 ABOUT = {
     "A": "bytes of a shard changed",
-    "B": "a file cut short, or longer",
-    "C": "files missing, renamed, of another kind, too many",
-    "D": "a save that was interrupted",
+    "B": "a file truncated or extended",
+    "C": "files missing, renamed, of another kind, superfluous",
+    "D": "an interrupted save",
     "F": "the storage fails in the k-th call",
-    "G": "commands that get too little memory",
+    "G": "commands with too little memory",
     "I": "an object store fails in the k-th request",
-    "J": "the step changes while it is looked at",
-    "K": "metadata and records that attack",
-    "L": "well-formed and wrong",
+    "J": "the step changes during its inspection",
+    "K": "hostile metadata and records",
+    "L": "well-formed but wrong",
     "M": "random mutations of metadata, records, seals, marks",
     "N": "names, numbers, times of steps",
     "O": "sound steps",
@@ -70,7 +70,7 @@ def _row(name: str, some: Sequence[Found]) -> str:
     return f"| {name} | {numbers} | {bound(promised, missed)} |"
 
 
-PEERS = "| check | harmed steps that it was asked about | told | silent | share that it lets pass |"
+PEERS = "| check | harmed steps checked | detected | not detected | share not detected |"
 
 
 def peers(found: Sequence[Found]) -> list[str]:
@@ -88,8 +88,8 @@ def peers(found: Sequence[Found]) -> list[str]:
         "|---|---:|---:|---:|---:|",
         _peer("`ckptctl verify --level content`, sealed", len(ours), told),
         _peer("`ckptctl verify --level content`, no seal", len(bare), told_bare),
-        _peer("`dcp.load` raises, or never ends", len(loaded), raised),
-        _peer("`.metadata` is there", len(harmed), exists),
+        _peer("`dcp.load` raises, or hangs", len(loaded), raised),
+        _peer("`.metadata` exists", len(harmed), exists),
         _peer("the tracker file names the step", len(harmed), 0),
     ]
 
@@ -107,7 +107,7 @@ def summary(found: Sequence[Found]) -> str:
 def published(page: Path, found: Sequence[Found], n_planned: int, seed: int) -> None:
     """Put the tables between the marks of a page."""
     text = page.read_text()
-    run = f"Really run for this table: {len(found):,} of the {n_planned:,} cases of seed {seed}."
+    run = f"Run for this table: {len(found):,} of the {n_planned:,} cases of seed {seed}."
     for name, lines in (("campaign", [run, "", *rows(found)]), ("peers", peers(found))):
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         body = "\n".join(lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ import ckptctl
 import ckptctl.train
 from ckptctl.cli.app import build_app
 from ckptctl.cli.commands import COMMANDS
+from ckptctl.cli.documents import DOCUMENTS
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
+from ckptctl.cli.schemas import schema
 from ckptctl.loss.verdict import LossVerdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -23,33 +27,86 @@ SHAPE = runpy.run_path(str(REPOSITORY / "tools" / "shape.py"))
 MODULES = SHAPE["modules"]()
 
 RETIRED_IN_PROSE = re.compile(
-    r"\b(looked at|looker|crews?|speakers|needles|tainted|legs?|boxes)\b", re.IGNORECASE
+    rf"\b({'|'.join(sorted(SHAPE['retired_words']('prose'), key=len, reverse=True))})\b",
+    re.IGNORECASE,
 )
-PROSE = sorted(
-    path for folder in ("ckptctl/pages",) for path in (REPOSITORY / folder).rglob("*.md")
+DOCUMENTS_IN_PROSE = sorted(
+    path
+    for name in ("ckptctl/pages", "docs", "runbooks", "examples", "*.md")
+    for found in REPOSITORY.glob(name)
+    for path in ([found] if found.is_file() else found.rglob("*.md"))
+    if path.name != "glossary.md"
 )
+SOURCES = sorted((REPOSITORY / "ckptctl").rglob("*.py"))
+A_PATTERN = re.compile(r"\\|\(\?|\[\^")
+"""What a regular expression contains and a sentence does not."""
 
 
 def test_no_module_class_function_or_code_has_a_retired_name() -> None:
     assert SHAPE["retired"](MODULES) == []
 
 
+def test_the_glossary_and_the_guards_share_one_table() -> None:
+    assert {"look", "gate", "crew"} <= SHAPE["retired_words"]("names")
+    assert "without a word" in SHAPE["retired_words"]("prose")
+    assert RETIRED_IN_PROSE.search("It ends without words.") is None
+    assert RETIRED_IN_PROSE.search("It ends Without a word.")
+
+
 def test_no_option_has_a_retired_name() -> None:
     commands = get_command(build_app(COMMANDS, Output())).commands
     options = {name for one in commands.values() for each in one.params for name in each.opts}
-    words = {word for name in options for word in name.strip("-").split("-")}
-    assert not words & SHAPE["RETIRED_NAMES"]
+    words = {word for name in options for word in SHAPE["words_in"](name)}
+    assert not words & SHAPE["retired_words"]("names")
     assert "--weights-ok" not in options
 
 
-@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_no_page_uses_a_retired_word(path: Path) -> None:
-    found = [
-        f"line {number}: {match[0]}"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        for match in RETIRED_IN_PROSE.finditer(line)
-    ]
-    assert found == []
+def fields_in(part: object) -> Iterator[str]:
+    """The names of all fields in a JSON Schema."""
+    if isinstance(part, dict):
+        yield from part.get("properties", ())
+        for each in part.values():
+            yield from fields_in(each)
+    elif isinstance(part, list):
+        for each in part:
+            yield from fields_in(each)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_field_of_a_document_has_a_retired_name(name: str) -> None:
+    retired = SHAPE["retired_words"]("names")
+    fields = set(fields_in(schema(name)))
+    assert fields
+    assert [field for field in fields if retired & SHAPE["words_in"](field)] == []
+
+
+@pytest.mark.parametrize(
+    "path", DOCUMENTS_IN_PROSE, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
+def test_no_document_uses_a_retired_word(path: Path) -> None:
+    text = path.read_text()
+    assert [match[0] for match in RETIRED_IN_PROSE.finditer(" ".join(text.split()))] == []
+
+
+def prose_in(path: Path) -> Iterator[str]:
+    """Docstrings, messages and comments of a module, without patterns of logs."""
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
+    yield " ".join(comments)
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and text.count(" ") > 1 and not A_PATTERN.search(text):
+            yield " ".join(text.split())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_docstring_message_or_comment_uses_a_retired_word(path: Path) -> None:
+    assert [
+        (match[0], text[max(0, match.start() - 40) : match.end() + 40])
+        for text in prose_in(path)
+        for match in RETIRED_IN_PROSE.finditer(text)
+    ] == []
 
 
 def test_no_docstring_begins_with_a_question() -> None:
@@ -58,7 +115,7 @@ def test_no_docstring_begins_with_a_question() -> None:
         nodes = [tree, *(node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))]
         for node in nodes:
             first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if first.endswith("?"):
+            if re.search(r"\?( |$)", first):
                 asking.append(f"{module}: {first}")
     assert asking == []
 
