@@ -162,3 +162,12 @@ def test_the_verdicts_of_the_design_are_those_of_the_program():
     design = (REPOSITORY / "docs" / "design.md").read_text()
     for verdict in Verdict:
         assert f"`{verdict.value}`" in design
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "docs").rglob("*.md")), ids=lambda path: path.stem
+)
+def test_every_module_that_a_document_names_exists(path):
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|toml))`", path.read_text()))
+    places = (REPOSITORY, REPOSITORY / "ckptctl")
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
