@@ -43,7 +43,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(1)
-    # torch remarks at length on FSDP over a CPU; this is a demonstration.
+    # torch warns at length about FSDP over a CPU; this is a demonstration.
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.manual_seed(0)
