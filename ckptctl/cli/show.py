@@ -63,10 +63,9 @@ def show(
     storage: StorageOptions,
     out: Output,
 ) -> int:
-    """List the content of a step, by its metadata and its small files.
+    """Show the contents of a step: tensors, sizes, ranks, and what a resume restores.
 
-    `step` is named as for `verify`, and raises the same errors. The step is inspected at
-    `listing`; `findings` has its faults.
+    Only the metadata is read. With --quiet the names of the tensors are printed, one a line.
     """
     contents = ckptctl.show(step, pattern=pattern, storage=storage)
     out.answer(
