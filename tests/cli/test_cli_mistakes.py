@@ -143,8 +143,8 @@ PLACES = [
         "it looks like a safetensors file",
     ),
     ("verify notes", 2, "ckptctl explain format.unsupported", "not a known checkpoint format"),
-    ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
-    ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "a part of run/step_10"),
+    ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "part of run/step_10"),
+    ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "part of run/step_10"),
     ("accept run@10", 0, "ckptctl verify run/step_10", "nothing was written"),
     ("pin run@10 --off", 0, "ckptctl verify run/step_10", "nothing was written"),
     # What is behind a word that nobody knows.
