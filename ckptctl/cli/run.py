@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 import typer
 
-import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import OptionalRootOpt, only, option
 from ckptctl.cli.output import Output
@@ -19,10 +17,12 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
 from ckptctl.model import Level
-from ckptctl.options import Requirements, StorageOptions
+from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
+from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.phases import read_job, run_phases
-from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS
+from ckptctl.supervisor.policy import MAX_FREE_RESTARTS, MAX_RESTARTS, BudgetOptions
+from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 
 EXAMPLES = (
@@ -147,8 +147,8 @@ def run(
         option(
             "--out-of-section-timeout",
             metavar="TIME",
-            help="The same outside of sections, and for the growth of --log in a job without "
-            "heartbeats.",
+            help="The same outside of sections, and for the growth of --log and of the output in "
+            "--log-dir in a job without heartbeats.",
         ),
     ] = None,
     state: Annotated[
@@ -234,24 +234,17 @@ def run(
             "either a command or --job is needed" if job is None else "--job excludes a command",
             next_command="ckptctl run --help",
         )
-    supervise = (
-        partial(ckptctl.keep_running, command or ())
-        if job is None
-        else partial(run_phases, read_job(job))
-    )
-    found = supervise(
-        root,
-        log_dir=log_dir,
-        optional_roots=optional_root or (),
-        max_restarts=max_restarts,
-        max_free_restarts=max_free_restarts,
-        level=progress_level,
-        backoff_s=parse_duration(backoff, "--backoff") or 0.0,
-        no_restart=_codes(no_restart_on or ()),
-        logs=log or (),
-        create=create,
-        state=state,
-        reset_budget=reset_budget,
+    options = RunOptions(
+        budget=BudgetOptions(
+            max_restarts=max_restarts,
+            max_free_restarts=max_free_restarts,
+            no_restart=_codes(no_restart_on or ()),
+            backoff_s=parse_duration(backoff, "--backoff") or 0.0,
+            reset_budget=reset_budget,
+        ),
+        output=OutputOptions(
+            logs=log or (), log_dir=log_dir, stdout=_STDERR if out.as_json else None
+        ),
         nodes=NodeOptions(
             nodes=_parts(nodes or ()),
             exclude_command=exclude_command,
@@ -259,14 +252,21 @@ def run(
             world_sizes=_sizes(world_sizes),
             min_world_size=min_world_size,
         ),
-        wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
-        section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
-        tell=lambda said: _tell(out, said),
-        on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
-        stdout=_STDERR if out.as_json else None,
+        policy=PickPolicy(level=progress_level),
         requirements=requirements,
         storage=storage,
+        optional_roots=optional_root or (),
+        state=state,
+        create=create,
+        wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
+        section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
+        on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
+        tell=lambda said: _tell(out, said),
     )
+    if job is None:
+        found = supervise(command or (), root, options)
+    else:
+        found = run_phases(read_job(job), root, options)
     out.save(lambda: document("supervised", found))
     if out.as_json:
         out.document(document("supervised", found))

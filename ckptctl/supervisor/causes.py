@@ -25,27 +25,24 @@ _MOST_BYTES = 64 << 20
 
 
 class Logs:
-    """The logs of a job: local files, which need not exist yet."""
+    """The logs of an attempt: local files, which need not exist yet.
+
+    What they hold when this object is made belongs to earlier attempts.
+    """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = tuple(paths)
-        self._sizes: dict[str, int] = {}
-
-    def begin(self) -> None:
-        """Start an attempt; the present content of the logs belongs to earlier ones."""
-        self._sizes = {path: _size(path) for path in self._paths}
+        self._sizes = {path: _size(path) for path in paths}
 
     def cause(self, exit_code: int) -> Classification | None:
         """Why the attempt with this exit code failed; None if its logs do not show it."""
         with tempfile.TemporaryDirectory(prefix="ckptctl-run-") as folder:
             added = []
-            for n, path in enumerate(
-                filter(os.path.isfile, self._paths)
-            ):  # opening a pipe would block
+            # Opening a pipe would block.
+            for n, path in enumerate(filter(os.path.isfile, self._sizes)):
                 copy = os.path.join(folder, f"{n}-{os.path.basename(path)}")
                 # A log that cannot be read must not prevent a restart.
                 with suppress(OSError):
-                    _copy_from(path, self._sizes.get(path, 0), copy)
+                    _copy_from(path, self._sizes[path], copy)
                     added.append(copy)
             if not added:
                 return None

@@ -60,34 +60,30 @@ class _Late(NamedTuple):
 class HangWatcher:
     """Watches one attempt after the other; a `Watcher`.
 
-    `limits` learn from what the ranks needed. `logs` are watched where a job writes no
-    heartbeats. Evidence is kept in `folder`, by default a new one for temporary files: the
-    storage of the root may be what hangs.
+    `limits` learn from what the ranks needed. The logs of an attempt are watched where it
+    writes no heartbeats. Evidence is kept in `folder`, by default a new one for temporary
+    files: the storage of the root may be what hangs.
     """
 
     def __init__(
-        self,
-        limits: SectionLimits,
-        logs: Sequence[str],
-        tell: Callable[[str], None],
-        folder: str | None = None,
+        self, limits: SectionLimits, tell: Callable[[str], None], folder: str | None = None
     ) -> None:
         self._limits = limits
         self._folder = Folder()
-        self._logs = LogGrowth(logs)
+        self._logs = LogGrowth()
         self._kept_in = folder
         self._tell = tell
         self._explained = False
-        self._judges_logs = bool(logs) and "outside" in limits.given
         self._reset(0)
 
     def close(self) -> None:
         """Remove the folder of the heartbeats."""
         self._folder.remove()
 
-    def prepare(self, attempt: int) -> Mapping[str, str]:
+    def prepare(self, attempt: int, logs: Sequence[str]) -> Mapping[str, str]:
         """Forget the attempt before; what the environment of the job must hold."""
         self._folder.clear()
+        self._logs.follow(logs)
         self._reset(attempt)
         return self._folder.variables
 
@@ -113,7 +109,7 @@ class HangWatcher:
         self._polled_s = now_s
         self._take_in(self._folder.read(), now_s)
         if not self._ranks:
-            return self._judge_unheard(running, now_s)
+            return self._check_logs(running, now_s)
         if self._late(now_s) is not None:
             found = set(running.processes())
             for rank in self._ranks.values():
@@ -122,16 +118,17 @@ class HangWatcher:
         if late is None:
             self._next_sample_s = float("-inf")
             return None
-        return self._judge(late, running, now_s)
+        return self._check_late(late, running, now_s)
 
     def _explain(self) -> None:
         """Say what it takes to detect a hang, where nothing shows that the job has it."""
-        if self._explained or self._limits.seen or self._judges_logs:
+        by_logs = self._logs.paths and "outside" in self._limits.given
+        if self._explained or self._limits.seen or by_logs:
             return
         self._explained = True
         self._tell(
             "a hang is detected only if the job writes heartbeats (ckptctl.train does); for "
-            "other jobs give --log and --out-of-section-timeout"
+            "other jobs give --log or --log-dir, and --out-of-section-timeout"
         )
 
     def _restart_timers(self, now_s: float) -> None:
@@ -199,7 +196,7 @@ class HangWatcher:
         is_block = max(self._ranks) < first + size
         return missing if is_block and len(missing) < len(self._ranks) else []
 
-    def _judge(self, late: _Late, running: Running, now_s: float) -> Hang | None:
+    def _check_late(self, late: _Late, running: Running, now_s: float) -> Hang | None:
         """A hang, unless the whole job is stopped or shows that it works."""
         section, limit, waited_s = late
         is_last = waited_s >= limit.longest_s
@@ -264,8 +261,8 @@ class HangWatcher:
 
     # Without heartbeats
 
-    def _judge_unheard(self, running: Running, now_s: float) -> Hang | None:
-        """Judge an attempt that has not written a heartbeat.
+    def _check_logs(self, running: Running, now_s: float) -> Hang | None:
+        """A hang of an attempt that has not written a heartbeat, or None.
 
         A job that never wrote one is ended for the silence of its logs, by a limit that a person
         gave; one that did in an earlier attempt is still in its imports.
@@ -325,11 +322,17 @@ class LogGrowth:
 
     EVERY_S = 1.0
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = tuple(paths)
+    def __init__(self) -> None:
+        self.paths: tuple[str, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._grew_s = self._measured_s = time.monotonic()
-        if paths:
+        self._measures = False
+
+    def follow(self, paths: Sequence[str]) -> None:
+        """Measure these files from now on."""
+        self.paths = tuple(paths)
+        if paths and not self._measures:
+            self._measures = True
             start_daemon("ckptctl-logs", self._measure)
 
     def reset(self) -> None:
@@ -338,13 +341,13 @@ class LogGrowth:
 
     def quiet_s(self, now_s: float) -> float | None:
         """For how long no log has grown; None where there is no log, or no answer."""
-        if not self._paths or now_s - self._measured_s > GAP_S + self.EVERY_S:
+        if not self.paths or now_s - self._measured_s > GAP_S + self.EVERY_S:
             return None
         return now_s - self._grew_s
 
     def _measure(self) -> None:
         while True:
-            sizes = tuple(_size(path) for path in self._paths)
+            sizes = tuple(_size(path) for path in self.paths)
             self._measured_s = time.monotonic()
             if sizes != self._sizes:
                 self._sizes, self._grew_s = sizes, self._measured_s

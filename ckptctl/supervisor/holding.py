@@ -16,7 +16,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptctl.errors import (
@@ -117,7 +117,7 @@ class HeldState:
         self._thread.join(_WRITTEN_S)
         _held.discard(self._owner)
 
-    def prepare(self, _attempt: int) -> Mapping[str, str]:
+    def prepare(self, _attempt: int, _logs: Sequence[str]) -> Mapping[str, str]:
         """See `Watcher.prepare`."""
         return {}
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptctl.errors import MissingExtra, OwnFileUnreadable, StorageError, UsageError
 from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import is_local, join_url, open_store
-from ckptctl.supervisor.policy import MAX_RESTARTS
-from ckptctl.supervisor.restarting import keep_running
+from ckptctl.supervisor.options import RunOptions
+from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
@@ -102,17 +102,7 @@ def _phase(path: str, n: int, table: object) -> Phase:
 
 
 def run_phases(
-    phases: Sequence[Phase],
-    root: str | Sequence[str],
-    *,
-    logs: Sequence[str] = (),
-    max_restarts: int = MAX_RESTARTS,
-    state: str | None = None,
-    log_dir: str | None = None,
-    reset_budget: str | None = None,
-    tell: Callable[[str], None] = lambda _message: None,
-    storage: StorageOptions = StorageOptions(),
-    **about: Any,
+    phases: Sequence[Phase], root: str | Sequence[str], options: RunOptions
 ) -> Supervised:
     """Run the phases in order, each as `keep_running` does, until one is not done.
 
@@ -126,36 +116,38 @@ def run_phases(
     for phase in phases:
         roots = phase.root or root
         first = roots if isinstance(roots, str) else roots[0]
-        if _is_done(phase.name, state or join_url(first, STATE_FOLDER), storage):
-            tell(f"{phase.name}: done before")
+        if _is_done(phase.name, options.state or join_url(first, STATE_FOLDER), options.storage):
+            options.tell(f"{phase.name}: done before")
             continue
-        if log_dir is None and not is_local(first):
-            raise UsageError(
-                f"{first}: logs are not written to an object store", instead="--log-dir DIR"
-            )
-        found = keep_running(
-            phase.command,
-            roots,
-            phase=phase.name,
-            logs=(*logs, *phase.logs),
-            max_restarts=max_restarts if phase.max_restarts is None else phase.max_restarts,
-            state=state,
-            log_dir=log_dir or join_url(first, f"{STATE_FOLDER}/logs"),
-            reset_budget=reset_budget,
-            tell=tell,
-            storage=storage,
-            **about,
-        )
-        reset_budget = None
+        found = supervise(phase.command, roots, _of_phase(phase, first, options))
+        options = replace(options, budget=replace(options.budget, reset_budget=None))
         attempts += found.attempts
         message = f"{phase.name}: {found.message}"
         if found.exit_code:
             return replace(found, attempts=attempts, message=message)
-        tell(message)
+        options.tell(message)
     if found is None:
         first = root if isinstance(root, str) else root[0]
         return Supervised((), first, (), (), "all phases were done before", 0, None)
     return replace(found, attempts=attempts, message=f"all {len(phases)} phases are done")
+
+
+def _of_phase(phase: Phase, root: str, options: RunOptions) -> RunOptions:
+    """The options of a phase whose first root is `root`."""
+    output, budget = options.output, options.budget
+    if output.log_dir is None and not is_local(root):
+        raise UsageError(
+            f"{root}: logs are not written to an object store", instead="--log-dir DIR"
+        )
+    if phase.max_restarts is not None:
+        budget = replace(budget, max_restarts=phase.max_restarts)
+    output = replace(
+        output,
+        phase=phase.name,
+        logs=(*output.logs, *phase.logs),
+        log_dir=output.log_dir or join_url(root, f"{STATE_FOLDER}/logs"),
+    )
+    return replace(options, output=output, budget=budget)
 
 
 def _is_done(name: str, url: str, storage: StorageOptions) -> bool:

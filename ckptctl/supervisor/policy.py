@@ -8,6 +8,7 @@ begin a new one. A cause outside the job costs nothing, every other failure cost
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptctl.errors import StorageError, UsageError
@@ -15,7 +16,9 @@ from ckptctl.failures.classes import Domain, Restart
 from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
+from ckptctl.options import not_negative
 from ckptctl.supervisor.results import Decision
+from ckptctl.supervisor.watching import Hang
 
 GIVEN_UP = 93
 """Do not restart. Source: `ft_launcher` of NVRx, `--ft-no-restart-exit-code`."""
@@ -33,6 +36,7 @@ MAX_RESTARTS = 3
 """Source: `max_no_progress_cycles` of NVRx; DLRover restarts a job 3 times, too."""
 MAX_FREE_RESTARTS = 50
 """Source: `jobMaxRetryCount` of HyperPod."""
+LONGEST_PAUSE_S = 300.0
 
 NO_ANSWER = StorageError.exit_code
 WRONG_PATH = UsageError.exit_code
@@ -42,15 +46,26 @@ _AT_ONCE = frozenset({"python.assertion", "compile.failed"})
 """Rules of `classify` whose cause comes again, whatever else their class says."""
 
 
-class Limits(NamedTuple):
-    """What bounds the restarts of a job without progress."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOptions:
+    """What bounds the restarts of a job.
+
+    `max_restarts` is how many restarts without progress are allowed; causes outside the job,
+    such as preemption, cost nothing, and `max_free_restarts` bounds them. `no_restart` are exit
+    codes to stop at in addition to `NO_RESTART`. The pause before a restart starts at
+    `backoff_s` and doubles without progress, up to 5 minutes. `reset_budget` is the reason to
+    begin a new budget.
+    """
 
     max_restarts: int = MAX_RESTARTS
     max_free_restarts: int = MAX_FREE_RESTARTS
-    no_restart: Collection[int] = NO_RESTART
+    no_restart: Collection[int] = ()
+    backoff_s: float = 10.0
+    reset_budget: str | None = None
 
-    def check(self) -> None:
-        """Raise `UsageError` where a limit is negative, or larger than a state can count."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "no_restart", frozenset({*NO_RESTART, *self.no_restart}))
+        not_negative("backoff", self.backoff_s)
         if min(self.max_restarts, self.max_free_restarts) < 0:
             raise UsageError("--max-restarts and --max-free-restarts must be 0 or more")
         total = self.max_restarts + self.max_free_restarts
@@ -59,6 +74,16 @@ class Limits(NamedTuple):
                 f"--max-restarts and --max-free-restarts are {total:,} together, and must be "
                 f"less than {MAX_ATTEMPTS:,}, the attempts that a state holds"
             )
+        if self.reset_budget is not None and not self.reset_budget.strip():
+            raise UsageError(
+                "--reset-budget needs the reason why the budget is full again",
+                instead="--reset-budget 'the node was replaced'",
+            )
+
+    def pause_s(self, used: Budget) -> float:
+        """The pause before a restart, doubled for each one without progress before it."""
+        doublings = max(0, min(max(used.spent, used.free) - 1, 20))
+        return min(LONGEST_PAUSE_S, self.backoff_s * 2.0**doublings)
 
 
 class Seen(NamedTuple):
@@ -71,12 +96,17 @@ class Seen(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How an attempt ended. `hung` says that it was ended for a hang, whatever its code."""
+    """How an attempt ended, and after how many seconds.
+
+    `cause` is what its logs show. It was ended for the `hang`, whatever its code. A signal
+    `asked` the job to end.
+    """
 
     code: int
-    cause: Classification | None = None
-    hung: bool = False
-    asked: bool = False
+    seconds: float
+    cause: Classification | None
+    hang: Hang | None
+    asked: bool
 
 
 class Verdict(NamedTuple):
@@ -94,13 +124,13 @@ class Budget(NamedTuple):
     spent: int
     free: int
 
-    def left(self, limits: Limits) -> int:
+    def left(self, options: BudgetOptions) -> int:
         """The restarts without progress that are left."""
-        return max(0, limits.max_restarts - self.spent)
+        return max(0, options.max_restarts - self.spent)
 
-    def exhausted(self, limits: Limits) -> bool:
+    def exhausted(self, options: BudgetOptions) -> bool:
         """Whether nothing may be started any more."""
-        return self.spent > limits.max_restarts or self.free > limits.max_free_restarts
+        return self.spent > options.max_restarts or self.free > options.max_free_restarts
 
 
 def series(state: SupervisorDocument) -> Sequence[AttemptDocument]:
@@ -131,7 +161,7 @@ def decide(
     ended: Ended,
     seen: Seen,
     best: int | None,
-    limits: Limits,
+    options: BudgetOptions,
 ) -> Verdict:
     """What follows an attempt that has ended.
 
@@ -142,10 +172,10 @@ def decide(
     code = ended.code
     if ended.asked:
         return Verdict(Decision.STOPPED, "a signal asked for it", code, free=True)
-    if not ended.hung:
+    if ended.hang is None:
         if code == 0:
             return Verdict(Decision.DONE, "the command succeeded", 0, free=True)
-        if code in limits.no_restart:
+        if code in options.no_restart:
             return Verdict(Decision.NEVER, _reason_of(code), code)
     if seen.code in NOT_INSPECTED:
         return Verdict(Decision.NEVER, seen.message, seen.code, free=True)
@@ -154,23 +184,23 @@ def decide(
         return Verdict(Decision.NEVER, reason, NO_ANSWER)
     if seen.code == EXIT_NONE_USABLE:
         return Verdict(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
-    if not ended.hung and code == RERUN and any(each["exit_code"] == RERUN for each in past):
+    if ended.hang is None and code == RERUN and any(each["exit_code"] == RERUN for each in past):
         return Verdict(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
-    free = not ended.hung and _is_free(code, ended.cause)
+    free = ended.hang is None and _is_free(code, ended.cause)
     before = budget_of(past)
     after = Budget(before.spent + (not free), before.free + free)
-    if after.exhausted(limits):
+    if after.exhausted(options):
         which = "free restart" if free else "restart"
         reason = f"no {which} is left, and no newer step was saved"
         return Verdict(Decision.GIVEN_UP, reason, GIVEN_UP, free)
-    if not ended.hung and ended.cause is not None and _comes_again(ended.cause, past):
+    if ended.hang is None and ended.cause is not None and _comes_again(ended.cause, past):
         reason = f"{ended.cause.failure}: {ended.cause.message}"
         return Verdict(Decision.NEVER, reason, code)
     if free:
-        reason = f"it cost nothing; {after.left(limits)} of {limits.max_restarts} restarts left"
+        reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
     else:
-        left = after.left(limits)
-        reason = f"{left} of {limits.max_restarts} restarts left without a newer step"
+        left = after.left(options)
+        reason = f"{left} of {options.max_restarts} restarts left without a newer step"
     return Verdict(Decision.RESTART, reason, code, free)
 
 

@@ -42,11 +42,11 @@ class Hang:
 class Watcher(Protocol):
     """Watches one attempt after the other; called in the main thread only."""
 
-    def prepare(self, attempt: int) -> Mapping[str, str]:
+    def prepare(self, attempt: int, logs: Sequence[str]) -> Mapping[str, str]:
         """Forget all that is in progress, and return variables for the environment of the job.
 
         Called before each attempt (numbered from 1 over all invocations of `run`), when no
-        process of an earlier one is left.
+        process of an earlier one is left. `logs` are the files that it writes to.
         """
         ...
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import run_ckptctl, validated
 from ranks import Ranks
 
 from ckptctl.errors import OwnFileUnreadable, UsageError
@@ -40,12 +41,13 @@ class Watch:
     def __init__(self, folder: Path, limits: SectionLimits, logs: tuple[str, ...] = ()) -> None:
         self.messages: list[str] = []
         self.limits = limits
-        self.watcher = HangWatcher(limits, logs, self.messages.append, str(folder / "evidence"))
+        self.logs = logs
+        self.watcher = HangWatcher(limits, self.messages.append, str(folder / "evidence"))
         self.now_s = 1000.0
         self.begin(1)
 
     def begin(self, attempt: int) -> None:
-        self.ranks = Ranks(self.watcher.prepare(attempt))
+        self.ranks = Ranks(self.watcher.prepare(attempt, self.logs))
 
     def poll(self) -> Hang | None:
         return self.watcher.poll(self.ranks.running, self.now_s)
@@ -385,3 +387,18 @@ def test_a_heartbeat_is_read_as_it_was_written(watch):
         7,
         one.ranks.pid(3),
     )
+
+
+@pytest.mark.parametrize("log", ["--log", "--log-dir"])
+def test_a_real_job_whose_log_does_not_grow_is_ended_and_restarted(tmp_path: Path, log: str):
+    (tmp_path / "ckpt").mkdir()
+    job = 'echo began; [ "$CKPTCTL_RESTART_COUNT" -ge 1 ] || sleep 3600'
+    done = run_ckptctl(
+        *("run", "--root", tmp_path / "ckpt", "--backoff", 0, log, tmp_path / "log"),
+        *("--out-of-section-timeout", 5, "--report", tmp_path / "report.json", "--"),
+        *("sh", "-c", job),
+    )
+    assert done.returncode == 0, done.stderr
+    attempts = validated((tmp_path / "report.json").read_text())["attempts"]
+    assert [each["cause"] for each in attempts][:: len(attempts) - 1] == ["hang", None]
+    assert "no log grew for" in done.stderr

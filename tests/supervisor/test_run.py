@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -18,6 +19,8 @@ from command_line import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import UsageError
+from ckptctl.options import Requirements, StorageOptions
+from ckptctl.supervisor.options import RunKeywords, RunOptions
 from ckptctl.supervisor.results import Decision
 
 JOB = """
@@ -448,3 +451,15 @@ def test_every_mandatory_root_bears_the_record(job, tmp_path: Path, create: bool
     assert found.exit_code == 0
     assert (tmp_path / "picked").read_text().split() == ["0", "0", "0"]
     assert not os.path.exists(optional)
+
+
+def test_the_keywords_are_the_fields_of_the_options_objects():
+    parts = [getattr(RunOptions(), part) for part in ("budget", "output", "policy")]
+    parts += [Requirements(), StorageOptions(), RunOptions()]
+    names = [each.name for part in parts for each in dataclasses.fields(part)]
+    assert len(names) == len(set(names))
+    assert set(RunKeywords.__annotations__) == set(names)
+    made = RunOptions().with_keywords({"max_restarts": 5, "log_dir": "logs", "wait_s": 1.0})
+    assert (made.budget.max_restarts, made.output.log_dir, made.wait_s) == (5, "logs", 1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        ckptctl.keep_running(["true"], "ckpt", nonsense=1)

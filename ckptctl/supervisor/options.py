@@ -1,0 +1,123 @@
+"""The options of `ckptctl run`, as frozen objects that are made once at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ckptctl.formats.frameworks.layouts import compile_pattern
+from ckptctl.formats.own.heartbeats import Section
+from ckptctl.inspection.seal_and_marks import check_marks_file
+from ckptctl.model import Level
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, not_negative
+from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.nodes import NodeOptions
+from ckptctl.supervisor.policy import BudgetOptions
+from ckptctl.supervisor.results import Attempt
+
+WAIT_S = 900.0
+"""How long to wait for a storage that does not answer: longer than `pick`'s grace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Where the output of the job goes, and which of it is read.
+
+    `logs` are files that the command writes to: what each attempt adds to them is classified.
+    With `log_dir` the output of each attempt goes to a file there, which is classified too,
+    and the decisions to `run.log`. `phase` names one of several jobs in the same root: it has
+    a state and a log folder of its own. `stdout` is the descriptor for the command's output,
+    by default the one of this process.
+    """
+
+    logs: Sequence[str] = ()
+    log_dir: str | None = None
+    phase: str = ""
+    stdout: int | None = None
+
+
+def _nothing(_: object) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a job is supervised.
+
+    `budget` bounds the restarts, `output` says what becomes of the logs, `nodes` how nodes are
+    excluded and with how many ranks the job can run. `policy` and `requirements` are those of
+    `pick`; steps are inspected at `structure` if no level is given. `optional_roots` may be
+    absent, as for `pick`. The state of the run is kept in the first root, or in the folder or
+    URL `state`. With `create`, a missing root is created. `wait_s` bounds the wait for a
+    storage that does not answer, before the first attempt and after a failed one.
+    `section_timeouts` are limits in seconds: a job with a rank that reports nothing for longer
+    hangs, and is ended and restarted; other sections have limits that are learned or built
+    in. `on_attempt` gets each attempt when it has ended, `tell` the messages between them.
+    """
+
+    budget: BudgetOptions = field(default_factory=BudgetOptions)
+    output: OutputOptions = OutputOptions()
+    nodes: NodeOptions = NodeOptions()
+    policy: PickPolicy = PickPolicy()
+    requirements: Requirements = Requirements()
+    storage: StorageOptions = StorageOptions()
+    optional_roots: Collection[str] = ()
+    state: str | None = None
+    create: bool = False
+    wait_s: float = WAIT_S
+    section_timeouts: Mapping[Section, float] = field(default_factory=dict)
+    on_attempt: Callable[[Attempt], None] = _nothing
+    tell: Callable[[str], None] = _nothing
+
+    def __post_init__(self) -> None:
+        not_negative("wait-storage", self.wait_s)
+        # What is invalid must be refused before the first attempt, not after it.
+        SectionLimits(self.section_timeouts)
+        compile_pattern(self.requirements.pattern)
+        check_marks_file(self.requirements.marks)
+        level = self.policy.level or Level.STRUCTURE
+        object.__setattr__(self, "policy", replace(self.policy, level=level))
+
+    def with_keywords(self, keywords: Mapping[str, Any]) -> RunOptions:
+        """The options with those fields that are given, of this object or of one in it.
+
+        Raises `TypeError` for a keyword that is a field of none.
+        """
+        left = dict(keywords)
+        own = {each.name: left.pop(each.name) for each in fields(self) if each.name in left}
+        for part in ("budget", "output", "policy", "requirements", "storage"):
+            one = own.get(part, getattr(self, part))
+            given = {each.name: left.pop(each.name) for each in fields(one) if each.name in left}
+            if given:
+                own[part] = replace(one, **given)
+        if left:
+            raise TypeError(f"unexpected keyword argument {next(iter(left))!r}")
+        return replace(self, **own)
+
+
+class RunKeywords(PickKeywords, total=False):
+    """The fields of `RunOptions` and of the objects in it as keywords of a function."""
+
+    budget: BudgetOptions
+    output: OutputOptions
+    nodes: NodeOptions
+    policy: PickPolicy
+    requirements: Requirements
+    storage: StorageOptions
+    optional_roots: Collection[str]
+    state: str | None
+    create: bool
+    wait_s: float
+    section_timeouts: Mapping[Section, float]
+    on_attempt: Callable[[Attempt], None]
+    tell: Callable[[str], None]
+    max_restarts: int
+    max_free_restarts: int
+    no_restart: Collection[int]
+    backoff_s: float
+    reset_budget: str | None
+    logs: Sequence[str]
+    log_dir: str | None
+    phase: str
+    stdout: int | None
