@@ -344,16 +344,43 @@ SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """The rank files of one kind in one folder: how many there must be, and which are missing."""
+
+    framework: str
+    """The framework that names files like this."""
+    what: str
+    """What each file holds: `model`, `optimizer`, …"""
+    folder: str
+    """Where they are in the step, with a slash at the end; empty for the step itself."""
+    n_files: int
+    """How many the grid has."""
+    n_present: int
+    """How many of them exist."""
+    missing: tuple[str, ...]
+    """The paths of the first that are missing."""
+    n_ranks: int | None
+    """How many ranks wrote them; None where the names count only model-parallel ranks."""
+    stated: bool
+    """The names state the number of ranks; otherwise the highest rank found does."""
+    sharded: bool
+    """The files hold shards: only as many ranks can load them."""
+    ranks: frozenset[int]
+    """The ranks that have their file; none where `n_ranks` is None."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One folder of tensors in a step: the step itself, or `pp0`, `model_and_optim`, ….
 
     `path` is relative to the step, empty for the step's own folder. `files`
-    have paths relative to the part.
+    have paths relative to the part, and `grids` are the rank files among them.
     """
 
     path: str
     format: PartFormat
     files: tuple[FileInfo, ...]
+    grids: tuple[Grid, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

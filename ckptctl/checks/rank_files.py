@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptctl.findings import Finding
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
-from ckptctl.formats.frameworks.rank_files import MAX_STATED, STATED_INSIDE, Family, families
-from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formats.frameworks.rank_files import MAX_STATED, STATED_INSIDE, grids_of
 from ckptctl.formatting import at_most_few, counted, some_of
-from ckptctl.model import Part, Step
+from ckptctl.model import Grid, Part, Step
 
 
 def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
@@ -26,9 +26,8 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     several world sizes lie in one folder, and `format.unlisted` where nothing states which
     files belong to the step.
     """
-    found = families(part.files)
-    yield from at_most_few(_missing(step, one) for one in found if one.missing)
-    yield from _mixed(step, found)
+    yield from at_most_few(_missing(step, one) for one in part.grids if one.missing)
+    yield from _mixed(step, part.grids)
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
     names = {name for kind in kinds if kind for name in kind.names}
     for file in part.files:
@@ -55,7 +54,7 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
             if type(value) is int and 0 < value <= MAX_STATED:
                 stated[axis] = max(value, stated.get(axis, 0))
     if stated:
-        found = families(part.files, stated)
+        found = grids_of(part.files, step.layout, stated)
         yield from at_most_few(_missing(step, one) for one in found if one.missing)
 
 
@@ -65,9 +64,9 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
     The names of some frameworks do not state how many ranks there were: the files of the
     last ranks can be missing without a trace. The job may also have got fewer ranks.
     """
-    was = {(one.layout, one.what): one for one in families(before.files)}
-    for one in families(part.files):
-        other = was.get((one.layout, one.what))
+    was = {(one.framework, one.what): one for other in before.parts for one in other.grids}
+    for one in part.grids:
+        other = was.get((one.framework, one.what))
         if other is None or one.stated or one.missing or other.n_present <= one.n_present:
             continue
         yield Finding(
@@ -82,25 +81,25 @@ def check_fewer(step: Step, part: Part, before: Step) -> Iterator[Finding]:
         )
 
 
-def _missing(step: Step, family: Family) -> Finding:
-    n_missing = family.n_files - family.n_present
-    of_ranks = f" of {family.n_ranks} ranks" if family.n_ranks else ""
+def _missing(step: Step, grid: Grid) -> Finding:
+    n_missing = grid.n_files - grid.n_present
+    of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
     return Finding(
         "file.missing",
-        family.missing[0],
-        f"{n_missing:,} of {counted(family.n_files, 'file')} with the {family.what}{of_ranks} "
-        f"{'is' if n_missing == 1 else 'are'} missing: {some_of(family.missing)}",
-        expected=counted(family.n_files, "file"),
-        found=counted(family.n_present, "file"),
+        grid.missing[0],
+        f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
+        f"{'is' if n_missing == 1 else 'are'} missing: {some_of(grid.missing)}",
+        expected=counted(grid.n_files, "file"),
+        found=counted(grid.n_present, "file"),
         next_command=f"ckptctl show {shlex.quote(step.url)}",
     )
 
 
-def _mixed(step: Step, found: Sequence[Family]) -> Iterator[Finding]:
+def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
     sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for one in found:
         if one.stated and one.n_ranks is not None:
-            sizes[one.folder, one.layout, one.what].append(one.n_ranks)
+            sizes[one.folder, one.framework, one.what].append(one.n_ranks)
     for (folder, _, what), ranks in sizes.items():
         if len(ranks) > 1:
             listed = " and ".join(f"{n:,}" for n in sorted(ranks))

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
-from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.formatting import counted, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.findings import Finding
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import (
     Kind,
     entry_kinds,
     is_wrapper,
     kind_of_entry,
-    kind_of_file,
     optimizer_is_hollow,
 )
 from ckptctl.formatting import inside

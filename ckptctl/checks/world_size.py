@@ -18,7 +18,7 @@ from ckptctl.formats.frameworks.layouts import (
     rank_local_rank,
     shard_rank,
 )
-from ckptctl.formats.frameworks.rank_files import CONVERSIONS, families
+from ckptctl.formats.frameworks.rank_files import CONVERSIONS
 from ckptctl.model import SHARDED, FileInfo, Part, PartFormat, TrainState, WorldSize
 
 _WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
@@ -31,8 +31,8 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
     `named` are the shard files that the part's metadata names. A file with bytes
     that it does not name was left by another save, and says nothing of this one.
     """
-    if part.format is PartFormat.RANK_FILES:
-        return frozenset(rank for one in families(part.files) for rank in one.ranks)
+    if part.grids:
+        return frozenset(rank for one in part.grids for rank in one.ranks)
     names = [file.path for file in part.files if not _is_left_over(file, named)]
     names += named or ()  # a file that is missing was written by someone too
     found = (read(name) for name in names for read in _RANK_READERS)
@@ -82,10 +82,8 @@ def saved_world_size(
 
 
 def _rank_files(part: Part) -> int:
-    """How many ranks the names of rank files state; 0 for another part, and for none."""
-    if part.format is not PartFormat.RANK_FILES:
-        return 0
-    return max((one.n_ranks or 0 for one in families(part.files)), default=0)
+    """How many ranks the names of rank files state; 0 for none."""
+    return max((one.n_ranks or 0 for one in part.grids), default=0)
 
 
 def check_saved_world_size(parts: Sequence[Part], expected: int, url: str) -> Iterator[Finding]:
@@ -181,7 +179,7 @@ def _is_fixed(part: Part, wanted: int) -> bool:
     Names that count model-parallel ranks alone leave the data-parallel size free.
     """
     if part.format is PartFormat.RANK_FILES:
-        sharded = (one for one in families(part.files) if one.sharded)
+        sharded = (one for one in part.grids if one.sharded)
         return any(
             one.n_ranks != wanted if one.n_ranks else wanted % one.n_files for one in sharded
         )
@@ -196,7 +194,7 @@ def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Findin
             "wrong values without an error"
         )
     elif part.format is PartFormat.RANK_FILES:
-        layout = next(one.layout for one in families(part.files) if one.sharded)
+        layout = next(one.framework for one in part.grids if one.sharded)
         why = f"each rank has shards of its own ({layout})"
         next_command = CONVERSIONS[layout].format(step=url, root=url.rpartition("/")[0])
     else:

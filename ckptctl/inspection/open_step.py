@@ -100,7 +100,7 @@ class OpenStep:
         number, layout = None, "dcp"
         if isinstance(self.named, StepName):
             number, layout = self.named.number, layouts.layout_of(self.named, files)
-        return Step(self.url, self.name, number, layout, layouts.parts_of(files), files)
+        return Step(self.url, self.name, number, layout, layouts.parts_of(files, layout), files)
 
     @property
     def listed(self) -> Step:

@@ -26,8 +26,9 @@ from ckptctl.formats.archive.directory import (
     wrong_crcs,
 )
 from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
-from ckptctl.formats.frameworks.state_keys import Kind, kind_of_file
+from ckptctl.formats.frameworks.state_keys import Kind
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step

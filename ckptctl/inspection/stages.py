@@ -28,8 +28,8 @@ from ckptctl.checks.state import NO_STATE, Sources, check_optimizer_steps, train
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.formats.frameworks.state_keys import kind_of_file
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import steps_by_optimizer

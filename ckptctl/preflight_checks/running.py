@@ -285,7 +285,9 @@ def _sizes(
     store = stores[_root_of(stores, chosen)]
     as_saved = chosen.world_size is not None and set(asked) == {chosen.world_size.size}
     source = None if as_saved else countable(store, name)
-    return tuple(sized(asked, chosen, parts_of(list_step(store, name)), source, seen))
+    return tuple(
+        sized(asked, chosen, parts_of(list_step(store, name), chosen.layout), source, seen)
+    )
 
 
 def _root_of(stores: Mapping[str, Store], chosen: Report) -> str:

@@ -15,7 +15,7 @@ from ckptctl.checks.state import NO_STATE
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
-from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formatting import counted
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.stages import inspect_safetensors

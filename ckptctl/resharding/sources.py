@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
@@ -24,7 +25,7 @@ from ckptctl.formats.frameworks.layouts import (
     rank_local_rank,
     shard_rank,
 )
-from ckptctl.formats.frameworks.state_keys import entry_kinds, kind_of_file
+from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import (
     DTYPE_SIZES,

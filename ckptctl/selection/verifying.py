@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
-from ckptctl.formats.frameworks.rank_files import rank_in_name
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.formats.frameworks.rank_files import families, rank_in_name
+from ckptctl.formats.frameworks.file_names import rank_in_name
+from ckptctl.formats.frameworks.rank_files import grids_of
 from ckptctl.model import FileInfo
 
 
@@ -13,7 +14,7 @@ def listed(*paths: str) -> list[FileInfo]:
 
 
 def missing(*paths: str, **stated: int) -> set[str]:
-    return {path for family in families(listed(*paths), stated) for path in family.missing}
+    return {path for grid in grids_of(listed(*paths), stated=stated) for path in grid.missing}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_actor_and_critic_are_grids_of_their_own():
 
 
 def test_a_name_that_claims_a_huge_grid_is_counted_and_not_listed():
-    (family,) = families(listed("zero_pp_rank_999999_mp_rank_999999_optim_states.pt"))
-    assert family.n_files == 10**12
-    assert len(family.missing) == 8
+    (grid,) = grids_of(listed("zero_pp_rank_999999_mp_rank_999999_optim_states.pt"))
+    assert grid.n_files == 10**12
+    assert len(grid.missing) == 8
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
+from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import (
     is_optimizer_step,
     kind_of_entry,
-    kind_of_file,
     optimizer_is_hollow,
     optimizer_of,
 )

@@ -57,36 +57,6 @@ UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
 
 UNFINISHED_BESIDE = "-unfinished"
 
-_SAYS_CHECKPOINT = (
-    r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
-    r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)"
-)
-
-_HUGGING_FACE_WEIGHTS = (
-    r"(?:.+[-_.])?(?:pytorch_model|adapter_model|model|optimizer)(?:[-_.0-9].*)?\.bin"
-    r"(?:\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack"
-)
-
-# What saved weights are called, by whom: the first row that matches the whole name decides.
-# None of these names gives a step that ckptctl can inspect.
-WEIGHTS = (
-    ("DCP metadata", r"\.metadata|__[0-9]+\.metadata"),
-    ("a DCP shard", r"__[0-9]+_[0-9]+\.distcp"),
-    ("an NVRx local checkpoint", r"iter_[0-9]+_[0-9]+_local\.pt"),
-    ("safetensors weights", r".+\.safetensors(?:\.index\.json)?"),
-    ("Hugging Face weights", _HUGGING_FACE_WEIGHTS),
-    (
-        "a DeepSpeed checkpoint",
-        r"(?:bf16_)?zero_pp_rank_.*\.pt|mp_rank_[0-9]+_model_states\.pt|zero_to_fp32\.py",
-    ),
-    ("a Megatron checkpoint", r"model_optim_rng\.pt|distrib_optim\.pt|model_rng\.pt"),
-    ("Llama weights", r"consolidated\.[0-9]+\.pth"),
-    ("an Orbax checkpoint", r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt"),
-    ("a NeMo checkpoint", r".+\.nemo"),
-    ("GGUF weights", r".+\.gguf"),
-    ("a torch.save checkpoint", _SAYS_CHECKPOINT),
-)
-
 TRACKER = "latest_train_state.pt"
 
 POINTERS: Mapping[str, str] = {

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.state_keys import kind_of_file
+from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called
+from ckptctl.formats.frameworks.rank_files import grids_of
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
@@ -185,7 +186,7 @@ def saved_weights(file: FileInfo) -> str | None:
     """
     if file.kind != "file" or file.path == tables.TRACKER:
         return None
-    return next((kind for kind, name in tables.WEIGHTS if re.fullmatch(name, file.path)), None)
+    return weights_called(file.path)
 
 
 NO_RUN_BELOW = frozenset({"lost+found"})
@@ -261,8 +262,10 @@ def own_file_of_lone(name: str, path: str) -> str:
     return f"{OWN_FOLDER}/steps/{name}{path.removeprefix(OWN_FOLDER)}"
 
 
-def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ...]:
-    """The folders of tensors among a step's files, by path; none for a step without any.
+def parts_of(
+    files: Sequence[FileInfo], layout: str = "", *, max_depth: int = 3
+) -> tuple[Part, ...]:
+    """The folders of tensors among the files of a step of `layout`, by path.
 
     A folder with DCP metadata or shard files is a DCP part, at most `max_depth`
     folders down; beside such folders, the shards of DCP's Hugging Face writer and a
@@ -277,7 +280,7 @@ def parts_of(files: Sequence[FileInfo], *, max_depth: int = 3) -> tuple[Part, ..
         folders.setdefault(folder, []).append(_renamed(file, name))
     formats = {folder: _dcp_format(inside) for folder, inside in folders.items()}
     if not any(formats.values()):
-        return _other_parts(folders)
+        return _other_parts(folders, layout)
     return tuple(
         Part(folder, found, tuple(inside))
         for folder, inside in sorted(folders.items())
@@ -312,7 +315,7 @@ def _dcp_format(files: Iterable[FileInfo]) -> PartFormat | None:
     return found
 
 
-def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
+def _other_parts(folders: Mapping[str, Sequence[FileInfo]], layout: str) -> tuple[Part, ...]:
     paths = [
         (f"{folder}/{file.path}" if folder else file.path)
         for folder in folders
@@ -326,8 +329,9 @@ def _other_parts(folders: Mapping[str, Sequence[FileInfo]]) -> tuple[Part, ...]:
         for folder, inside in sorted(folders.items())
         if any(file.path.endswith(".safetensors") for file in inside)
     )
-    if any(is_archive(path) for path in paths):
-        return (Part("", PartFormat.RANK_FILES, _flattened(folders)),)
+    if any(is_archive(path, layout) for path in paths):
+        files = _flattened(folders)
+        return (Part("", PartFormat.RANK_FILES, files, grids_of(files, layout)),)
     return safetensors
 
 

@@ -1,0 +1,259 @@
+"""The names of the files that hold train state: what each holds, and whose rank it is of.
+
+One table. A row says what a file of that name holds, which axes of a grid of ranks the name
+states, and what the file is called where it lies in a root without a step number. The first
+row that matches decides. Nothing is read here.
+
+Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; DeepSpeed 0.19.8
+`runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`) and
+`runtime/pipe/module.py`; Megatron-LM `training/checkpointing.py` (`get_checkpoint_name`);
+transformers 5.23 `trainer.py` (`_save_rng_state`); accelerate 1.15 `checkpointing.py`; the
+sidecars of torchtitan, KempnerForge, OLMo-core, Lightning, nanotron, ByteCheckpoint, NeMo.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from ckptctl.formats.frameworks.state_keys import Kind
+
+
+class FileName(NamedTuple):
+    """A name, below the step, and what it states."""
+
+    name: str
+    """Matched against the whole path. The groups other than `folder` are axes of the grid: an
+    axis `of_…` states the length of another, each value of an axis `each_…` has a grid of its
+    own."""
+    holds: str = ""
+    """Kinds of train state. A file of several is believed until it is read, but for those with
+    a `+`, which it restores whatever its keys are: by the count of steps these trainers find
+    their place in the data."""
+    layout: str = ""
+    """The only layout of steps in which the name means this; empty for all."""
+    grid: str = ""
+    """Whose ranks the axes count; empty for a name that states none."""
+    what: str = ""
+    """What each file of the grid holds, for messages."""
+    weights: str = ""
+    """What it is called in a root without a step number; empty for a file without weights."""
+
+
+_N = "[0-9]{1,6}"
+_IN = r"(?P<folder>(?:.*/)?)"
+_FILE = r"\.(?:pt|pth|pkl|bin)"
+_COUNTED = "step scheduler tokens +dataloader"
+
+_VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
+_MP = rf"mp_rank_(?P<mp>{_N})"
+# Its folders are places in the grid, so that the folder in front is the shortest that matches.
+_MEGATRON = rf"(?P<folder>(?:.*?/)??)(?:mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?/)?"
+_DEEPSPEED_WEIGHTS = "a DeepSpeed checkpoint"
+_MEGATRON_WEIGHTS = "a Megatron checkpoint"
+_TORCH_WEIGHTS = "a torch.save checkpoint"
+
+FILES = (
+    FileName(
+        rf"{_IN}model{_VERL}",
+        "+model +step",
+        grid="verl",
+        what="model",
+        weights=_TORCH_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}optim{_VERL}", "optimizer", grid="verl", what="optimizer", weights=_TORCH_WEIGHTS
+    ),
+    FileName(rf"{_IN}extra_state{_VERL}", "rng scheduler", grid="verl", what="extra state"),
+    FileName(rf"{_IN}data_(?P<rank>{_N})\.pt", "dataloader", "verl", "verl data", "dataloader"),
+    FileName(rf"{_IN}data\.pt", "dataloader", "verl"),
+    FileName(
+        rf"{_IN}(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_{_MP}_optim_states\.pt",
+        "optimizer",
+        grid="deepspeed",
+        what="optimizer",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}zero_pp_rank_(?P<dp>{_N})_{_MP}_model_states\.pt",
+        "model step scheduler",
+        grid="deepspeed",
+        what="sharded model",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}{_MP}_model_states\.pt",
+        "model step scheduler",
+        grid="deepspeed",
+        what="model",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}layer_(?P<each_layer>{_N})-model_(?P<tp>{_N})-model_states\.pt",
+        "model",
+        grid="deepspeed layers",
+        what="layer",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}layer_(?P<each_layer>{_N})_expert_(?P<expert>{_N})_{_MP}_model_states\.pt",
+        "model",
+        grid="deepspeed experts",
+        what="experts",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(
+        rf"{_IN}expp_rank_(?P<ep>{_N})_{_MP}_optim_states\.pt",
+        "optimizer",
+        grid="deepspeed experts",
+        what="optimizer of the experts",
+        weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(r"zero_to_fp32\.py", weights=_DEEPSPEED_WEIGHTS),
+    FileName(
+        rf"{_MEGATRON}model_optim_rng\.pt",
+        "model optimizer rng scheduler step +dataloader",
+        grid="megatron-legacy",
+        what="model",
+        weights=_MEGATRON_WEIGHTS,
+    ),
+    FileName(
+        rf"{_MEGATRON}model_rng\.pt",
+        "model rng scheduler step +dataloader",
+        grid="megatron-legacy",
+        what="model",
+        weights=_MEGATRON_WEIGHTS,
+    ),
+    FileName(
+        rf"{_MEGATRON}(?:distrib_)?optim\.pt",
+        "optimizer",
+        grid="megatron-legacy",
+        what="optimizer",
+        weights=_MEGATRON_WEIGHTS,
+    ),
+    FileName(rf"{_IN}rng_state_(?P<rank>{_N})\.pth", "rng", grid="transformers", what="RNG states"),
+    FileName(
+        rf"{_IN}random_states_(?P<rank>{_N})\.pkl", "rng", grid="accelerate", what="RNG states"
+    ),
+    FileName(r"train_state\.pt", "step tokens rng scheduler dataloader", "kempnerforge"),
+    FileName(r"train_state\.pt", "step tokens", "megatron-bridge"),
+    FileName(r"meta\.pt", "step scheduler", "lightning"),
+    FileName(r"common\.pt", _COUNTED, "megatron"),
+    FileName(r"common\.pt", _COUNTED, "megatron-bridge"),
+    FileName(r"weights/common\.pt", _COUNTED, "nemo"),
+    FileName(r"train/rank(?P<rank>[0-9]+)\.pt", "step tokens rng dataloader", "olmo-core"),
+    FileName(r"extra_state/.*rank_?(?P<rank>[0-9]+).*", "rng scheduler", "bytecheckpoint"),
+    FileName(r"loader(?:_ckpt)?/.*rank_?(?P<rank>[0-9]+).*", "dataloader", "bytecheckpoint"),
+    FileName(r"checkpoint_metadata\.json", "step tokens", "nanotron"),
+    FileName(r"random/(?P<rank>[^/]+)\.pt", "rng", "nanotron"),
+    FileName(r"optimizer/[^/]+\.pt", "optimizer", "nanotron"),
+    FileName(r"step_scheduler\.pt", "step", "automodel"),
+    FileName(r"training_state\.pt", "optimizer scheduler step"),
+    FileName(r"trainer_state\.json", "step +dataloader"),
+    FileName(rf"{_IN}(?:random_states?|rng_states?)_(?P<rank>[0-9]+){_FILE}", "rng"),
+    FileName(rf"{_IN}rng/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+){_FILE}", "rng"),
+    FileName(rf"{_IN}rng(?:_states?)?{_FILE}", "rng"),
+    FileName(r"random/.*", "rng"),
+    FileName(rf"{_IN}(?:lr_)?scheduler(?:_[0-9]+)?{_FILE}", "scheduler"),
+    FileName(r"lr_scheduler/.*", "scheduler"),
+    FileName(
+        rf"{_IN}(?:train_)?data_?loader/(?:[^/]*rank_?(?P<rank>[0-9]+)|[^/]+){_FILE}", "dataloader"
+    ),
+    FileName(
+        rf"{_IN}(?:train_)?(?:dataloader|dl)[^/]*?(?:rank_?(?P<rank>[0-9]+))?{_FILE}",
+        "dataloader",
+    ),
+    FileName(rf"{_IN}(?:sampler|dl_state_dict)[^/]*{_FILE}", "dataloader"),
+    FileName(r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
+    FileName(r"\.metadata|__[0-9]+\.metadata", weights="DCP metadata"),
+    FileName(r"__[0-9]+_[0-9]+\.distcp", weights="a DCP shard"),
+    FileName(r"iter_[0-9]+_[0-9]+_local\.pt", weights="an NVRx local checkpoint"),
+    FileName(rf"{_IN}[^/]*model[^/]*\.safetensors", "model", weights="safetensors weights"),
+    FileName(r".+\.safetensors(?:\.index\.json)?", weights="safetensors weights"),
+    FileName(
+        rf"{_IN}(?:[^/]+[-_.])?optimizer(?:[-_.0-9][^/]*)?\.bin",
+        "optimizer",
+        weights="Hugging Face weights",
+    ),
+    FileName(
+        rf"{_IN}(?:[^/]+[-_.])?(?:pytorch_model|adapter_model|model)(?:[-_.0-9][^/]*)?\.bin",
+        "model",
+        weights="Hugging Face weights",
+    ),
+    FileName(
+        r".+\.bin\.index\.json|tf_model.*\.h5|flax_model.*\.msgpack",
+        weights="Hugging Face weights",
+    ),
+    FileName(rf"{_IN}consolidated\.[0-9]+\.pth", "model", weights="Llama weights"),
+    FileName(
+        r"_CHECKPOINT_METADATA|commit_success\.txt|manifest\.ocdbt",
+        weights="an Orbax checkpoint",
+    ),
+    FileName(r".+\.nemo", weights="a NeMo checkpoint"),
+    FileName(r".+\.gguf", weights="GGUF weights"),
+    FileName(rf"{_IN}optimizer(?:_[0-9]+)?{_FILE}", "optimizer", weights=_TORCH_WEIGHTS),
+    FileName(
+        rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
+    ),
+    FileName(
+        r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
+        r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)",
+        weights=_TORCH_WEIGHTS,
+    ),
+)
+
+_ALWAYS = "+"
+_SHARDED = frozenset({"model", "optimizer"})
+
+
+@lru_cache(maxsize=1 << 14)
+def matches(path: str, layout: str = "") -> tuple[tuple[FileName, re.Match[str]], ...]:
+    """The rows that a path below a step of `layout` matches, the one that decides first."""
+    # Every check of an inspection asks for the same names.
+    return tuple(_matching(path, layout))
+
+
+def _matching(path: str, layout: str) -> Iterator[tuple[FileName, re.Match[str]]]:
+    for row in FILES:
+        match = re.fullmatch(row.name, path) if row.layout in ("", layout) else None
+        if match:
+            yield row, match
+
+
+def kind_of_file(layout: str, path: str) -> Kind | None:
+    """What a file beside the shards holds, by its name in a step of `layout`.
+
+    None for a file that holds no train state, or whose name is not known.
+    """
+    for row, match in matches(path, layout):
+        if row.holds:
+            names = tuple(row.holds.replace(_ALWAYS, "").split())
+            always = tuple(k[1:] for k in row.holds.split() if k.startswith(_ALWAYS))
+            # The ranks of a model hold shards of it, and no copies.
+            copies = _SHARDED.isdisjoint(names)
+            return Kind(names, match.groupdict().get("rank") if copies else None, always)
+    return None
+
+
+def weights_called(name: str) -> str | None:
+    """What saved weights of this name are called; None for a file that is not known as weights."""
+    return next((row.weights for row, _ in matches(name) if row.weights), None)
+
+
+def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | None:
+    """The row of a rank file, and where in its name the axes are; None for any other file."""
+    return next((found for found in matches(path, layout) if found[0].grid), None)
+
+
+def axes_in(match: re.Match[str]) -> Mapping[str, int]:
+    """The numbers that a name states, by axis."""
+    axes = match.groupdict()
+    return {axis: int(n) for axis, n in axes.items() if axis != "folder" and n}
+
+
+def rank_in_name(path: str) -> int | None:
+    """The rank in the name of a rank file; None for one that names several axes, or none."""
+    found = rank_file(path)
+    return axes_in(found[1]).get("rank") if found else None
