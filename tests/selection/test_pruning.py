@@ -216,7 +216,7 @@ def test_steps_without_checksums_count_and_go_once_they_are_sealed(tmp_path: Pat
     trainer_step(root, 30)
     found = ckptctl.prune(str(root), 1, apply=True)
     assert gone(found) == {10}
-    assert found.decisions[0].reason == "whole, but not sealed: does not count"
+    assert found.decisions[0].reason == "complete, but not sealed: does not count"
     # A sealed step that was written to since proves nothing any more.
     (root / "checkpoint-20" / "optimizer.pt").write_bytes(b"x")
     trainer_step(root, 10)
