@@ -7,9 +7,9 @@ verdict that it forces. Higher layers decide how findings are printed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.data_classes import dataclass
 from ckptctl.model import ExitCode, FindingCode, Hex, Level, TrainState, WorldSize
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, NamedTuple, overload
+
+from ckptctl.data_classes import dataclass, field
 
 # Types of fields of JSON documents. The constraint is part of the JSON Schema; integers
 # are never negative unless they come from a log.

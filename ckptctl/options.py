@@ -12,9 +12,9 @@ A public function that takes such an object takes each of its fields as a keywor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, overload
 
+from ckptctl.data_classes import dataclass, field, fields, replace
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS, Level
 

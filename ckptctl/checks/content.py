@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptctl.checks.structure import SAYS, readable_ranges
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Proven
 from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.model import FileInfo

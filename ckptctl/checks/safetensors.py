@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import escape_reason
+from ckptctl.data_classes import replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import (

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.formats.own.marks import Mark, MarkKind, standing

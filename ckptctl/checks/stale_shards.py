@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
 from math import prod
 
 from ckptctl.checks.structure import NO_CRC
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.state_keys import is_moment
 from ckptctl.formatting import counted, inside, some_of

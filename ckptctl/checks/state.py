@@ -12,8 +12,8 @@ from __future__ import annotations
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.state_keys import (

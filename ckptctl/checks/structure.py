@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptctl.checks.presence import escape_reason, holds_safetensors
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import View, read_member

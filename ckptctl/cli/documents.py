@@ -7,13 +7,13 @@ classes; within a major version fields are only added.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypedDict, cast
 
 import ckptctl
+from ckptctl.data_classes import fields
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Report
 from ckptctl.model import ExitCode, Time
@@ -245,8 +245,8 @@ def as_text(document: Document) -> str:
 
 def plain(value: object) -> object:
     """A result as dicts, lists, strings and numbers; NaN and infinities become null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return as_json(value)
+    if hasattr(type(value), "__dataclass_fields__"):
+        return as_json(cast("DataclassInstance", value))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
@@ -271,7 +271,7 @@ def as_json(result: DataclassInstance) -> Document:
 def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
     """The names of the fields that documents have of results of one class."""
     without = _WITHOUT.get(kind.__name__, frozenset())
-    own = (field.name for field in dataclasses.fields(kind) if field.name not in without)
+    own = (field.name for field in fields(kind) if field.name not in without)
     return (*own, *_ALSO.get(kind.__name__, ()))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ckptctl.cli.pictures import Mark
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed
 from ckptctl.loss.checking import LossReport

@@ -7,10 +7,10 @@ explained from the tables that decide them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import resources
 
 from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 

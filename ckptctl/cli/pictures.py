@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckptctl.cli.text import Line, Span, Style, line
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.model import Level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ from ckptctl.cli.options import LevelOpt, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line, padded
+from ckptctl.data_classes import replace
 from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.pruning import Pruned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.rendering import finding_lines, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.cli.values import only_model, parse_size, seal_key
+from ckptctl.data_classes import replace
 from ckptctl.formatting import counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import ckptctl
@@ -25,6 +24,7 @@ from ckptctl.cli.pictures import (
 )
 from ckptctl.cli.rendering import finding_lines, next_line, said_of, step_name
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, size, utc
 from ckptctl.model import STATE_KINDS, TrainState, WorldSize

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from typing import Annotated
@@ -21,6 +20,7 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.cli.text import Line, Span, cell_width, line, padded, safe
+from ckptctl.data_classes import dataclass
 from ckptctl.formatting import counted, exact_size, size
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Contents, TensorRow

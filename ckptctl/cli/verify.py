@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -24,6 +23,7 @@ from ckptctl.cli.rendering import (
     state_lines,
 )
 from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.data_classes import replace
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, exact_size, size, utc
 from ckptctl.model import Level

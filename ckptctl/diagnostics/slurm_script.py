@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from ckptctl.data_classes import dataclass
 
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _LAUNCH = re.compile(

@@ -12,7 +12,8 @@ import datetime
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+
+from ckptctl.data_classes import dataclass, replace
 
 NO_SCHEDULER = "none"
 NO_LAUNCHER = "none"
@@ -97,6 +98,8 @@ class Cluster:
 
         `ends_s` becomes `ends_at`, RFC 3339 in UTC.
         """
+        from dataclasses import asdict
+
         fields: dict[str, str | int | None] = asdict(self)
         del fields["ends_s"]
         return {**fields, "ends_at": _rfc3339(self.ends_s)}

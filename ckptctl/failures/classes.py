@@ -7,8 +7,9 @@ Each class states the domain of the failure, what to do, and whether a restart c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from ckptctl.data_classes import dataclass
 
 
 class Domain(str, Enum):

@@ -9,9 +9,9 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.failures.classes import CLASSES, Action, Domain, FailureClass, Restart
 from ckptctl.failures.deciding import Decision, decide, hardware
@@ -188,7 +188,7 @@ _MAX_TEXT = 1000
 _MOST_NODES = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class _Found:
     """What the evidence names of one node."""
 

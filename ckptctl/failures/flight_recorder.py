@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.pickles.reading import read_pickle

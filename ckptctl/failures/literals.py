@@ -11,9 +11,9 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from ckptctl.data_classes import dataclass
 from ckptctl.failures.rules import RULES
 
 # Frequent text of healthy logs that contains a literal. All patterns require `inf` as

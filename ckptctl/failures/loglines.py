@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.storage.log_lines import MAX_MATCHED
 

@@ -15,8 +15,8 @@ import math
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
+from ckptctl.data_classes import replace
 from ckptctl.failures.literals import find_literals
 from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
 from ckptctl.failures.results import Evidence, Role

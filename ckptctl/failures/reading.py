@@ -12,8 +12,8 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import BinaryData, PathNotFound, StorageError
 from ckptctl.failures.flight_recorder import (
     MAX_BYTES,

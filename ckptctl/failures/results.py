@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.data_classes import dataclass
 from ckptctl.failures.classes import Action, Domain, Restart
 from ckptctl.model import Positive
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.failures.results import Evidence, Role
 
 _MAX_FRAMES = 200

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formatting import duration

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
 from ckptctl.checks.content import Choose, ContentCheck, Outcome, unverifiable
 from ckptctl.checks.sealed_bytes import check_sealed_bytes, comparable, proven
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import NOTHING_PROVEN, Finding, Proven

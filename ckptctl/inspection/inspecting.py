@@ -11,7 +11,6 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.state import check_required
@@ -21,6 +20,7 @@ from ckptctl.checks.world_size import (
     ranks_in,
     saved_world_size,
 )
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, OutOfMemory, PathEscape, PathNotFound, StorageError
 from ckptctl.findings import (
     EXIT_DENIED,

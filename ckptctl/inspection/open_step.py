@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import own_number, sidecars_of
+from ckptctl.data_classes import replace
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata

@@ -10,11 +10,11 @@ import shlex
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.presence import holds_safetensors
 from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata

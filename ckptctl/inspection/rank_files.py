@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import TAIL, read_directory
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX

@@ -11,12 +11,12 @@ import os
 import shlex
 import stat
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.sealed_bytes import check_stored, without_seal
 from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_marks, check_seal, speaks_of_step
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.own.marks import (

@@ -11,8 +11,8 @@ import math
 import shlex
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
@@ -25,6 +24,7 @@ from ckptctl.checks.shape import (
     sidecars_of,
 )
 from ckptctl.checks.state import NO_STATE, Sources, check_optimizer_steps, train_state
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
 from ckptctl.formats.frameworks import layouts

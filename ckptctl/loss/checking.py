@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import LogWithoutLoss, UsageError
 from ckptctl.findings import Finding, in_order
 from ckptctl.loss.evidence import Fault, Missing, faults, missing

@@ -6,8 +6,8 @@ Each line rests on a measurement (docs/loss.md).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.loss.replay import FINE, GOOD_ROWS, MIN_ROWS, Agreement, Origin
 from ckptctl.loss.segments import Boundary
 from ckptctl.loss.verdict import SMALLEST_JUMP, Assessment, share

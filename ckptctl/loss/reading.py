@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, UsageError
 from ckptctl.findings import Finding
 from ckptctl.loss.formats.console import pattern_format

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
+from ckptctl.data_classes import dataclass
 from ckptctl.loss.level import finite, measure_for, noise_of, rounding_of
 from ckptctl.loss.resumes import Resume
 from ckptctl.loss.rows import Number, Row

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, replace
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER

@@ -6,8 +6,9 @@ The check of a resume uses nothing else of a log.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ckptctl.data_classes import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Row(_Unparsed):
             return getattr(row, name)
 
 
-_PARSED_LATER = frozenset(Row.__dataclass_fields__) - {"step", "position", "at", "interval"}
+_PARSED_LATER = frozenset(Row.__match_args__) - {"step", "position", "at", "interval"}
 _set_step, _set_position, _set_at, _set_interval, _set_parse = (
     # `object.__setattr__` takes twice as long.
     vars(of)[name].__set__

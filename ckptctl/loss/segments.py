@@ -12,11 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from statistics import median
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.loss.rows import LogPosition, Marker, Number, Row
 
 KEEP_FIRST = 1_000
@@ -310,7 +310,7 @@ def _value(field: object) -> object:
     return field.value if isinstance(field, Number) else field
 
 
-_COMPARED = tuple(name for name in Row.__dataclass_fields__ if name not in ("position", "interval"))
+_COMPARED = tuple(name for name in Row.__match_args__ if name not in ("position", "interval"))
 
 
 def _start_marker(markers: list[Marker]) -> Marker | None:
@@ -325,7 +325,7 @@ def _merged(row: Row, more: Row) -> Row:
     """The row with the values of another row of the same step where it has none."""
     missing = {
         name: value
-        for name in Row.__dataclass_fields__
+        for name in Row.__match_args__
         if getattr(row, name) is None and (value := getattr(more, name)) is not None
     }
     return replace(row, **missing) if missing else row

@@ -8,10 +8,10 @@ that a more specific format can still be found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats import markers
 from ckptctl.loss.formats.console import LINE_FORMATS, LineReader, pattern_format

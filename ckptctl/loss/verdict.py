@@ -8,9 +8,9 @@ are checked again. What the log does not hold never counts as good.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, in_order
 from ckptctl.loss.counters import check_counters, check_later_counters
 from ckptctl.loss.level import (

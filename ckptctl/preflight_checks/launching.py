@@ -17,9 +17,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import TypedDict
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions

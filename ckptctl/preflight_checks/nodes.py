@@ -19,9 +19,9 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, PathNotFound, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import LogWithoutLoss, UsageError

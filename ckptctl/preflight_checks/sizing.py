@@ -13,9 +13,9 @@ import datetime
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from ckptctl.checks.world_size import check_world_size
+from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import PathNotFound, StorageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity

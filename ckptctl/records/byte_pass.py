@@ -16,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Kind, Span, Store
 from ckptctl.storage.waiting import start_daemon

@@ -7,9 +7,9 @@ another reason, so that they are read once. `checks.sealed_bytes` compares the d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
 from ckptctl.records.byte_pass import Piece, Run
 

@@ -8,9 +8,9 @@ compared with the record's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
 from ckptctl.records.verification import CrcPart, ElementChecksum

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from ckptctl.data_classes import dataclass
 
 MAX_COUNTED = 10_000
 """The most non-finite values that are counted in one stretch of bytes."""

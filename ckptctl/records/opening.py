@@ -9,11 +9,11 @@ whether the elements are those that were saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable
 from ckptctl.formats.archive.directory import (
     TAIL,

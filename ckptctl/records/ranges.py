@@ -10,8 +10,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.model import NO_FILE, BytesEntry, Metadata, TensorEntry
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import (
     Member,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import size

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (

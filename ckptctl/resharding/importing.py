@@ -9,9 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 from ckptctl.checks.state import NO_STATE
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Report
 from ckptctl.formatting import some_of
 from ckptctl.model import ExitCode, Positive

@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.archive.writing import WRITABLE

@@ -11,9 +11,9 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.inspection.open_step import list_step
 from ckptctl.records.byte_pass import Limits, OnProgress, read_runs

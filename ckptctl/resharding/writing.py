@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.resharding.planning import TargetFile

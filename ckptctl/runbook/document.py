@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
 
 DONE = "done"

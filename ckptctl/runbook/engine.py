@@ -12,9 +12,9 @@ command uses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook, State, Value
 from ckptctl.runbook.executing import Ended, execute

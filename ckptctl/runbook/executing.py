@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
+from ckptctl.data_classes import dataclass
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.runbook.document import Value
 

@@ -14,9 +14,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.own.files import time_now

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.runbook.document import (
     DONE,

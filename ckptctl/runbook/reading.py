@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
 

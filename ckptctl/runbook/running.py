@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
 from ckptctl.model import ExitCode
 from ckptctl.options import TIMEOUT_S, StorageOptions

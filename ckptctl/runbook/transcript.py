@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.formatting import duration
 from ckptctl.runbook.document import Value, shown

@@ -12,8 +12,8 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt

@@ -7,9 +7,9 @@ the function that inspects one. It does not access storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby, islice
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.findings import EXIT_NONE_USABLE, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.model import STATE_KINDS, Level

@@ -14,9 +14,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, saved_weights, step_name

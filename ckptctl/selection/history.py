@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ckptctl import __version__
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER

@@ -9,9 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import replace
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Verdict
 from ckptctl.inspection.open_step import OpenStep

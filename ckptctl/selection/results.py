@@ -5,10 +5,10 @@ Frozen results that the command line only prints. `verify` returns a `Report`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
 from ckptctl.formats.frameworks.layouts import counts_training_steps

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, REMOVING, StepName, is_own, step_name

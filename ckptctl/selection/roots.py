@@ -10,8 +10,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
 from ckptctl.formats.frameworks.layouts import (

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.checks.sealed_bytes import as_kept, best_of
 from ckptctl.checks.seals import written_ms
 from ckptctl.checks.shape import check_unchanged
+from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming

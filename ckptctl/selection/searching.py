@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern
 from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper

@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, parts_of, shard_rank, step_name
 from ckptctl.model import SHARDED, FileInfo

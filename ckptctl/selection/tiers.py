@@ -11,8 +11,8 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.model import FileInfo

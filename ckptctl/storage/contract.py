@@ -20,10 +20,10 @@ Every store guarantees the following; `tests/storage` checks each:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
+from ckptctl.data_classes import dataclass, field, fields
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.contract import Store

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptctl.data_classes import dataclass
 from ckptctl.failures.flight_recorder import MAX_BYTES as MAX_DUMP_BYTES
 from ckptctl.failures.flight_recorder import Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name

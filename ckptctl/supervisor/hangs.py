@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from ckptctl.data_classes import dataclass
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import duration
 from ckptctl.storage.waiting import start_daemon

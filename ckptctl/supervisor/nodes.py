@@ -11,10 +11,10 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import UsageError
 from ckptctl.failures.classes import CLASSES, Domain

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MissingExtra, OwnFileUnreadable, StorageError, UsageError
 from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import is_local, join_url, open_store

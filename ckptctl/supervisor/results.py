@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.data_classes import dataclass
 from ckptctl.model import ExitCode, NonNegative, Positive, Time
 
 

@@ -7,9 +7,9 @@ collected its evidence by then: the supervisor ends the processes of the job nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptctl.data_classes import dataclass
 from ckptctl.supervisor.processes import Process
 
 

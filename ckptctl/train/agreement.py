@@ -14,10 +14,10 @@ import shlex
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import (
     CkptctlError,

@@ -17,9 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind

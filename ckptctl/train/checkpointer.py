@@ -11,10 +11,10 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.options import (

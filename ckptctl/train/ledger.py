@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError, PathNotFound, StorageError
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.resharding.advising import Advice, advise

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group, ranks_lost
 from ckptctl.errors import GpuFailed, RanksLost, UsageError
 

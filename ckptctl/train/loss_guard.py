@@ -11,10 +11,10 @@ import math
 import os
 import shlex
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, SupportsFloat
 
+from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind

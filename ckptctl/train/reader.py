@@ -10,7 +10,6 @@ import os
 import shlex
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptctl.checks.coverage import check_coverage
+from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StepDamaged, UsageError
 from ckptctl.findings import Finding
 from ckptctl.inspection.open_step import OpenStep

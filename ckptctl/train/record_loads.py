@@ -11,7 +11,6 @@ import io
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptctl.checks.presence import check_presence, check_sizes, escape_reason, holds_safetensors
 from ckptctl.checks.structure import SAYS
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathEscape, PathNotFound, RecordUnreadable, StepDamaged
 from ckptctl.findings import Finding, Severity
 from ckptctl.formats.archive.directory import Member, View

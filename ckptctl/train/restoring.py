@@ -12,9 +12,9 @@ import errno
 import shlex
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     CkptctlError,

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
+from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import (
     LoadFailed,

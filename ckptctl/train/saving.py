@@ -11,12 +11,12 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ckptctl import __version__
 from ckptctl.checks.sealed_bytes import as_kept, best_of
 from ckptctl.checks.seals import written_ms
+from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
     AccessDenied,

@@ -18,9 +18,9 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import ModelDiffers, UsageError
 from ckptctl.model import Metadata
 from ckptctl.train.samples import GlobalLoader

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import (
     CkptctlError,
     MetadataUnreadable,

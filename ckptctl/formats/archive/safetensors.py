@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.bounded_json import NotJson, decode_json
 

@@ -13,11 +13,11 @@ Source: torch 2.13 `torch/serialization.py`, `torch/_tensor.py`,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from struct import pack
 
+from ckptctl.data_classes import dataclass
 from ckptctl.formats.archive.frame import GOLDEN, WORD
 from ckptctl.formats.pickles.values import STORAGE_DTYPES
 from ckptctl.model import DTYPE_SIZES

@@ -13,10 +13,10 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.formats.dcp.fast_path import (
     DIMS,
     NEW,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.dcp.chunk_table import ChunkTable, Dims
 from ckptctl.formats.dcp.fast_path import Parts

@@ -12,11 +12,12 @@ CPython 3.11 `Lib/pickle.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from struct import pack
 from typing import NamedTuple
+
+from ckptctl.data_classes import dataclass
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

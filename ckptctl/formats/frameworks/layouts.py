@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called

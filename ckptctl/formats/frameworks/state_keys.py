@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.model import Metadata, TensorEntry
 
 Path = Sequence[str | int]

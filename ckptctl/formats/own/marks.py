@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own.documents import MarkDocument

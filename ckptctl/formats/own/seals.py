@@ -13,9 +13,9 @@ it, so that nobody without the key can make one.
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Annotated, TypedDict
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -274,6 +274,8 @@ def _check_supported(fields: Fields) -> None:
 
 
 def _fields_of(seal: Seal) -> Fields:
+    from dataclasses import asdict
+
     step = seal.step
     origin: Fields = {} if seal.origin is None else {"origin": asdict(seal.origin)}
     return {
@@ -299,6 +301,8 @@ def _fields_of(seal: Seal) -> Fields:
 
 
 def _fields_of_file(file: SealedFile) -> Fields:
+    from dataclasses import asdict
+
     stored: Fields = {} if file.stored is None else {"stored": asdict(file.stored)}
     return {
         **stored,

@@ -11,8 +11,8 @@ Source: torch 2.13 `torch/_utils.py` and `torch/serialization.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
+from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import (

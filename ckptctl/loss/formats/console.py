@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.loss.formats.fields import FIELDS, Precision, RowMaker, clock_in, parse_step
 from ckptctl.loss.rows import LogPosition, Number, Row

@@ -12,9 +12,9 @@ must not change for this to be impossible.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from ckptctl.data_classes import dataclass
 from ckptctl.loss.formats.console import LineReader
 from ckptctl.loss.formats.fields import NUMBERS, Precision, clock_in, clock_span, parse_number
 from ckptctl.loss.rows import LogPosition, Row, unparsed

@@ -11,9 +11,9 @@ import codecs
 import csv
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
+from ckptctl.data_classes import replace
 from ckptctl.formats.bounded_json import NotJson, decode_first_json, decode_json
 from ckptctl.loss.formats.fields import FIELDS, RowMaker, plain_name
 from ckptctl.loss.rows import LogPosition, Marker, Row
