@@ -18,10 +18,10 @@ from typing import Any
 
 from typer.main import get_command
 
-from ckptctl.cli.app import build_app
 from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
+from ckptctl.cli.typer_app import build_app
 from ckptctl.findings import CODES
 from ckptctl.loss.verdict import FORCES
 

@@ -8,24 +8,21 @@ front of every training job.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from inspect import cleandoc
-from typing import Annotated
-
-import typer
 
 import ckptctl
-from ckptctl.cli.binding import TRUE, with_common
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
-from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.binding import with_common
+from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import TRUE, parse
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
+
+VERSION = f"ckptctl {ckptctl.__version__}"
 
 _COMPLETION = "_CKPTCTL_COMPLETE"
 _USAGE = 2
@@ -42,12 +39,7 @@ def run(argv: Sequence[str]) -> int:
     command = _command(argv)
     out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
-        # Completion asks for the options of a command that no argument names.
-        whole = command is not None or _COMPLETION in os.environ
-        app = build_app(COMMANDS if command is None else (command,), out, whole=whole)
-        exit_code: int = app(
-            args=list(argv or ["--help"]), prog_name="ckptctl", standalone_mode=False
-        )
+        exit_code = _answer(argv, command, out)
         out.flush()
     except BrokenPipeError:
         return _READER_LEFT
@@ -60,6 +52,26 @@ def run(argv: Sequence[str]) -> int:
     return exit_code if argv else _USAGE
 
 
+def _answer(argv: Sequence[str], command: str | None, out: Output) -> int:
+    """Run the command, by typer only if the command line needs it: it takes long to import."""
+    completes = _COMPLETION in os.environ
+    if [*argv] == ["--version"]:
+        out.bare([VERSION])
+        return 0
+    if command is not None and argv[0] == command and not completes:
+        bound = with_common(load(command).function, out)
+        values = parse(bound.parameters, argv[1:], os.environ)
+        if values is not None:
+            return bound.run(**values)
+    from ckptctl.cli.typer_app import build_app
+
+    # Completion asks for the options of a command that no argument names.
+    whole = command is not None or completes
+    app = build_app(COMMANDS if command is None else (command,), out, whole=whole)
+    exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)
+    return exit_code
+
+
 def _command(argv: Sequence[str]) -> str | None:
     name = next((word for word in argv if not word.startswith("-")), None)
     return name if name in COMMANDS else None
@@ -70,77 +82,6 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
     value = os.environ.get(variable, "").lower()
     own = argv[: argv.index("--")] if "--" in argv else argv  # behind it, another's command line
     return option in own or value in TRUE
-
-
-def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> typer.Typer:
-    """The command line with the commands named, or with no more than their names and summaries."""
-    app = typer.Typer(
-        help="Which checkpoint do we resume from, and did the resume work?",
-        epilog="Every finding code, verdict and exit code is explained by: ckptctl explain",
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings=_HELP_NAMES,
-    )
-
-    @app.callback(invoke_without_command=True)
-    def root(
-        context: typer.Context,
-        version: Annotated[
-            bool, typer.Option("--version", help="Print the version and exit.")
-        ] = False,
-    ) -> None:
-        if version:
-            out.bare([f"ckptctl {ckptctl.__version__}"])
-            raise typer.Exit
-        if context.invoked_subcommand is None:
-            raise UsageError("no command is given", next_command="ckptctl --help")
-
-    for name in commands:
-        if not whole:
-            app.command(name, short_help=SUMMARIES[name])(lambda: None)
-            continue
-        command = load(name)
-        app.command(
-            name,
-            help=cleandoc(command.function.__doc__ or ""),
-            epilog=_end(command.examples, command.exit_codes),
-            short_help=SUMMARIES[name],
-            context_settings=_HELP_NAMES,
-        )(with_common(command.function, out))
-    return app
-
-
-_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-
-
-def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
-    """The end of the help of a command."""
-    # A backspace on a line of its own keeps typer from filling the block below it.
-    variables = (
-        "Options have variables (--max-fallback: CKPTCTL_MAX_FALLBACK);\n"
-        "switches that change or remove something have none."
-    )
-    shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
-    codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
-    return f"{variables}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
-
-
-_WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
-_PIECE = re.compile(rf"-\S+ (?!-){_WORD}|{_WORD}")
-"""A word, or an option with its value, which stay on one line."""
-
-_HELP_COLUMNS = 74
-
-
-def _folded(example: str) -> Iterator[str]:
-    """A command in as many lines as help has room for, continued as in a shell."""
-    line, indent = "", ""
-    for piece in _PIECE.findall(example):
-        if line and len(indent) + len(line) + 1 + len(piece) > _HELP_COLUMNS:
-            yield f"{indent}{line} \\"
-            line, indent = "", "  "
-        line = f"{line} {piece}" if line else piece
-    yield indent + line
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
@@ -162,6 +103,8 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return error
     if isinstance(error, Stopped):
         return _Ended(error.exit_code)
+    import typer
+
     if isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().split())
         message = message[:1].lower() + message[1:]

@@ -12,7 +12,6 @@ different things.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import shlex
@@ -22,8 +21,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptctl.cli.commands import COMMANDS, load
-from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Offer, variable_of
+from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Declared, Offer, variable_of
 from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.text import Line, line
 from ckptctl.cli.values import without_secrets
 from ckptctl.errors import UsageError
@@ -45,14 +45,20 @@ _PATIENCE = 4
 """A mounted file system may be silent for so many times `--timeout`: then the process ends."""
 
 
-def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
+class Bound(NamedTuple):
+    """A command as the command line has it: its parameters, and the call that takes them."""
+
+    parameters: tuple[Parameter, ...]
+    run: Callable[..., int]
+
+
+def with_common(command: Callable[..., int], out: Output) -> Bound:
     """The command with the options of the objects that it takes, and those that every one has.
 
-    typer reads options from a signature, so the one that it sees is put together
-    here. `--debug` has no effect but in `main`, which prints tracebacks. A storage
-    that hangs in the kernel ends the process with 75.
+    `--debug` has no effect but in `main`, which prints tracebacks. A storage that hangs in
+    the kernel ends the process with 75.
     """
-    own = dict(inspect.signature(command, eval_str=True).parameters)
+    own = parameters_of(command)
     del own["out"]
     objects = {name: found for name, each in own.items() if (found := _offers_of(each.annotation))}
     parameters = _expanded(own)
@@ -80,13 +86,11 @@ def with_common(command: Callable[..., int], out: Output) -> Callable[..., int]:
         with Watchdog(_PATIENCE * timeout_s, out.error):
             return command(**given, out=out)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+    return Bound(parameters, run)
 
 
-def _expanded(own: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
-    """The parameters of a command, with options in the place of options objects, as keywords."""
+def _expanded(own: Mapping[str, Parameter]) -> tuple[Parameter, ...]:
+    """The parameters of a command, with options in the place of options objects."""
     found = {name: _offers_of(each.annotation) for name, each in own.items()}
     # A command may have its own words for one of them.
     added = {
@@ -95,16 +99,9 @@ def _expanded(own: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
         for name, offer in offers.items()
         if name not in own
     } | COMMON
-    plain = [each for name, each in own.items() if found[name] is None]
-    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in plain] + [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=offer.default,
-            annotation=offer.option,
-        )
-        for name, offer in added.items()
-    ]
+    plain = (each for name, each in own.items() if found[name] is None)
+    options = (Parameter(name, offer.option, offer.default) for name, offer in added.items())
+    return (*plain, *options)
 
 
 def _made(
@@ -141,8 +138,8 @@ def _takes(own: str | None, command: str, definition: object) -> bool:
         return True
     if command not in COMMANDS:
         return False
-    theirs = inspect.signature(load(command).function, eval_str=True).parameters
-    return any(definition_of(each.annotation) is definition for each in _expanded(theirs))
+    theirs = _expanded(parameters_of(load(command).function))
+    return any(each.declared is definition for each in theirs)
 
 
 _OF_ONE_ACT = frozenset(
@@ -155,21 +152,15 @@ _OF_ONE_ACT = frozenset(
 """What is said of one mark, of one run of a runbook, of one partial look, not of the next."""
 
 
-TRUE = ("1", "true", "t", "yes", "y", "on")
-"""What a variable of a switch says for yes."""
-
-
 class Given(NamedTuple):
     """An option as the caller gave it: its definition, its name, and how it is written."""
 
-    definition: object
+    definition: Declared
     name: str
     words: tuple[str, ...]
 
 
-def given_options(
-    parameters: Iterable[inspect.Parameter], values: Mapping[str, Any]
-) -> tuple[Given, ...]:
+def given_options(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple[Given, ...]:
     """The options that the caller gave on the command line.
 
     Those in the environment are not repeated: the next command reads them there. Nor are
@@ -178,27 +169,12 @@ def given_options(
     return tuple(
         Given(found, name, words)
         for each in parameters
-        if (found := definition_of(each.annotation)) is not None
-        for name in (_name(found),)
+        if (found := each.declared) is not None and found.envvar is not None
+        for name in (found.names[0],)
         if name not in _OF_ONE_ACT
         if (words := tuple(_written(name, values[each.name], each.default)))
         if not _in_environment(found.envvar, words)
     )
-
-
-def definition_of(annotation: object) -> Any:
-    """What `option` returned for an annotation; None for an argument or a bare switch."""
-    found = (each for each in getattr(annotation, "__metadata__", ()) if _variable(each))
-    return next(found, None)
-
-
-def _variable(definition: object) -> str | None:
-    variable = getattr(definition, "envvar", None)
-    return variable if isinstance(variable, str) else None
-
-
-def _name(definition: object) -> str:
-    return "--" + str(_variable(definition)).removeprefix("CKPTCTL_").lower().replace("_", "-")
 
 
 def _written(name: str, value: object, default: object) -> Iterator[str]:

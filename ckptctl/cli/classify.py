@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import option
+from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
@@ -51,7 +49,7 @@ class ConfidenceChoice(str, Enum):
 def classify(
     logs: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
             metavar="[LOG]...",
             help="Files, folders of logs, URLs, or - for standard input; compressed or not, "
             "of the ranks, the launcher, the kernel, the scheduler; torchrun's error "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
@@ -16,6 +14,7 @@ from ckptctl.cli.options import (
     MemoryOpt,
     OnlyOpt,
     PatternOpt,
+    argument,
     option,
 )
 from ckptctl.cli.output import Output
@@ -37,7 +36,7 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 def convert(
     source: Annotated[
         str,
-        typer.Argument(
+        argument(
             metavar="SRC",
             help="A step, as for verify; a torch.save file; safetensors: a file, an index, "
             "or a folder.",
@@ -45,7 +44,7 @@ def convert(
     ],
     target: Annotated[
         str,
-        typer.Argument(
+        argument(
             metavar="DST",
             help="The result, which must not exist. From a step: a name in .pt gives a "
             "torch.save file, in .safetensors one safetensors file, any other name a "

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import PatternOpt, option
+from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
@@ -30,7 +28,7 @@ _TIME = "TIME"
 def cost(
     root: Annotated[
         str | None,
-        typer.Argument(
+        argument(
             metavar="[ROOT]",
             help="Folder or URL of a run, to measure the save interval and the time of a save.",
         ),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import PatternOpt, option
+from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line
@@ -26,8 +24,8 @@ _STEP = "PATH of a step, ROOT@1200, ROOT@latest or ROOT@auto."
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=_STEP)],
-    b: Annotated[str, typer.Argument(metavar="B", help=f"The other: {_STEP}")],
+    a: Annotated[str, argument(metavar="A", help=_STEP)],
+    b: Annotated[str, argument(metavar="B", help=f"The other: {_STEP}")],
     values: Annotated[
         bool,
         option(

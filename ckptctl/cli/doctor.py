@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from enum import Enum
-from inspect import signature
 from typing import Annotated
-
-import typer
 
 import ckptctl
 from ckptctl.cli.binding import with_common
 from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
+from ckptctl.cli.options import argument
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import SEVERITY_STYLES, next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
@@ -41,7 +39,7 @@ class Subject(str, Enum):
 def doctor(
     what: Annotated[
         Subject,
-        typer.Argument(
+        argument(
             metavar="WHAT",
             help="slurm: a job script; env: versions and variables of this environment; "
             "storage: a root.",
@@ -49,9 +47,7 @@ def doctor(
     ],
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TARGET]", help="The job script (- for standard input), or the root."
-        ),
+        argument(metavar="[TARGET]", help="The job script (- for standard input), or the root."),
     ] = None,
     *,
     storage: StorageOptions,
@@ -79,13 +75,12 @@ def _own_variables() -> frozenset[str]:
     """The variables of all options, the key of seals, and what runbooks hand to their commands."""
     from ckptctl.distributed.launcher import RESTART_COUNT
 
-    options = (
-        about
+    return frozenset(
+        declared.envvar
         for name in COMMANDS
-        for each in signature(with_common(load(name).function, Output())).parameters.values()
-        for about in getattr(each.annotation, "__metadata__", ())
-    )
-    return frozenset(str(getattr(about, "envvar", None)) for about in options) | {
+        for each in with_common(load(name).function, Output()).parameters
+        if (declared := each.declared) is not None and declared.envvar is not None
+    ) | {
         SEAL_KEY,
         "CKPTCTL_PYTHON",
         RESTART_COUNT,

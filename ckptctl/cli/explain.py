@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import typer
-
 from ckptctl.cli.documents import document
+from ckptctl.cli.options import argument
 from ckptctl.cli.output import Output
 from ckptctl.cli.pages import Page, all_pages, page
 from ckptctl.cli.rendering import next_line, page_lines
@@ -20,7 +19,7 @@ EXIT_CODES = (0, 2)
 def explain(
     name: Annotated[
         str | None,
-        typer.Argument(
+        argument(
             metavar="CODE",
             help="A finding code, a verdict, an exit code, or the name of a document; without one "
             "the codes and verdicts are listed.",

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.loss_rendering import canary_lines, loss_lines
-from ckptctl.cli.options import option
+from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.text import line
 from ckptctl.errors import UsageError
@@ -32,7 +30,7 @@ EXIT_CODES = (0, 2, 30, 31, 32, 75, 77)
 def loss(
     logs: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
             metavar="LOG...",
             help="Training logs in the order of time: files, folders, URLs, or - for standard "
             "input.",

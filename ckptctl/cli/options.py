@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
 from ckptctl.cli.output import Color
 from ckptctl.cli.values import (
     SEAL_KEY,
@@ -54,16 +52,30 @@ def variable_of(name: str) -> str:
     return "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
 
 
-def option(*names: str, **about: Any) -> Any:
+class Declared(NamedTuple):
+    """How the command line has a parameter: an argument if it has no names, else an option."""
+
+    names: tuple[str, ...]
+    help: str
+    metavar: str | None = None
+    min: float | None = None
+    envvar: str | None = None
+
+
+def option(*names: str, **about: Any) -> Declared:
     """An option of a command, with its variable unless it is in `COMMAND_LINE_ONLY`."""
     variable = None if names[0] in COMMAND_LINE_ONLY else variable_of(names[0])
-    # Help says once that every option has one, instead of naming each.
-    return typer.Option(*names, envvar=variable, show_envvar=False, **about)
+    return Declared(names, envvar=variable, **about)
+
+
+def argument(**about: Any) -> Declared:
+    """An argument of a command."""
+    return Declared((), **about)
 
 
 RootsArg = Annotated[
     list[str],
-    typer.Argument(
+    argument(
         metavar="ROOT...",
         help="One root, or several roots with steps of the same run; if two hold the same "
         "step, the earlier root is used.",
@@ -81,7 +93,7 @@ OptionalRootOpt = Annotated[
 ]
 StepArg = Annotated[
     str,
-    typer.Argument(
+    argument(
         metavar="STEP",
         help="PATH of a step, ROOT@1200, ROOT@latest (newest by number) or ROOT@auto (what "
         "pick chooses).",

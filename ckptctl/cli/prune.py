@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.options import LevelOpt, only, option
+from ckptctl.cli.options import LevelOpt, argument, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line, padded
@@ -25,7 +23,7 @@ EXAMPLES = (
 EXIT_CODES = (0, 2, 75, 77)
 
 RootArg = Annotated[
-    str, typer.Argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
+    str, argument(metavar="ROOT", help="Folder or URL that holds the steps of one run.")
 ]
 
 

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from enum import Enum
 from typing import Annotated, Any
 
-import typer
-
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import (
@@ -21,6 +19,7 @@ from ckptctl.cli.options import (
     OnlyOpt,
     PatternOpt,
     StepArg,
+    argument,
     option,
 )
 from ckptctl.cli.output import Output, process_group
@@ -52,7 +51,7 @@ def reshard(
     step: StepArg,
     target: Annotated[
         str,
-        typer.Argument(metavar="DST", help="Path or URL of the new step; it must not exist."),
+        argument(metavar="DST", help="Path or URL of the new step; it must not exist."),
     ],
     world_size: Annotated[
         int | None,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
-
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import OptionalRootOpt, only, option
+from ckptctl.cli.options import OptionalRootOpt, argument, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import Line, Span, line
@@ -46,7 +44,7 @@ def run(
     ],
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CMD...", help="The command and its arguments, after --."),
+        argument(metavar="CMD...", help="The command and its arguments, after --."),
     ] = None,
     optional_root: OptionalRootOpt = None,
     job: Annotated[

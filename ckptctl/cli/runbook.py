@@ -8,10 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckptctl.cli.documents import Document, ShownRunbook, document
-from ckptctl.cli.options import OptionalRootOpt, option
+from ckptctl.cli.options import OptionalRootOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.prompts import TerminalPrompts
 from ckptctl.cli.rendering import next_line, page_lines
@@ -45,7 +43,7 @@ class Action(str, Enum):
 def runbook(
     action: Annotated[
         Action,
-        typer.Argument(
+        argument(
             metavar="ACTION",
             help="list: all runbooks; show: print one; lint: check the form of one; run: run "
             "one step by step.",
@@ -53,11 +51,11 @@ def runbook(
     ],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The runbook: its name, or a file that ends in .md."),
+        argument(metavar="NAME", help="The runbook: its name, or a file that ends in .md."),
     ] = None,
     roots: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
             metavar="ROOT",
             help="The checkpoint root that it is run on, where its record is kept; more roots that "
             "hold steps of the same run become OTHER_ROOTS.",

@@ -76,7 +76,7 @@ def shown_next(capsys, monkeypatch, command="ckptctl pick s3://b/run", **given) 
 
     common = {"as_json": False, "quiet": False, "report": None, "color": "never", "debug": False}
     storage = {"storage_option": None, "endpoint_url": None, "timeout": 30.0}
-    assert with_common(scan, out)(**common, **{**storage, **given}) == 0
+    assert with_common(scan, out).run(**common, **{**storage, **given}) == 0
     return capsys.readouterr().out.removeprefix("next: ").rstrip("\n")
 
 

@@ -23,8 +23,9 @@ from typer.main import get_command
 import ckptctl
 from ckptctl import ContentOptions, Level, PickPolicy, Requirements, StorageOptions, TrainOptions
 from ckptctl import options as options_module
-from ckptctl.cli.app import build_app, run
+from ckptctl.cli.app import run
 from ckptctl.cli.output import Output
+from ckptctl.cli.typer_app import build_app
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.options import options_from
 from ckptctl.selection.choosing import choose

@@ -14,12 +14,12 @@ from typer.main import get_command
 
 import ckptctl
 import ckptctl.train
-from ckptctl.cli.app import build_app
 from ckptctl.cli.commands import COMMANDS
 from ckptctl.cli.documents import DOCUMENTS
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
 from ckptctl.cli.schemas import schema
+from ckptctl.cli.typer_app import build_app
 from ckptctl.loss.verdict import LossVerdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

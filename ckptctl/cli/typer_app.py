@@ -1,0 +1,128 @@
+"""Build the command line for typer: help, completion and messages about mistakes.
+
+`parsing` parses what is left, without importing this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckptctl.cli.app import VERSION
+from ckptctl.cli.binding import Bound, with_common
+from ckptctl.cli.commands import SUMMARIES, load
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import REQUIRED, Parameter
+from ckptctl.errors import UsageError
+
+
+def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> typer.Typer:
+    """The command line with the commands named, or with no more than their names and summaries."""
+    app = typer.Typer(
+        help="Which checkpoint do we resume from, and did the resume work?",
+        epilog="Every finding code, verdict and exit code is explained by: ckptctl explain",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP_NAMES,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context,
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.")
+        ] = False,
+    ) -> None:
+        if version:
+            out.bare([VERSION])
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            raise UsageError("no command is given", next_command="ckptctl --help")
+
+    for name in commands:
+        if not whole:
+            app.command(name, short_help=SUMMARIES[name])(lambda: None)
+            continue
+        command = load(name)
+        app.command(
+            name,
+            help=inspect.cleandoc(command.function.__doc__ or ""),
+            epilog=_end(command.examples, command.exit_codes),
+            short_help=SUMMARIES[name],
+            context_settings=_HELP_NAMES,
+        )(_for_typer(with_common(command.function, out)))
+    return app
+
+
+def _for_typer(command: Bound) -> Callable[..., int]:
+    """The call of a command with the signature from which typer reads its options."""
+
+    def run(**values: Any) -> int:
+        return command.run(**values)
+
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.default is REQUIRED else each.default,
+            annotation=Annotated[each.annotation.__origin__, _declaration(each)],
+        )
+        for each in command.parameters
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _declaration(parameter: Parameter) -> Any:
+    declared = parameter.declared
+    if declared is None:
+        raise TypeError(f"the command line does not declare {parameter.name}")
+    if not declared.names:
+        return typer.Argument(metavar=declared.metavar, help=declared.help)
+    return typer.Option(
+        *declared.names,
+        metavar=declared.metavar,
+        min=declared.min,
+        help=declared.help,
+        envvar=declared.envvar,
+        show_envvar=False,  # help states once that every option has a variable
+    )
+
+
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+def _end(examples: Sequence[str], exit_codes: Sequence[int]) -> str:
+    """The end of the help of a command."""
+    # A backspace on a line of its own keeps typer from filling the block below it.
+    variables = (
+        "Options have variables (--max-fallback: CKPTCTL_MAX_FALLBACK);\n"
+        "switches that change or remove something have none."
+    )
+    shown = "\n".join(f"  {line}" for example in examples for line in _folded(example))
+    codes = "\n".join(f"  {code:<3} {EXIT_CODES[code].title}" for code in exit_codes)
+    return f"{variables}\n\n\b\nExamples:\n{shown}\n\n\b\nExit codes:\n{codes}"
+
+
+_WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
+_PIECE = re.compile(rf"-\S+ (?!-){_WORD}|{_WORD}")
+"""A word, or an option with its value, which stay on one line."""
+
+_HELP_COLUMNS = 74
+
+
+def _folded(example: str) -> Iterator[str]:
+    """A command in as many lines as help has room for, continued as in a shell."""
+    line, indent = "", ""
+    for piece in _PIECE.findall(example):
+        if line and len(indent) + len(line) + 1 + len(piece) > _HELP_COLUMNS:
+            yield f"{indent}{line} \\"
+            line, indent = "", "  "
+        line = f"{line} {piece}" if line else piece
+    yield indent + line
