@@ -79,7 +79,9 @@ else:
                 "__eq__": _eq,
                 **namespace,
                 "__slots__": tuple(name for name in own if name not in inherited),
-                "__match_args__": tuple(n for n, each in fields.items() if not each.kw_only),
+                "__match_args__": tuple(
+                    name for name, each in fields.items() if each.has("init") and not each.kw_only
+                ),
                 "_fields": fields,
                 "_compared": attrgetter(*compared) if compared else type,
             },

@@ -55,11 +55,11 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
             epilog=_end(command.examples, command.exit_codes),
             short_help=SUMMARIES[name],
             context_settings=_HELP_NAMES,
-        )(_for_typer(with_common(command.function, out)))
+        )(for_typer(with_common(command.function, out)))
     return app
 
 
-def _for_typer(command: Bound) -> Callable[..., int]:
+def for_typer(command: Bound) -> Callable[..., int]:
     """The call of a command with the signature from which typer reads its options."""
 
     def run(**values: Any) -> int:

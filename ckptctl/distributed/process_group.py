@@ -7,7 +7,6 @@ single process is a group of one, which needs neither torch nor a network.
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -146,6 +145,8 @@ class ProcessGroup:
         """The arguments of `dcp.save` or `dcp.load` that make it use this group."""
         arguments: dict[str, Any] = {"process_group": self.handle}
         # torch before 2.7 has no `no_dist` and detects it itself.
+        import inspect
+
         if "no_dist" in inspect.signature(call).parameters:
             arguments["no_dist"] = self.size == 1
         return arguments

@@ -8,7 +8,6 @@ scheduler or a supervisor has started the job before, and whether the root exist
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -204,6 +203,8 @@ def _neighbours(store: Store, open_other: OpenStore | None) -> str:
         return ""  # a help, and no condition: the folder above may be closed to us
     names = [one.path for one in entries if one.kind != "file" and one.path != name]
     longer = [other for other in names if other.startswith(name)]
+    import difflib
+
     alike = [
         *longer,
         *(n for n in difflib.get_close_matches(name, names, n=_MAX_NEIGHBOURS) if n not in longer),

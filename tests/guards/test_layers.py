@@ -20,6 +20,7 @@ LAYERS = {
     "options": 0,
     "findings": 0,
     "formatting": 0,
+    "data_classes": 0,
     "storage": 1,
     "distributed": 1,
     "formats": 2,

@@ -1,0 +1,119 @@
+"""What `parsing` makes of a command line is what typer makes of it."""
+
+import random
+from enum import EnumMeta
+
+import pytest
+import typer
+
+from ckptctl.cli.binding import Bound, with_common
+from ckptctl.cli.commands import COMMANDS, load
+from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import Parameter, parse
+from ckptctl.cli.typer_app import for_typer
+
+TEXTS = ("a", "", "-", "-5", "=", "a=b", "0", "7", "0.5", "1e3", "nan", " 1", "١", "x y", "--json")
+
+
+def bound(command: str) -> Bound:
+    return with_common(load(command).function, Output(command))
+
+
+def by_typer(command: Bound, argv: list[str]) -> object:
+    """The values that typer hands to the command; None where it ends otherwise."""
+    reached = []
+
+    def run(**values: object) -> int:
+        reached.append(values)
+        return 0
+
+    app = typer.Typer(
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command("it")(for_typer(Bound(command.parameters, run)))
+    try:
+        app(args=argv, standalone_mode=False)
+    except Exception:  # noqa: BLE001 - typer has several classes for mistakes
+        return None
+    return reached[0] if reached else None
+
+
+def plausible(parameter: Parameter, rng: random.Random) -> str:
+    """A text that the parameter may take."""
+    if isinstance(parameter.kind, EnumMeta):
+        return rng.choice([each.value for each in parameter.kind])
+    return rng.choice(["1", "3"] if parameter.kind in (int, float) else ["a", "b c", "s3://x/y"])
+
+
+def words_of(parameter: Parameter, rng: random.Random) -> list[str]:
+    """The parameter as a caller may write it, mostly as it should be."""
+    text = plausible(parameter, rng) if rng.random() < 0.9 else rng.choice(TEXTS)
+    names = parameter.declared.names
+    if not names:
+        return [text]
+    name = rng.choice(names)
+    if parameter.kind is bool:
+        return [name] if rng.random() < 0.95 else [f"{name}=true"]
+    return [name, text] if rng.random() < 0.6 else [f"{name}={text}"]
+
+
+def command_lines(parameters: tuple[Parameter, ...], rng: random.Random) -> list[str]:
+    arguments = [each for each in parameters if not each.declared.names]
+    options = [each for each in parameters if each.declared.names]
+    chosen = [each for each in arguments if rng.random() < 0.95]
+    chosen += rng.sample(options, rng.randrange(4))
+    needed = [each for each in options if each.default is ... and each not in chosen]
+    chosen += [each for each in needed if rng.random() < 0.95]
+    rng.shuffle(chosen)
+    words = [word for each in chosen for word in words_of(each, rng)]
+    if rng.random() < 0.1:
+        words.insert(
+            rng.randrange(len(words) + 1), rng.choice(["--", "--no-such", "-q", "-h", "-"])
+        )
+    return words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_line_means_the_same_to_typer(name):
+    rng = random.Random(name)
+    command = bound(name)
+    n_parsed = 0
+    for _ in range(200):
+        argv = command_lines(command.parameters, rng)
+        found = parse(command.parameters, argv, {})
+        expected = by_typer(command, argv)
+        if found is not None:
+            n_parsed += 1
+            assert repr(found) == repr(expected), argv  # NaN is not equal to itself
+        elif expected is not None:
+            # What is left to typer is unusual: it costs time and changes no answer.
+            assert {"--", "-"} & set(argv) or any(word in TEXTS for word in argv), argv
+    assert n_parsed > 50
+
+
+@pytest.mark.parametrize("name", ["pick", "verify", "show", "prune"])
+def test_variables_mean_the_same_to_typer(name, monkeypatch):
+    rng = random.Random(name)
+    command = bound(name)
+    variables = [each for each in command.parameters if each.declared.envvar]
+    n_parsed = 0
+    for _ in range(150):
+        with monkeypatch.context() as patched:
+            environment = {
+                each.declared.envvar: (
+                    plausible(each, rng)
+                    if rng.random() < 0.7 and each.kind is not bool
+                    else rng.choice(["", "1", "yes", "Off", "a b", "maybe", "0"])
+                )
+                for each in rng.sample(variables, 2)
+            }
+            for variable, value in environment.items():
+                patched.setenv(variable, value)
+            argv = command_lines(command.parameters, rng)
+            found = parse(command.parameters, argv, environment)
+            if found is not None:
+                n_parsed += 1
+                assert repr(found) == repr(by_typer(command, argv)), (environment, argv)
+    assert n_parsed > 20
