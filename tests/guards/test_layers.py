@@ -182,3 +182,17 @@ def test_no_two_test_modules_share_a_name():
     """pytest imports each by its file's name alone: the second one of a name is an error."""
     names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
     assert [name for name, n in names.items() if n > 1] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_data_classes_are_those_of_the_package(path):
+    """Those of the standard library take ten times as long to define."""
+    if path.name == "data_classes.py":
+        return
+    found = [
+        alias.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
+        for alias in node.names
+    ]
+    assert not {"dataclass", "field", "replace"} & {*found}
