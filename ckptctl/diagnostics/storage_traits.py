@@ -19,7 +19,7 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.targets import check_root_there
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Store, read_range
 from ckptctl.storage.opening import join_url, open_store
 
 _BYTES = 65536
@@ -100,8 +100,7 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
                 "a read after an overwrite returned the old bytes",
                 "disable the cache of the mount, or save every step under its own name",
             )
-    ((_, data),) = store.read_spans([Span(name, _BYTES - 10, 10)])
-    if data != b"c" * 10:
+    if read_range(store, name, _BYTES - 10, 10) != b"c" * 10:
         return _fault(
             "storage.ranges", store.url, "a read of a range returned other bytes", "report it"
         )

@@ -25,10 +25,13 @@ from ckptctl.formatting import inside
 from ckptctl.inspection.part_files import (
     MAX_METADATA_BYTES,
     Structure,
+    listed_archives,
     n_structure_reads,
     optimizer_steps,
+    read_digests,
     read_metadata,
     read_structure,
+    safetensors_in,
 )
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
@@ -202,8 +205,6 @@ class OpenPart:
     def decoded(self) -> tuple[Metadata | Finding, ...]:
         """The decoded metadata files and what is wrong with them; see `read_metadata`."""
         if self.part.format is PartFormat.RANK_FILES:
-            from ckptctl.inspection.rank_files import listed_archives
-
             return (listed_archives(self.part, self.opened.step.layout),)
         return tuple(read_metadata(self)) if self.part.format in SHARDED else ()
 
@@ -219,8 +220,6 @@ class OpenPart:
     def safetensors(self) -> tuple[OpenPart, ...]:
         """The folders of safetensors: the part itself, or those in a part of rank files."""
         if self.part.format is PartFormat.RANK_FILES:
-            from ckptctl.inspection.rank_files import safetensors_in
-
             return tuple(OpenPart(self.opened, held) for held in safetensors_in(self.part))
         return (self,) if self.part.format is PartFormat.SAFETENSORS else ()
 
@@ -231,8 +230,6 @@ class OpenPart:
         Cost: none for metadata; see `read_digests` for archives.
         """
         if self.part.format is PartFormat.RANK_FILES:
-            from ckptctl.inspection.rank_files import read_digests
-
             return read_digests(self)
         return {self.metadata_path(one.rank): one.digest for one in self.metadata}
 

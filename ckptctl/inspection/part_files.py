@@ -1,31 +1,43 @@
 """Read the metadata files of a part, and the heads and tails of its records.
 
-The metadata is `.metadata` or the rank-local files of a DCP folder. Whether the shards behind it
-are whole is checked in `checks/`.
+The metadata is `.metadata` or the rank-local files of a DCP folder. A part of rank files has no
+metadata: each file of `torch.save` is one archive, as a record of DCP is, so the listing serves as
+metadata with one entry for each file, which fills that file. The checks, the record engine and the
+seals then need nothing of their own for them. Whether the shards behind the metadata are whole is
+checked in `checks/`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.presence import holds_safetensors
 from ckptctl.checks.structure import RecordValue, StructureCheck, readable_ranges
-from ckptctl.data_classes import dataclass
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
+from ckptctl.data_classes import dataclass, replace
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.directory import TAIL, read_directory
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, rank_local_rank
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    METADATA_TMP,
+    is_archive,
+    rank_local_rank,
+)
 from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_of
 from ckptctl.formatting import inside
 from ckptctl.inspection.sidecars import scalar
-from ckptctl.model import FileInfo, Metadata
+from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
-from ckptctl.storage.contract import ShortRead
+from ckptctl.storage.contract import ShortRead, Store, read_range
 from ckptctl.storage.opening import parent_url
 
 if TYPE_CHECKING:
@@ -248,3 +260,51 @@ def steps_by_optimizer(
             where = inside(part_path, value.byte_range.file)
             steps[optimizer_of(paths[value.fqn])].append((where, number))
     return steps
+
+
+# Rank files
+
+
+def listed_archives(part: Part, layout: str) -> Metadata:
+    """The files of `torch.save` in a part, each as one entry; those without a byte are left out."""
+    found = [file for file in part.files if file.size and is_archive(file.path, layout)]
+    entries = {
+        file.path: BytesEntry(file.path, ByteRange(file.path, 0, file.size)) for file in found
+    }
+    return Metadata({}, entries, tuple(entries))
+
+
+def read_digests(part: OpenPart) -> Mapping[str, str]:
+    """The SHA-256 of the directory of each archive, by its path in the step.
+
+    The directory holds the size and the CRC-32 of every member, so it identifies the save.
+    Of a file that is no archive it is that of its last bytes. Cost: one short read for each
+    file, and a second one where the directory is long.
+    """
+    store, digests = part.store, {}
+    for file in part.part.files:
+        if file.path not in part.metadata[0].bytes_entries or file.kind != "file":
+            continue
+        read_tail = partial(_read_tail, store, part.in_store(file.path), file.size)
+        try:
+            directory, tail = read_directory(read_tail, file.size)
+            held = tail[len(tail) - (file.size - directory.at) :]
+        except RecordUnreadable:
+            held = read_tail(min(TAIL, file.size))
+        digests[part.in_step(file.path)] = hashlib.sha256(held).hexdigest()
+    return digests
+
+
+def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
+    return read_range(store, path, size - n_bytes, n_bytes)
+
+
+def safetensors_in(part: Part) -> Iterator[Part]:
+    """The folders of safetensors in a rank-file part, each as a part of the step."""
+    folders: dict[str, list[FileInfo]] = defaultdict(list)
+    for file in part.files:
+        if file.path.endswith((SUFFIX, INDEX_SUFFIX)):
+            folder, _, name = file.path.rpartition("/")
+            folders[folder].append(replace(file, path=name))
+    for folder, files in sorted(folders.items()):
+        yield Part(folder, PartFormat.SAFETENSORS, tuple(files))

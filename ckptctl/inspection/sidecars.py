@@ -32,7 +32,7 @@ from ckptctl.formats.frameworks.state_keys import Kind
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Span, Store, read_range
 
 MAX_SIDECAR_BYTES = 16 * 2**20
 MAX_SIDECARS = 32
@@ -169,8 +169,7 @@ class _Reads:
     def get(self, start: int, end: int) -> bytes | None:
         if end - start > MAX_SIDECAR_BYTES:
             return None
-        ((_, data),) = self._store.read_spans([Span(self._path, start, end - start)])
-        return data
+        return read_range(self._store, self._path, start, end - start)
 
 
 def _pickled_in(store: Store, path: str, size: int) -> object | None:

@@ -27,7 +27,7 @@ from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Store, read_range
 
 PROBE_BYTES = 16 << 20
 _SOME_BYTES = 1 << 20
@@ -83,8 +83,7 @@ def _read(store: Store, name: str, rank: int) -> tuple[str, int, float]:
     largest = sorted(shards, key=lambda one: (-one.size, one.path))
     file = largest[rank % len(largest)]
     began_s = time.monotonic()
-    span = Span(file.path, 0, min(file.size, PROBE_BYTES))
-    n_read = sum(len(data) for _, data in store.read_spans([span]))
+    n_read = len(read_range(store, file.path, 0, min(file.size, PROBE_BYTES)))
     return digests.hexdigest()[:16], n_read, max(time.monotonic() - began_s, 1e-6)
 
 
@@ -299,8 +298,7 @@ class StorageProbe:
                     break
                 name = f"{written.folder}/{number}.bin"
                 for offset, expected in enumerate(_content(seed)):
-                    span = Span(name, offset * _BLOCK, _BLOCK)
-                    ((_, found),) = self._store.read_spans([span])
+                    found = read_range(self._store, name, offset * _BLOCK, _BLOCK)
                     n_bytes += len(found)
                     if found != expected:
                         wrong.append(_difference(number, offset * _BLOCK, expected, found))

@@ -32,7 +32,7 @@ from ckptctl.records.verification import (
     check_whole,
 )
 from ckptctl.records.zstd import FRAME_BYTES, Unpacker, require_zstd, unpacked_limit
-from ckptctl.storage.contract import Span
+from ckptctl.storage.contract import read_range
 
 _MAGIC_BYTES = 32
 
@@ -74,13 +74,8 @@ class _Results:
     def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
         """The directory of a record from its tail, reading more of it if necessary."""
         length = self.ranges.lengths[number]
-        end = self.ranges.starts[number] + length
-
-        def read_tail(n: int) -> bytes:
-            ((_, data),) = self._store.read_spans([Span(self.path_of(number), end - n, n)])
-            return data
-
-        return read_directory(read_tail, length, tail)
+        path, end = self.path_of(number), self.ranges.starts[number] + length
+        return read_directory(lambda n: read_range(self._store, path, end - n, n), length, tail)
 
     def form_of(self, number: int) -> Form | None:
         """The form of a record's values if they are to be scanned."""

@@ -40,7 +40,7 @@ from ckptctl.resharding.sources import (
 from ckptctl.resharding.steps import opened_step
 from ckptctl.resharding.writing import WriteProgress, in_threads
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Span
+from ckptctl.storage.contract import read_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -300,25 +300,16 @@ def _members(files: SourceFiles, entry: SourceBytes) -> str:
     record = entry.record
     path = files.in_store(record.file)
     if record.transforms:
-        (data,) = (data for _, data in files.store.read_spans([_span(path, entry, 0)]))
+        data = read_range(files.store, path, record.offset, record.length)
         return f"{record.length:,} bytes compressed, {_hash_of(data)}"
-
-    def read_tail(n_bytes: int) -> bytes:
-        spans = [_span(path, entry, record.length - n_bytes)]
-        ((_, tail),) = files.store.read_spans(spans)
-        return tail
-
-    members, _ = read_directory(read_tail, record.length)
+    end = record.offset + record.length
+    members, _ = read_directory(lambda n: read_range(files.store, path, end - n, n), record.length)
     values = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
     if not members.has_crcs:
-        ((_, data),) = files.store.read_spans([_span(path, entry, 0)])
+        data = read_range(files.store, path, record.offset, record.length)
         data_of = b"".join(data[m.start : m.end] for m in values)
         return f"{len(data_of):,} bytes, {_hash_of(data_of)}"
     return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in values)
-
-
-def _span(path: str, entry: SourceBytes, start: int) -> Span:
-    return Span(path, entry.record.offset + start, entry.record.length - start)
 
 
 def _hash_of(data: bytes) -> str:

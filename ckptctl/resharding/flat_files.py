@@ -42,7 +42,7 @@ from ckptctl.records.slices import TensorSlice, aligned
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles, check_held, opened_at
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.resharding.unpublished import WithFiles
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Span, Store, read_range
 
 MAX_PICKLE_BYTES = 64 << 20
 """The longest pickle of a state that is read; a million entries take about as much."""
@@ -104,12 +104,12 @@ class _Read(dict[tuple[int, int], bytes]):
 def _sound(store: Store, whole: ByteRange) -> tuple[RecordDirectory, _Read]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = whole.file, whole.length
-    if _bytes(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
+    if read_range(store, path, 0, min(len(_LEGACY), length)) == _LEGACY:
         raise UsageError(
             f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
             "torch.load and torch.save rewrite it"
         )
-    directory, _ = read_directory(lambda n: _bytes(store, path, length - n, n), length)
+    directory, _ = read_directory(lambda n: read_range(store, path, length - n, n), length)
     wanted: list[tuple[int, int]] = []
     for member in directory.members:
         wanted += _around(member)
@@ -128,11 +128,6 @@ def _around(member: Member) -> Iterator[tuple[int, int]]:
         yield member.end, member.following
     if not member.name.startswith(_STORAGES) and 0 < member.size <= MAX_PICKLE_BYTES:
         yield member.start, member.end
-
-
-def _bytes(store: Store, path: str, start: int, length: int) -> bytes:
-    ((_, data),) = store.read_spans([Span(path, start, length)])
-    return data
 
 
 def _pickle(directory: RecordDirectory, read: _Read) -> bytes:
@@ -183,7 +178,7 @@ class _FlatFiles(SourceFiles):
             return opened
         check_held(tensor, opened.n_bytes, held_limit)
         record = tensor.chunks[number].record
-        data = _bytes(self.store, self.path, opened.start, opened.n_bytes)
+        data = read_range(self.store, self.path, opened.start, opened.n_bytes)
         self.check_held_crc(record, opened, data)
         return opened._replace(start=0, held=aligned(data))
 

@@ -42,7 +42,7 @@ from ckptctl.records.slices import (
 from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Kind, OpenFile, Span, Store
+from ckptctl.storage.contract import Kind, OpenFile, Span, Store, read_range
 
 _MAX_OPEN = 8
 _WASTE = 4
@@ -200,9 +200,7 @@ class SourceFiles:
         return opened._replace(start=0, held=aligned(elements))
 
     def _read(self, record: ByteRange, start: int, n_bytes: int) -> bytes:
-        span = Span(self.in_store(record.file), record.offset + start, n_bytes)
-        ((_, data),) = self.store.read_spans([span])
-        return data
+        return read_range(self.store, self.in_store(record.file), record.offset + start, n_bytes)
 
     @property
     def near(self) -> int:

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
+from ckptctl.storage.waiting import Retries
 
 
 class WithFiles:
@@ -103,6 +104,10 @@ class WithFiles:
     def abort_upload(self, upload: Upload) -> None:
         """See `Store.abort_upload`."""
         self._store.abort_upload(upload)
+
+    def retrying(self, retries: Retries) -> WithFiles:
+        """See `Store.retrying`."""
+        return WithFiles(self._store.retrying(retries), self._files)
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -17,7 +17,7 @@ from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, parts_of, shard_rank, step_name
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root
-from ckptctl.storage.contract import Span, Store
+from ckptctl.storage.contract import Store, read_range
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url
 
 _SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DOTALL)
@@ -161,8 +161,7 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
 
 
 def _head(store: Store, file: FileInfo) -> bytes:
-    length = min(_HEAD_BYTES, file.size)
-    return b"".join(data for _, data in store.read_spans([Span(file.path, 0, length)]))
+    return read_range(store, file.path, 0, min(_HEAD_BYTES, file.size))
 
 
 def _told(url: str, name: str, head: bytes) -> UsageError:

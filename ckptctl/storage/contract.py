@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
+from ckptctl.storage.waiting import Retries
 
 
 class ShortRead(StorageError):
@@ -283,6 +284,14 @@ class Store(Protocol):
         """
         ...
 
+    def retrying(self, retries: Retries) -> Store:
+        """The same store over the same connections, with other retries of a failed request.
+
+        `close` of either closes them. A file system has retries of its own, and is returned
+        as it is.
+        """
+        ...
+
     def close(self) -> None:
         """Close connections and end threads. A store is also a context manager."""
         ...
@@ -290,6 +299,12 @@ class Store(Protocol):
     def __enter__(self) -> Store: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+def read_range(store: Store, path: str, offset: int, length: int) -> bytes:
+    """The `length` bytes of a file from `offset` on. Cost: one read."""
+    ((_, data),) = store.read_spans([Span(path, offset, length)])
+    return data
 
 
 def parts_of(path: str) -> tuple[str, ...]:

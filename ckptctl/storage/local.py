@@ -233,6 +233,10 @@ class LocalStore:
     def abort_upload(self, upload: Upload) -> None:
         """See `Store.abort_upload`."""
 
+    def retrying(self, retries: Retries) -> LocalStore:  # noqa: ARG002
+        """See `Store.retrying`."""
+        return self
+
     def close(self) -> None:
         """Does nothing: no descriptor is kept open."""
 

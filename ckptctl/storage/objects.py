@@ -217,6 +217,10 @@ class ObjectStore:
         key = self._key(upload.path)
         self._tried(upload.path, partial(self._client.abort_upload, key, upload.id))
 
+    def retrying(self, retries: Retries) -> ObjectStore:
+        """See `Store.retrying`."""
+        return ObjectStore(self._client, url=self.url, retries=retries)
+
     def close(self) -> None:
         """See `Store.close`."""
         self._client.close()

@@ -1,7 +1,9 @@
 """Open the store of a path or URL; join and check addresses.
 
-Addresses stay text: `pathlib` would collapse the slashes of a URL. Opening makes no
-request; a missing root is found by the first listing.
+The scheme of a URL, the installed packages and the option `client` decide which client an
+object store gets; the docstring of each client states its limits. Addresses stay text:
+`pathlib` would collapse the slashes of a URL. Opening makes no request; a missing root is
+found by the first listing.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.data_classes import dataclass, field, fields
-from ckptctl.errors import UsageError
+from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.contract import Store
 from ckptctl.storage.waiting import Retries
@@ -20,10 +23,17 @@ from ckptctl.storage.waiting import Retries
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ckptctl.storage.objects import Client
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _ONE_SLASH = re.compile(r"(file|s3a?|gc?s|az|abfss?|https?|memory):(?!//)", re.IGNORECASE)
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 _FIRST_PRINTABLE = 0x20
+
+_S3 = frozenset({"s3", "s3a"})
+_BUCKET = re.compile(r"[A-Za-z0-9._\-]{1,255}")
+_S3_CLIENTS = {"s3fs": "s3", "obstore": "obstore"}
+"""The clients for S3 in order of preference, each with the extra that brings it."""
 
 
 def open_store(
@@ -45,22 +55,7 @@ def open_store(
 
 def _opened(url: str, storage: StorageOptions) -> Store:
     if not is_local(url):
-        from ckptctl.storage.remote import open_remote
-
-        options = dict(storage.storage_options or {})
-        given = options.pop("retry_for_s", None)
-        retry_for_s = storage.retry_for_s
-        if given is not None:
-            wanted = _seconds(given)
-            retry_for_s = wanted if retry_for_s else retry_for_s
-        if storage.endpoint_url:
-            options["endpoint_url"] = storage.endpoint_url
-        return open_remote(
-            _without_slash(url),
-            options,
-            timeout_s=storage.timeout_s,
-            retries=Retries(storage.retries, retry_for_s),
-        )
+        return _remote(url, storage)
     from ckptctl.storage.local import LocalStore
 
     start, path = _split(url)
@@ -68,15 +63,107 @@ def _opened(url: str, storage: StorageOptions) -> Store:
     return LocalStore(root, url=start + root)
 
 
+def _remote(url: str, storage: StorageOptions) -> Store:
+    """The store for a URL that is not a local folder.
+
+    The option `client` chooses between s3fs and obstore. Without it, s3fs is used if
+    installed: the two find credentials in different places, and installing a package must
+    not change which credentials are used.
+    """
+    from ckptctl.storage.objects import ObjectStore
+
+    retries = _retries(storage)
+    options = dict(storage.storage_options or {})
+    options.pop("retry_for_s", None)
+    if storage.endpoint_url:
+        options["endpoint_url"] = storage.endpoint_url
+    chosen = options.pop("client", None)
+    url = _without_slash(url)
+    protocol, _, path = url.partition("://")
+    protocol = protocol.lower()
+    if protocol in _S3:
+        client = _s3_client(url, path, chosen, options, storage.timeout_s)
+    else:
+        client = _fsspec_client(protocol, url, options)
+    return ObjectStore(client, url=url, retries=retries)
+
+
+def _s3_client(
+    url: str, path: str, chosen: object, options: Mapping[str, object], timeout_s: float
+) -> Client:
+    from importlib.util import find_spec
+
+    bucket, _, prefix = path.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        if "@" in bucket:  # it may contain a secret
+            raise UsageError(
+                "credentials in an s3:// address are not supported; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
+        raise UsageError(
+            f"{url}: {bucket!r} is not a valid bucket name; s3://BUCKET/PREFIX is expected"
+        )
+    if chosen is None:
+        chosen = next((name for name in _S3_CLIENTS if find_spec(name)), "s3fs")
+    if chosen not in _S3_CLIENTS:
+        raise UsageError(f"client={chosen} is not one of {', '.join(_S3_CLIENTS)}")
+    if find_spec(str(chosen)) is None:
+        raise MissingExtra(
+            f"{url}: opening s3:// needs the package {chosen}, which is an extra",
+            next_command=f"pip install 'ckptctl[{_S3_CLIENTS[str(chosen)]}]'",
+        )
+    from ckptctl.storage.s3 import checked_settings
+
+    options = checked_settings(options)
+    if chosen == "obstore":
+        from ckptctl.storage.obstore_client import ObstoreClient
+
+        return ObstoreClient(bucket, prefix, options, timeout_s=timeout_s)
+    from ckptctl.storage.s3fs_client import S3fsClient
+
+    return S3fsClient(bucket, prefix, options, timeout_s=timeout_s)
+
+
+def _fsspec_client(protocol: str, url: str, options: Mapping[str, object]) -> Client:
+    from importlib.util import find_spec
+
+    if find_spec("fsspec") is None:
+        raise MissingExtra(
+            f"{url}: opening {protocol}:// needs fsspec", next_command="pip install fsspec"
+        )
+    from fsspec.registry import known_implementations
+
+    from ckptctl.storage.fsspec_client import FsspecClient
+
+    try:
+        return FsspecClient(protocol, url, options)
+    except ImportError as exc:
+        package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
+        raise MissingExtra(
+            f"{url}: opening {protocol}:// needs the package {package}",
+            next_command=f"pip install {package}",
+        ) from exc
+    except (ValueError, TypeError) as exc:
+        raise UsageError(f"{url}: {exc}") from exc
+
+
+def _retries(storage: StorageOptions) -> Retries:
+    given = (storage.storage_options or {}).get("retry_for_s")
+    wanted = storage.retry_for_s if given is None else _seconds(given)
+    return Retries(storage.retries, wanted if storage.retry_for_s else 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStores(StorageOptions):
     """Storage options under which each address is opened once, until `close`.
 
     For a caller that uses several functions on the same roots: a resume chooses, inspects,
-    loads and checks again. Closing a lent store leaves it open.
+    loads and checks again. Closing a lent store leaves it open. `dataclasses.replace` gives
+    other retries over the same connections; another timeout takes connections of its own,
+    because a client of an object store has one timeout for all of its requests.
     """
 
-    stores: dict[str, Store] = field(default_factory=dict, repr=False, compare=False)
+    stores: dict[tuple[str, float], Store] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, storage: StorageOptions) -> SharedStores:
@@ -85,10 +172,10 @@ class SharedStores(StorageOptions):
 
     def lend(self, url: str) -> Store:
         """The store of an address, opened on first use."""
-        key = _without_slash(url)
+        key = (_without_slash(url), 0.0 if is_local(url) else self.timeout_s)
         if key not in self.stores:
             self.stores[key] = _opened(url, self)
-        return cast("Store", _Lent(self.stores[key]))
+        return cast("Store", _Lent(self.stores[key].retrying(_retries(self))))
 
     def close(self) -> None:
         """Close all stores that were opened."""

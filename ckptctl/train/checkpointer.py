@@ -127,11 +127,11 @@ class Checkpointer:
             options,
             selection,
             tell,
-            open_store(roots.first, replace(storage, timeout_s=RECORD_TIMEOUT_S, retries=0)),
+            open_store(roots.first, replace(shared, timeout_s=RECORD_TIMEOUT_S, retries=0)),
             stores,
         )
         # An outage of a minute must not end a run that could save afterwards.
-        self._save_store = open_store(roots.first, replace(storage, retry_for_s=SAVE_RETRY_S))
+        self._save_store = open_store(roots.first, replace(shared, retry_for_s=SAVE_RETRY_S))
         self._later = make_group(
             options.patience_s
         )  # for asynchronous saves, whose collectives overlap
@@ -404,7 +404,4 @@ class Checkpointer:
         self._stager.close()
         if self._attempt is not None:
             self._attempt.leave(how)
-        else:
-            self._job.later.close()
         self._shared.close()
-        self._save_store.close()

@@ -108,12 +108,10 @@ class Ledger:
             tried.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Drain, and end the thread, which closes `later`."""
+        """Drain, and end the thread."""
         self.drain(timeout_s)
         if self._thread is not None:
             self._queue.put(None)
-        elif self.later is not None:
-            self.later.close()
 
     def _write_queued(self) -> None:
         store = self.store if self.later is None else self.later
@@ -126,8 +124,6 @@ class Ledger:
             with suppress(CkptctlError, OSError):
                 self._write(store, b"".join(unwritten))
                 unwritten.clear()
-        if self.later is not None:
-            self.later.close()
 
     def _line(self, event: str, fields: Mapping[str, object]) -> bytes:
         row = {"at": utc_now(), "event": event, "attempt": self.attempt, **fields}

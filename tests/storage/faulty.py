@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store, Upload
+from ckptctl.storage.waiting import Retries
 
 VERBS = (
     *("list_dir", "list_tree", "read", "read_spans", "open_file", "kept"),
@@ -126,6 +127,10 @@ class FaultyStore:
         """See `Store.abort_upload`."""
         self._count("abort_upload", upload.path)
         self._store.abort_upload(upload)
+
+    def retrying(self, retries: Retries) -> FaultyStore:
+        """See `Store.retrying`: itself, so that the orders and counts stay with it."""
+        return self
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -14,6 +14,7 @@ from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound
 from ckptctl.model import Checksum
 from ckptctl.storage.contract import Kind, NotSupported, ShortRead, Span, Store, TooLarge
 from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.waiting import Retries
 
 LOCAL = ("local",)
 ON_S3 = tuple(
@@ -176,6 +177,14 @@ def test_a_listing_goes_on_after_the_first_thousand_names(opened: Open):
 def test_a_whole_file_is_read(store: Store):
     assert store.read("latest", limit=7) == b"step_10"
     assert store.read("step_1/__0_0.distcp", limit=1 << 20) == bytes(range(256)) * 40
+
+
+def test_a_store_with_other_retries_is_the_same_store(store: Store):
+    again = store.retrying(Retries(0))
+    assert again.url == store.url
+    assert again.list_tree() == store.list_tree()
+    again.put("new", b"1")
+    assert store.read("new", limit=1) == b"1"
 
 
 def test_a_file_over_the_limit_is_refused(store: Store):

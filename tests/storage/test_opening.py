@@ -6,6 +6,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,14 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.storage import waiting
 from ckptctl.storage.contract import Kind, ShortRead, Span
 from ckptctl.storage.objects import ObjectStore
-from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
+from ckptctl.storage.opening import (
+    SharedStores,
+    base_name,
+    is_local,
+    join_url,
+    open_store,
+    parent_url,
+)
 
 
 @pytest.mark.parametrize(
@@ -327,3 +335,28 @@ def test_an_empty_range_of_an_implementation_is_a_short_read():
     store.put("a", b"1")
     with pytest.raises(ShortRead):
         list(store.read_spans([Span("a", 5, 1)]))
+
+
+def test_shared_stores_retry_each_in_their_own_way_over_the_same_connections(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def fails(*_: object, **__: object) -> None:
+        raise TimeoutError("slow")
+
+    url = f"memory://{uuid.uuid4().hex}"
+    shared = SharedStores(retries=1)
+    stores = [open_store(url, each) for each in (shared, replace(shared, retries=0))]
+    stores[0].put("a", b"1")
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fails)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_S", 0.001)
+    for store, tries in zip(stores, ("after 2 tries", "after 1 try"), strict=True):
+        with pytest.raises(StorageUnavailable, match=tries):
+            store.read("a", limit=1)
+    assert len(shared.stores) == 1
+    # A client has one timeout for all its requests.
+    open_store(url, replace(shared, timeout_s=5.0))
+    assert len(shared.stores) == 2
+    shared.close()
+    assert not shared.stores

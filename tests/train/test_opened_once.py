@@ -97,11 +97,13 @@ def test_a_resume_from_an_older_step_looks_twice_at_the_steps_that_it_abandons(r
     resumed.close()
 
 
-def test_a_checkpointer_opens_its_root_once_for_each_patience(root: Path):
+def test_a_checkpointer_opens_its_root_once_for_resume_records_and_saves(root: Path):
     with counted() as counts:
-        checkpointer(root).close()
-    # For resuming; for records beside the training, with one short try; for saves, with long ones.
-    assert counts.opened == {str(root): 3}
+        resumed = checkpointer(root)
+        resumed.resume("auto")
+        resumed.save(3, tokens=3)
+        resumed.close()
+    assert counts.opened == {str(root): 1}
 
 
 def test_pick_and_verify_decode_each_metadata_once_and_open_the_root_once(root: Path):
