@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptctl.failures.results import Classification, Evidence
     from ckptctl.findings import Finding, Report, Severity, Verdict
     from ckptctl.formats.own.marks import Mark, MarkKind
-    from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
+    from ckptctl.goodput import RecoveryCost, recovery_cost
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
@@ -135,7 +135,7 @@ _HOMES = {
     "ckptctl.preflight_checks.results": "Check Preflight",
     "ckptctl.diagnostics.diagnosing": "doctor",
     "ckptctl.diagnostics.results": "Advice Diagnosis",
-    "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
+    "ckptctl.goodput": "RecoveryCost recovery_cost",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"

@@ -13,7 +13,7 @@ from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.values import parse_duration
 from ckptctl.formatting import duration, size
-from ckptctl.goodput.estimating import RecoveryCost
+from ckptctl.goodput import RecoveryCost
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (

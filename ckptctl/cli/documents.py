@@ -147,7 +147,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
     "supervised": Kind("ckptctl run --json", ("supervisor.results:Supervised",)),
-    "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
+    "cost": Kind("ckptctl cost --json", ("goodput:RecoveryCost",)),
     "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),

@@ -1,1 +1,0 @@
-"""What failures cost, and how often to save."""
