@@ -7,6 +7,7 @@ digests of the files are computed in the same pass. Its counterpart is `Reader`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shlex
@@ -14,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
 from io import BytesIO
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -154,7 +154,9 @@ class Writer(StorageWriter):
                     next_command=f"ckptctl verify {shlex.quote(self._path)}",
                 )
         first = self._rank or 0
-        return [replace(plan, storage_data=first + rank) for rank, plan in enumerate(plans)]
+        return [
+            dataclasses.replace(plan, storage_data=first + rank) for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of this rank, durably; the future is done."""
@@ -180,7 +182,9 @@ class Writer(StorageWriter):
             result.index: result.storage_data for written in results for result in written
         }
         metadata.storage_meta = self.storage_meta()
-        if "version" in {field.name for field in fields(metadata)}:  # torch 2.9 and later
+        if "version" in {
+            field.name for field in dataclasses.fields(metadata)
+        }:  # torch 2.9 and later
             metadata.version = filesystem.CURRENT_DCP_VERSION
         data = pickle.dumps(metadata)
         taken = _Pass(self._algorithm, None)
