@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.errors import NothingToResume
+from ckptctl.errors import NothingToResume, UsageError
 from ckptctl.formats.own.marks import MarkKind, parse_mark, standing
 from ckptctl.runbook import record
 from ckptctl.storage.opening import open_store
@@ -273,10 +273,26 @@ class RejectInFile(Writer):
         said = any(line.endswith(b"}") for line in others)
         if returned and not said:
             yield "the mark is gone"
+        marks = str(disk / "marks.jsonl")
+        if others and not said:
+            # The line may be a rejection of any step: a person decides.
+            try:
+                yield f"a line was cut short, and {picked(disk / 'run', marks=marks)} is taken"
+            except UsageError as error:
+                if "line 2 is not a mark" not in error.message:
+                    yield error.message
+            return
         takes = 6 if said else 8
-        taken = picked(disk / "run", marks=str(disk / "marks.jsonl"))
+        taken = picked(disk / "run", marks=marks)
         if taken != takes:
             yield f"{taken} is taken, and not {takes}"
+
+    def again(self, disk: Path) -> None:
+        """Delete the line that was cut short, as the error says, and reject the step again."""
+        marks = disk / "marks.jsonl"
+        lines = marks.read_bytes().splitlines(keepends=True)
+        marks.write_bytes(b"".join(line for line in lines if line.rstrip().endswith(b"}")))
+        super().again(disk)
 
 
 class Prune(Writer):
