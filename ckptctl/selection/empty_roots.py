@@ -18,7 +18,12 @@ from functools import partial
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
-from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, saved_weights, step_name
+from ckptctl.formats.frameworks.layouts import (
+    FLAT_SUFFIXES,
+    NO_RUN_BELOW,
+    saved_weights,
+    step_name,
+)
 from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
@@ -271,11 +276,16 @@ def check_empty(
         )
     if weights:
         looks = "looks like a checkpoint" if len(weights) == 1 else "look like checkpoints"
-        kind = saved_weights(FileInfo(base_name(f"/{weights[0]}"), 0))
+        name = base_name(f"/{weights[0]}")
+        kind = saved_weights(FileInfo(name, 0))
+        why = (
+            f"but a step in one file has a name that ends in {', '.join(FLAT_SUFFIXES)}; rename it"
+            if _is_step(name)
+            else "but no name in it gives a step number; use --pattern to show where the number is"
+        )
         raise UsageError(
             f"{store.url} is not empty: {_some(weights)} {looks}{f' ({kind})' if kind else ''}, "
-            "but no name in it gives a step number; use --pattern to show where the number is, or "
-            "give the step itself",
+            f"{why}, or give the step itself",
             next_command=f"ckptctl verify {shlex.quote(join_url(store.url, weights[0]))}",
         )
 

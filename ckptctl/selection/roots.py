@@ -132,7 +132,10 @@ def read_listing(
         named = step_name(entry.path, pattern)
         if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
             steps.append(named)
-        elif pattern is None and has_too_large_a_number(entry.path):
+        elif pattern is None and (
+            has_too_large_a_number(entry.path)
+            or (named is not None and _lacks_suffix(entry, named))
+        ):
             unnumbered.append(entry.path)
         elif entry.kind == "dir" and not entry.path.startswith("."):
             folders.append(entry.path)
@@ -150,6 +153,11 @@ def read_listing(
         known=known,
         is_step=is_step,
     )
+
+
+def _lacks_suffix(file: FileInfo, named: StepName) -> bool:
+    """Whether a file is named as a step, as `torch.save(..., "checkpoint_100")` makes one."""
+    return file.kind == "file" and "." not in file.path and not named.bare
 
 
 def _is_of_a_step(name: str) -> bool:

@@ -151,6 +151,13 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         ("release/mp_rank_00/model_optim_rng.pt", "a Megatron checkpoint"),
         ("checkpoint.tar", "a torch.save checkpoint"),
         ("weights.pth", "a torch.save checkpoint"),
+        ("resnet50.pth", "a torch.save checkpoint"),
+        ("snapshot.pt", "a torch.save checkpoint"),
+        ("rank0.pt", "a torch.save checkpoint"),
+        ("weights.bin", "a torch.save checkpoint"),
+        ("model.ckpt-100.index", "a TensorFlow checkpoint"),
+        ("model.weights.h5", "saved weights"),
+        ("params.npz", "saved weights"),
         ("final/default/_CHECKPOINT_METADATA", "an Orbax checkpoint"),
     ],
 )
@@ -163,8 +170,19 @@ def test_saved_weights_are_named_and_the_run_is_not_fresh(root: Path, name: str,
         assert f"{name} looks like a checkpoint ({kind})" in caught.value.message
 
 
+def test_a_file_that_is_named_as_a_step_without_a_suffix_is_no_fresh_run(root: Path) -> None:
+    (root / "checkpoint_100").write_bytes(b"PK")
+    for ask in (ckptctl.pick, ckptctl.scan, ckptctl.preflight):
+        with pytest.raises(UsageError, match="checkpoint_100 looks like a checkpoint, but a step"):
+            ask(str(root))
+
+
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "train.bin", "code/train.py", "wandb/run-1/x.wandb"]
+    "name",
+    [
+        *("config.json", "tokenizer.json", "train.bin", "code/train.py", "wandb/run-1/x.wandb"),
+        *("step_100.log", "features.h5", "tokens.npz", "norm_stats.pt"),
+    ],
 )
 def test_what_is_no_checkpoint_leaves_a_run_fresh(root: Path, name: str) -> None:
     (root / name).parent.mkdir(parents=True, exist_ok=True)

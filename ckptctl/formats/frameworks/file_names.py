@@ -54,6 +54,10 @@ _MEGATRON = rf"(?P<folder>(?:.*?/)??)(?:mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?
 _DEEPSPEED_WEIGHTS = "a DeepSpeed checkpoint"
 _MEGATRON_WEIGHTS = "a Megatron checkpoint"
 _TORCH_WEIGHTS = "a torch.save checkpoint"
+_SAYS_WEIGHTS = (
+    r"(?:.*[-_.])?(?:ckpt|checkpoint|snapshot|last|latest|best|final|model|optimizer|optim|weights"
+    r"|state|state_dict|params|ema|rank)(?:[-_.0-9].*)?"
+)
 
 FILES = (
     FileName(
@@ -198,10 +202,13 @@ FILES = (
         rf"{_IN}(?:pytorch_model|model|consolidated)[^/]*{_FILE}", "model", weights=_TORCH_WEIGHTS
     ),
     FileName(
-        r".+\.ckpt|(?:.*[-_.])?(?:ckpt|checkpoint|last|latest|best|final|model|optimizer|weights"
-        r"|state_dict)(?:[-_.0-9].*)?\.(?:pt|pth|pkl|tar)",
+        rf".+\.ckpt|.+\.pth|{_SAYS_WEIGHTS}\.(?:pt|pkl|tar|bin)",
         weights=_TORCH_WEIGHTS,
     ),
+    FileName(
+        r".*ckpt.*\.index|saved_model\.pb|variables\.index", weights="a TensorFlow checkpoint"
+    ),
+    FileName(rf"{_SAYS_WEIGHTS}\.(?:npz|h5|hdf5|keras|msgpack)", weights="saved weights"),
 )
 
 _ALWAYS = "+"
