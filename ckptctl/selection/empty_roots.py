@@ -37,6 +37,7 @@ from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url,
 MAX_FOLDERS = 2_000
 MAX_FOLDERS_TRIED = 64
 MAX_NAMED = 8
+CHECK_PATH = ": check the path"
 _MAX_DEPTH = 3
 _MAX_NEIGHBOURS = 3
 
@@ -137,7 +138,7 @@ def decide_beginning(
     names = tuple(store.url for store in missing)
     verb = "does" if len(missing) == 1 else "do"
     return Beginning(
-        Answer.FRESH, f"{', '.join(names)} {verb} not exist: check the path{beside}", names
+        Answer.FRESH, f"{', '.join(names)} {verb} not exist{CHECK_PATH}{beside}", names
     )
 
 

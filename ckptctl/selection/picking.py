@@ -17,7 +17,7 @@ from ckptctl.findings import EXIT_NONE_USABLE, Report, Verdict
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
-from ckptctl.selection.empty_roots import Beginning
+from ckptctl.selection.empty_roots import CHECK_PATH, Beginning
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, search
@@ -101,7 +101,8 @@ def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
     stores = [tier.store for tier in tiers if not tier.optional]
     if found.answer is Answer.FRESH:
         begin_run(stores, None)
-        return replace(found, exit_code=0, next_command=None)
+        message = found.message.replace(CHECK_PATH, ": created")
+        return replace(found, exit_code=0, next_command=None, message=message)
     if found.chosen is not None:
         begin_run(stores, found.step)
     return found

@@ -198,7 +198,9 @@ class _Supervisor:
             next_command = f"ckptctl pick {self._roots.words} --allow-fresh --create"
             raise _NotStarted(seen.code, seen.message, next_command)
         if seen.code not in (0, EXIT_FRESH):
-            raise _NotStarted(seen.code, seen.message, scan)
+            # As after an attempt: where steps have disappeared, the storage may come back.
+            emptied = seen.code == EXIT_NONE_USABLE and not seen.holds_steps
+            raise _NotStarted(NO_ANSWER if emptied else seen.code, seen.message, scan)
         self._roots.use(seen)
         return seen
 

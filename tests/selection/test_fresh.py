@@ -209,6 +209,7 @@ def test_a_root_that_does_not_exist_is_0_only_with_create_which_makes_it(tmp_pat
     assert not run.exists()
     made = ckptctl.pick(str(run), allow_fresh=True, create=True)
     assert (made.answer, made.exit_code, made.next_command) == (Answer.FRESH, 0, None)
+    assert made.message == f"{run} does not exist: created"
     assert validated((run / ".ckptctl" / "root.json").read_text())["began_empty"] is True
     assert ckptctl.pick(str(run), allow_fresh=True).exit_code == 0
 
