@@ -22,7 +22,7 @@ from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFoun
 from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
-from ckptctl.storage.contract import Kind, Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.opening import absolute_url, join_url
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
@@ -58,8 +58,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
 
     Raises `UsageError` if a stray token has the highest possible number.
 
-    Cost: a listing, a read and a write, and one more read on an object store; again for
-    each attempt that came first.
+    Cost: a listing, two reads and a write; again for each attempt that came first.
     """
     put_sentinel(store)
     number = _highest(store)
@@ -93,30 +92,33 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
 def check_token(store: Store, token: Token) -> None:
     """Raise `Fenced` if another attempt holds the root.
 
-    Cost: one listing of a small folder, and one small read on an object store.
+    A token that somebody deleted ends no attempt. An attempt that took the root over since
+    then may have a lower number; its name is later.
+
+    Cost: one listing of a small folder, and one small read.
     """
     highest = _highest(store)
     if highest > token.number:
-        other = _attempt_of(store, highest)
-    elif (under := _other_under(store, token)) is not None:
-        other = under
+        other: str | None = _attempt_of(store, highest)
     else:
-        return
-    raise Fenced(
-        f"{store.url}: attempt {other} took the root over from this attempt, {token.attempt}, "
-        "which no longer writes",
-        next_command=f"ckptctl scan {shlex.quote(store.url)}",
-    )
+        other = _other_under(store, token)
+    if other is None and 0 < highest < token.number:
+        below = _read_attempt(store, highest)
+        other = below if below is not None and below > token.attempt else None
+    if other is not None:
+        raise Fenced(
+            f"{store.url}: attempt {other} took the root over from this attempt, "
+            f"{token.attempt}, which no longer writes",
+            next_command=f"ckptctl scan {shlex.quote(store.url)}",
+        )
 
 
 def _other_under(store: Store, token: Token) -> str | None:
-    """The attempt that overwrote the number of `token`; None if none has.
+    """The attempt that has the number of `token` by now; None if no other has.
 
-    Only a file system reliably creates a file exclusively. A token that is gone or damaged
-    names no other attempt.
+    A store may ignore the condition of a write, and a deleted token leaves its number to
+    the next attempt. A token that is gone or damaged names no other attempt.
     """
-    if store.kind is not Kind.OBJECT:
-        return None
     found = _read_attempt(store, token.number)
     return found if found not in (None, token.attempt) else None
 

@@ -10,6 +10,7 @@ import ckptctl
 from ckptctl.errors import Fenced, UsageError
 from ckptctl.selection.fencing import Token, check_token, holder, take_token
 from ckptctl.storage.opening import open_store
+from ckptctl.train.ledger import new_attempt
 
 
 def put(root: Path, name: str) -> None:
@@ -26,6 +27,31 @@ def test_the_attempt_that_takes_the_next_number_holds_the_root(tmp_path: Path) -
         check_token(store, second)
         with pytest.raises(Fenced, match="attempt two took the root over from this attempt, one"):
             check_token(store, first)
+
+
+@pytest.mark.parametrize("n_before", [0, 3])
+def test_a_later_attempt_holds_the_root_although_the_token_of_the_holder_was_deleted(
+    tmp_path: Path, n_before: int
+) -> None:
+    with open_store(str(tmp_path)) as store:
+        for _ in range(n_before):
+            take_token(store, new_attempt)
+        orphan = take_token(store, new_attempt)
+        for token in (tmp_path / ".ckptctl" / "fence").iterdir():
+            token.unlink()
+        check_token(store, orphan)  # nobody has taken the root over
+        later = take_token(store, new_attempt)
+        check_token(store, later)
+        with pytest.raises(Fenced, match=later.attempt):
+            check_token(store, orphan)
+
+
+def test_a_deleted_token_does_not_end_the_attempt_that_holds_the_root(tmp_path: Path) -> None:
+    with open_store(str(tmp_path)) as store:
+        take_token(store, new_attempt)
+        held = take_token(store, new_attempt)
+        (tmp_path / ".ckptctl" / "fence" / "0000000002.json").unlink()
+        check_token(store, held)
 
 
 @pytest.mark.parametrize("number", [41, 999_999_998])

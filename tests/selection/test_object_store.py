@@ -7,13 +7,18 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import clean_environment
+from next_commands import follow
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 
 import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageUnavailable, UsageError, Verdict
+from ckptctl.errors import CkptctlError
+from ckptctl.findings import Report
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 
@@ -24,6 +29,22 @@ def upload(s3: S3Server, folder: Path, prefix: str) -> str:
             key = f"{prefix}/{path.relative_to(folder)}"
             s3.client.put_object(Bucket=s3.bucket, Key=key, Body=path.read_bytes())
     return f"s3://{s3.bucket}/{prefix}"
+
+
+def asked(s3: S3Server, name: str, url: str, **options: Any) -> Any:
+    """The answer or the error of a function of the library, after its next commands were run.
+
+    The storage answers by then; a process finds it as a person's does, in the environment.
+    """
+    try:
+        answer = getattr(ckptctl, name)(url, **{"storage_options": s3.options, **options})
+    except CkptctlError as error:
+        answer = error
+    leads = answer.findings if isinstance(answer, Report) else (answer,)
+    for command in filter(None, (each.next_command for each in leads)):
+        variables = clean_environment(**s3.environment)
+        follow([name, url], answer.exit_code, f"next: {command}", cwd=Path.cwd(), env=variables)
+    return answer
 
 
 @pytest.fixture
@@ -113,8 +134,8 @@ def test_a_listing_that_fails_for_good_is_an_error_and_never_an_empty_root(
 ) -> None:
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("LIST", Fault.UNAVAILABLE, lasts=True)
-    with pytest.raises(StorageUnavailable):
-        ckptctl.pick(run, storage_options=through(proxy, s3), timeout_s=2)
+    error = asked(s3, "pick", run, storage_options=through(proxy, s3), timeout_s=2)
+    assert isinstance(error, StorageUnavailable)
 
 
 def test_metadata_that_cannot_be_read_stops_the_search(
@@ -122,46 +143,65 @@ def test_metadata_that_cannot_be_read_stops_the_search(
 ) -> None:
     proxy = counting_proxy(s3.endpoint)
     proxy.break_request("GET", Fault.UNAVAILABLE, lasts=True)
-    options = through(proxy, s3)
-    stopped = ckptctl.pick(run, storage_options=options, timeout_s=2)
+    about = {"storage_options": through(proxy, s3), "timeout_s": 2}
+    stopped = asked(s3, "pick", run, **about)
     assert (stopped.answer, stopped.exit_code, stopped.chosen) == (Answer.UNKNOWN, 75, None)
-    assert ckptctl.verify(f"{run}/step_500", storage_options=options, timeout_s=2).exit_code == 75
+    assert asked(s3, "verify", f"{run}/step_500", **about).exit_code == 75
 
 
 def test_a_wrong_key_is_denied_access(s3_ceph: S3Server) -> None:
     options = {**s3_ceph.options, "secret": "wrong"}
-    with pytest.raises(AccessDenied) as caught:
-        ckptctl.pick(f"s3://{s3_ceph.bucket}/run", storage_options=options)
-    assert caught.value.exit_code == 77
+    error = asked(s3_ceph, "pick", f"s3://{s3_ceph.bucket}/run", storage_options=options)
+    assert isinstance(error, AccessDenied)
+    assert error.exit_code == 77
 
 
 def test_a_prefix_without_objects_is_a_fresh_run_and_a_missing_bucket_is_none(
     s3: S3Server,
 ) -> None:
-    fresh = ckptctl.pick(f"s3://{s3.bucket}/nothing-here", storage_options=s3.options)
+    fresh = asked(s3, "pick", f"s3://{s3.bucket}/nothing-here")
     assert (fresh.answer, fresh.exit_code) == (Answer.FRESH, 10)
-    with pytest.raises(ckptctl.PathNotFound, match="bucket"):
-        ckptctl.pick("s3://no-such-bucket-anywhere/x", storage_options=s3.options)
+    error = asked(s3, "pick", "s3://no-such-bucket-anywhere/x")
+    assert isinstance(error, ckptctl.PathNotFound)
+    assert "bucket" in error.message
 
 
 def test_a_path_given_too_high_up_is_a_wrong_path(s3: S3Server, run: str) -> None:
-    above = run.rsplit("/", 1)[0]
-    with pytest.raises(UsageError, match="holds no steps itself"):
-        ckptctl.pick(above, storage_options=s3.options)
+    error = asked(s3, "pick", run.rsplit("/", 1)[0])
+    assert isinstance(error, UsageError)
+    assert "holds no steps itself" in error.message
 
 
 def test_a_step_that_does_not_exist_is_a_usage_error(s3: S3Server, run: str) -> None:
-    with pytest.raises(UsageError, match="holds no step 7"):
-        ckptctl.verify(f"{run}@7", storage_options=s3.options)
-    with pytest.raises(ckptctl.PathNotFound):
-        ckptctl.verify(f"{run}/step_7", storage_options=s3.options)
+    for name in ("verify", "seal"):
+        error = asked(s3, name, f"{run}@7")
+        assert isinstance(error, UsageError)
+        assert "holds no step 7" in error.message
+        assert isinstance(asked(s3, name, f"{run}/step_7"), ckptctl.PathNotFound)
 
 
 def test_a_save_in_flight_is_told_by_the_stores_own_times(s3: S3Server, checkpoints: Path) -> None:
     prefix = uuid.uuid4().hex
     root = upload(s3, checkpoints / "run_bare4", prefix)
     s3.client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/step_20/.metadata")
-    report = ckptctl.verify(f"{root}@20", storage_options=s3.options)
+    report = asked(s3, "verify", f"{root}@20")
     assert (report.verdict, report.exit_code) == (Verdict.IN_PROGRESS, 26)
     time.sleep(1.1)
-    assert ckptctl.verify(f"{root}@20", storage_options=s3.options, grace_s=1).exit_code == 20
+    assert asked(s3, "verify", f"{root}@20", grace_s=1).exit_code == 20
+
+
+def test_a_step_that_is_damaged_rejected_or_sealed_leads_on(s3: S3Server, run: str) -> None:
+    key = f"{run.removeprefix(f's3://{s3.bucket}/')}/step_500/__0_0.distcp"
+    whole = s3.client.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
+    s3.client.put_object(Bucket=s3.bucket, Key=key, Body=whole[: len(whole) // 2])
+    for name, exit_code in (("verify", 20), ("seal", 20)):
+        assert asked(s3, name, f"{run}@500").exit_code == exit_code
+    assert asked(s3, "pick", run).step == 400
+    assert asked(s3, "pick", run, max_fallback=0).exit_code == 11
+    ckptctl.mark(f"{run}@400", "rejected", reason="a spike", storage_options=s3.options)
+    assert asked(s3, "verify", f"{run}@400").exit_code == 27
+    assert asked(s3, "verify", f"{run}@300", require_seal=True).exit_code == 22
+    assert asked(s3, "seal", f"{run}@300").exit_code == 0
+    error = asked(s3, "seal", f"{run}@300")
+    assert isinstance(error, UsageError)
+    assert "already sealed" in error.message
