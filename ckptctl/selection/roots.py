@@ -155,9 +155,10 @@ def read_listing(
     )
 
 
-def _lacks_suffix(file: FileInfo, named: StepName) -> bool:
+def _lacks_suffix(file: FileInfo, named: StepName | None) -> bool:
     """Whether a file is named as a step, as `torch.save(..., "checkpoint_100")` makes one."""
-    return file.kind == "file" and "." not in file.path and not named.bare
+    is_named = named is not None and not named.bare
+    return is_named and file.kind == "file" and "." not in file.path
 
 
 def _is_of_a_step(name: str) -> bool:
