@@ -7,7 +7,7 @@ bytes are removed. A launcher writes the rank before each line; `split_prefix` r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckptctl.storage.log_lines import MAX_LINE
 
@@ -46,7 +46,7 @@ class LineSplitter:
         if not cut:
             self._keep(self._rest + data)
             return b""
-        whole = self._clean(self._rest + data[:cut])
+        whole = self._clean(b"".join((self._rest, memoryview(data)[:cut])))
         self._keep(data[cut:])
         return whole
 
@@ -107,42 +107,47 @@ class LineScanner:
         self._number = number
         self._found: dict[bytes, int] = {}
 
-    def next(self, literals: Sequence[bytes]) -> tuple[int, bytes] | None:
-        """The next line with one of the literals, and its number; any line without literals."""
-        whole = self._whole
-        while self._at < len(whole):
-            start = self._nearest(literals) if literals else self._at
-            if start is None:
-                return None
-            if start > self._at:
-                begin = whole.rfind(b"\n", self._at, start) + 1 or self._at
-                self._number += whole.count(b"\n", self._at, begin)
-                if self._has_bars:
-                    self._number -= whole.count(_BAR + b"\n", self._at, begin)
-                self._at = begin
-            end = whole.find(b"\n", self._at)
-            end = len(whole) if end < 0 else end
-            line = whole[self._at : end]
-            self._at = end + 1
+    def scan(self, literals: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Each line with one of the literals, and its number; every line without literals.
+
+        A later call continues behind the line that was yielded last.
+        """
+        whole, at, has_bars = self._whole, self._at, self._has_bars
+        only = literals[0] if len(literals) == 1 else None
+        while at < len(whole):
+            if only is not None:
+                start = whole.find(only, at)
+            else:
+                start = self._nearest(literals, at) if literals else at
+            if start < 0:
+                return
+            if start > at:
+                begin = whole.rfind(b"\n", at, start) + 1 or at
+                self._number += whole.count(b"\n", at, begin)
+                if has_bars:
+                    self._number -= whole.count(_BAR + b"\n", at, begin)
+                at = begin
+            end = whole.find(b"\n", at)
+            line = whole[at : end if end >= 0 else len(whole)]
+            self._at = at = at + len(line) + 1
             number = self._number + 1
-            if line.endswith(_BAR):
+            if has_bars and line.endswith(_BAR):
                 line = line[:-1]
             else:
                 self._number = number
             if line and len(line) <= MAX_LINE:
-                return number, line
-        return None
+                yield number, line
 
-    def _nearest(self, literals: Sequence[bytes]) -> int | None:
-        nearest = None
+    def _nearest(self, literals: Sequence[bytes], begin: int) -> int:
+        """Where the first of the literals is; -1 where there is none."""
+        nearest = len(self._whole)
         for literal in literals:
             at = self._found.get(literal, -1)
-            if at < self._at:
-                at = self._whole.find(literal, self._at)
+            if at < begin:
+                at = self._whole.find(literal, begin)
                 at = self._found[literal] = len(self._whole) if at < 0 else at
-            if at < len(self._whole) and (nearest is None or at < nearest):
-                nearest = at
-        return nearest
+            nearest = min(nearest, at)
+        return nearest if nearest < len(self._whole) else -1
 
 
 def _bars_apart(whole: bytes, prefix: bytes | None) -> bytes:

@@ -227,14 +227,14 @@ def read_logs(
         raise UsageError("no log was named")
     log_format = log_format or LogFormat()
     readers: list[LogReader] = []
-    n_losses = 0
+    has_loss = False
     for path in _in_order(expanded(paths, storage), storage, log_format):
         reader = LogReader(path, log_format)
         readers.append(reader)
         for item in _read(reader, storage, on_damage):
-            n_losses += isinstance(item, Row) and item.has_loss
+            has_loss = has_loss or (isinstance(item, Row) and item.has_loss)
             yield item
-    if not n_losses:
+    if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
 

@@ -30,7 +30,8 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
 
 STDIN = "-"
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 128 << 10  # stays in the processor's cache while it is searched
+_REMOTE_PIECE_BYTES = 1 << 20
 
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _MAX_WINDOW = 128 << 20
@@ -61,7 +62,7 @@ _LINES_PER_PIECE = 4_000
 
 
 def read_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
-    """Yield the bytes of a log, decompressed, in pieces of about 1 MiB.
+    """Yield the bytes of a log, decompressed, in pieces of at most 1 MiB.
 
     Raises `LogUnreadable` where compressed data is damaged. Compressed data that only ends
     too early, as in a log that is still written, is yielded as far as it goes.
@@ -159,8 +160,8 @@ def _remote_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
             raise PathNotFound(f"{path}: the object does not exist")
         size = sizes[name] or 0
         with store.open_file(name) as file:
-            for at in range(0, size, PIECE_BYTES):
-                piece = bytearray(min(PIECE_BYTES, size - at))
+            for at in range(0, size, _REMOTE_PIECE_BYTES):
+                piece = bytearray(min(_REMOTE_PIECE_BYTES, size - at))
                 file.read_into(at, memoryview(piece))
                 yield bytes(piece)
 

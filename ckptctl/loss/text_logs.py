@@ -142,6 +142,7 @@ class TextLog:
         self._name = name
         self._keys = keys
         self._splitter = LineSplitter()
+        self._markers = markers.HintFinder()
         self._ranks = RankDeduplicator()
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
@@ -187,42 +188,44 @@ class TextLog:
     def _whole(self, whole: bytes) -> Iterator[Row | Marker]:
         if not whole:
             return
-        marks = markers.hints_in(whole)
+        marks = self._markers.find(whole)
         scanner = self._splitter.lines(whole)
-        chosen, hints = self._chosen, self._hints_in(whole)
         while True:
-            if self._chosen is not chosen:
-                # The format was found in the middle of these lines.
-                chosen, hints = self._chosen, self._hints_in(whole)
-            every = chosen is None or bool(self._incomplete) or b"" in hints
-            if not (every or hints or marks):
+            literals = self._literals(whole, marks)
+            if literals is None:
                 return
-            found = scanner.next(() if every else (*hints, *marks))
-            if found is None:
-                return
-            number, line = found
-            if self._shapes is not None and not self._incomplete:
-                known = self._shapes.read(line, number)
+            chosen, is_open = self._chosen, bool(self._incomplete)
+            shapes = None if is_open else self._shapes
+            for number, line in scanner.scan(literals):
+                known = None if shapes is None else shapes.read(line, number)
                 if known is not None:
-                    for taken in self._ranks.row(*known):
-                        yield self._averaged(taken)
+                    for row in self._ranks.row(*known):
+                        yield self._averaged(row)
                     continue
-            text = line.decode("utf-8", "replace")
-            if marks and any(mark in line for mark in marks):
-                yield from self._marker_or_rows(text, number)
+                text = line.decode("utf-8", "replace")
+                if marks and any(mark in line for mark in marks):
+                    yield from self._marker_or_rows(text, number)
+                else:
+                    yield from self._rows(text, number)
+                    if self._shapes is not None and not self._incomplete:
+                        self._learn(line, text)
+                if self._chosen is not chosen or bool(self._incomplete) is not is_open:
+                    break  # other literals are searched from here on
             else:
-                yield from self._rows(text, number)
-                if self._shapes is not None and not self._incomplete:
-                    self._learn(line, text)
+                return
+
+    def _literals(self, whole: bytes, marks: Sequence[bytes]) -> Sequence[bytes] | None:
+        """What the lines to read contain; nothing for every line, None for no line."""
+        hints = [hint for hint in self._hints if hint in whole]
+        if self._chosen is None or self._incomplete or b"" in hints:
+            return ()
+        return (*hints, *marks) or None
 
     def _learn(self, line: bytes, text: str) -> None:
         rank, rest = split_prefix(text)
         reader = None if self._chosen is None else self._readers.get((self._chosen.name, rank))
         if self._shapes is not None and isinstance(reader, LineReader):
             self._shapes.learn(line, rank, len(text) - len(rest), reader)
-
-    def _hints_in(self, whole: bytes) -> list[bytes]:
-        return [hint for hint in self._hints if hint in whole]
 
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         rank, rest = split_prefix(text)

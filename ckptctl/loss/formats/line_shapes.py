@@ -51,22 +51,27 @@ class LineShapes:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._shapes: dict[tuple[bytes, bytes], _Shape] = {}
-        self._prefix_ends: dict[bytes, int] = {}
+        # For each line without its digits: where its prefix ends, and the shape for each prefix.
+        self._shapes: dict[bytes, tuple[int, dict[bytes, _Shape]]] = {}
+        self._n_shapes = 0
 
     def read(self, line: bytes, number: int) -> tuple[int | None, Row] | None:
         """The rank and the row of a line; None where its format has to parse it."""
-        mask = line.translate(_MASK)
-        end = self._prefix_ends.get(mask)
-        if end is None:
+        found = self._shapes.get(line.translate(_MASK))
+        if found is None:
             return None
-        shape = self._shapes.get((mask, line[:end]))
+        end, shapes = found
+        shape = shapes.get(line[:end])
         if shape is None:
             return None
         for part, texts in shape.fixed:
             if line[part] not in texts:
                 return None
-        at = None if shape.clock is None else _clock(line, shape.clock)
+        at = None
+        if shape.clock is not None:
+            before, seconds, after = shape.clock
+            minute = _minute(line[before], line[after])
+            at = None if minute is None else minute + int(line[seconds])
         position = LogPosition(self._name, number)
         parse = partial(_parse, shape.reader.snapshot(), line, end, position)
         return shape.rank, unparsed(int(line[shape.step]), position, at, parse)
@@ -88,14 +93,14 @@ class LineShapes:
             if parts is None:
                 return
             fixed += [slice(begin + first, begin + last) for first, last in parts]
-        if len(self._shapes) >= _MAX_SHAPES:
+        if self._n_shapes >= _MAX_SHAPES:
             self._shapes.clear()
-            self._prefix_ends.clear()
-        mask = line.translate(_MASK)
-        before = self._shapes.get((mask, line[:end]))
+            self._n_shapes = 0
+        _, shapes = self._shapes.setdefault(line.translate(_MASK), (end, {}))
+        before = shapes.get(line[:end])
+        self._n_shapes += before is None
         kept = {} if before is None else {part.start: texts for part, texts in before.fixed}
-        self._prefix_ends[mask] = end
-        self._shapes[mask, line[:end]] = _Shape(
+        shapes[line[:end]] = _Shape(
             rank,
             reader,
             slice(*(end + at for at in spans["step"])),
@@ -140,12 +145,6 @@ def _clock_parts(text: str, end: int) -> tuple[slice, slice, slice] | None:
         slice(end + second, end + after),
         slice(end + after, end + stop),
     )
-
-
-def _clock(line: bytes, parts: tuple[slice, slice, slice]) -> float | None:
-    before, seconds, after = parts
-    minute = _minute(line[before], line[after])
-    return None if minute is None else minute + int(line[seconds])
 
 
 @lru_cache(maxsize=64)

@@ -91,16 +91,49 @@ HINTS: Sequence[bytes] = (
 
 # Each literal contains one of these.
 _ROOTS = (
-    *(b"checkpoint", b"raining", b"fresh start", b"from scratch", b"estored all states"),
-    *(b"esumed", b"esuming", b"NEW RUN", b"accumulate_grad_batches"),
+    *(b"checkpoint", b"raining starts", b"ing training", b"fresh start", b"from scratch"),
+    *(b"estored all states", b"esumed ", b"esuming ", b"NEW RUN", b"accumulate_grad_batches"),
 )
-# A search for every literal takes longer than all else that is done with a log. With few kinds
-# of characters kept, a log is a fifth as long, and most roots are not in what is left.
-_DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpfmngsdNWR")
+# With few kinds of characters kept, a line has a tenth of its length, and lines that differ
+# only in numbers are equal.
+_DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpemngsudNW\n")
 _LITERALS = tuple(
     (root.translate(None, _DROPPED), root, tuple(hint for hint in HINTS if root in hint))
     for root in _ROOTS
 )
+_MAX_OUTLINES = 4_000
+_MAX_OUTLINE_BYTES = 1_000
+
+
+class HintFinder:
+    """Finds the literals of `HINTS` in the blocks of a log.
+
+    A search of a block for every literal takes longer than all else that is done with a
+    log. The search is limited to lines whose outline (what is left of a line without most
+    characters) is new: a log consists of few kinds of lines.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def find(self, block: bytes) -> list[bytes]:
+        """The literals that the lines of a block contain."""
+        new = set(block.translate(None, _DROPPED).split(b"\n")).difference(self._seen)
+        if not new:
+            return []
+        outlines = b"\n".join(new)
+        suspected = [each for each in _LITERALS if each[0] in outlines]
+        if len(self._seen) > _MAX_OUTLINES:
+            self._seen.clear()
+        self._seen.update(
+            outline
+            for outline in new
+            if len(outline) <= _MAX_OUTLINE_BYTES
+            and not any(kept in outline for kept, _, _ in suspected)
+        )
+        return [
+            hint for _, root, hints in suspected if root in block for hint in hints if hint in block
+        ]
 
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
@@ -110,18 +143,6 @@ def accumulated_in(text: str) -> int | None:
     """How many batches make one step of Lightning, where a line shows its setting."""
     match = _ACCUMULATED.search(text)
     return max(1, int(match[1])) if match else None
-
-
-def hints_in(block: bytes) -> list[bytes]:
-    """The literals of `HINTS` that the lines of a block contain."""
-    kept = block.translate(None, _DROPPED)
-    return [
-        hint
-        for kept_of_root, root, hints in _LITERALS
-        if kept_of_root in kept and root in block
-        for hint in hints
-        if hint in block
-    ]
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
