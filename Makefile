@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz campaign clean
+.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist campaign clean
 FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
 	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 
@@ -69,6 +69,10 @@ fuzz: $(READY) ## Fuzz everything that reads the bytes of a checkpoint, a minute
 
 golden: $(READY) ## Record again what the commands answer for every sound, damaged and odd root
 	@$(BIN)/python tests/golden/table.py
+
+dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
+	@$(BIN)/python -m pip install -qq -c constraints.txt --group dist
+	@$(BIN)/python tools/dist.py
 
 campaign: $(READY) ## Damage checkpoints in thirty thousand ways, and count what is missed (half an hour)
 	@$(BIN)/python -m pytest -q tests/fixtures

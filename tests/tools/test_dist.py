@@ -1,0 +1,129 @@
+"""What `make dist` builds works where nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+def built(folder: Path) -> Path:
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "-qq")
+    subprocess.run([*pip, "pip>=25.1"], check=True)
+    subprocess.run([*pip, "--group", "dist"], cwd=REPOSITORY, check=True)
+    subprocess.run([python, REPOSITORY / "tools" / "dist.py", folder / "dist"], check=True)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("built"))
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version on the path, or of pyenv."""
+    found = shutil.which(f"python{version}")
+    if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
+        return found
+    for path in sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")):
+        return str(path)
+    pytest.skip(f"no Python {version} on this machine")
+
+
+def start(pyz: Path, *words: str, python: str = sys.executable, **variables: str):
+    """Run the archive without the environment and the installed packages of this process."""
+    return subprocess.run(
+        [python, "-I", "-S", pyz, *words], env=variables, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_every_python_scans_with_the_archive_alone(dist, checkpoints, tmp_path, version):
+    python = interpreter(version)
+    answers = [
+        start(
+            dist / "ckptctl.pyz", "scan", checkpoints / "fsdp_2", python=python, HOME=str(tmp_path)
+        )
+        for _ in range(2)
+    ]
+    assert [each.returncode for each in answers] == [0, 0], answers[0].stderr
+    assert re.search("resume from step [0-9]+: complete", answers[0].stdout)
+    assert answers[0].stdout == answers[1].stdout
+    (extracted,) = (tmp_path / ".cache" / "ckptctl" / "pyz").iterdir()
+    assert re.fullmatch("[0-9a-f]{16}", extracted.name)
+
+
+def test_a_home_that_cannot_be_written_does_not_matter(dist, tmp_path):
+    done = start(dist / "ckptctl.pyz", "--version", HOME="/proc", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"ckptctl-pyz-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder_is_the_one_that_was_named(dist, tmp_path):
+    named = tmp_path / "named"
+    done = start(dist / "ckptctl.pyz", "--version", CKPTCTL_PYZ_DIR=str(named), HOME="/proc")
+    assert done.returncode == 0, done.stderr
+    assert len(list(named.iterdir())) == 1
+
+
+def test_a_folder_that_others_can_write_is_refused(dist, tmp_path):
+    named = tmp_path / "open"
+    named.mkdir()
+    named.chmod(0o777)
+    done = start(dist / "ckptctl.pyz", "--version", CKPTCTL_PYZ_DIR=str(named))
+    assert done.returncode == 73
+    assert "belongs to another user or is writable by others" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("next: CKPTCTL_PYZ_DIR=")
+    assert list(named.iterdir()) == []
+
+
+def test_a_python_without_native_modules_in_the_archive_is_told_which_there_are(dist, tmp_path):
+    other = tmp_path / "other.pyz"
+    with zipfile.ZipFile(dist / "ckptctl.pyz") as archive:
+        start_text = archive.read("__main__.py").decode()
+    suffixes = re.search("SUFFIXES = [(](.*),[)]", start_text)
+    assert suffixes is not None
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("__main__.py", start_text.replace(suffixes[1], '".cpython-39-x.so"'))
+    done = start(other, "--version")
+    assert done.returncode == 2
+    assert "none of those that ckptctl.pyz was built for: cpython-39-x" in done.stderr
+
+
+def test_the_wheel_works_in_an_empty_environment_without_an_index(dist, tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    wheels = tmp_path / "wheels"
+    (wheel,) = dist.glob("*.whl")
+    pip = (environment / "bin" / "python", "-m", "pip", "-qq")
+    subprocess.run([*pip, "download", "--dest", wheels, wheel], check=True)
+    offline = ("install", "--no-index", "--find-links", wheels, wheel)
+    subprocess.run([*pip, *offline], check=True)
+    done = subprocess.run(
+        [environment / "bin" / "ckptctl", "explain", "20"], env={}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "incomplete" in done.stdout
+
+
+def test_the_checksums_are_those_of_the_files(dist):
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=dist, check=True)
+
+
+def test_the_same_source_gives_the_same_bytes(dist, tmp_path):
+    again = built(tmp_path)
+    assert (again / "SHA256SUMS").read_text() == (dist / "SHA256SUMS").read_text()
