@@ -139,7 +139,8 @@ def _held_by(content: object, by_name: Kind | None) -> Mapping[str, int | None]:
         if name not in STATE_KINDS or _is_empty(value) or (name == "tokens" and value == 0):
             continue  # a count of 0 tokens was never switched on
         held.setdefault(name, None)
-        if name in ("step", "tokens") and type(value) is int:
+        # Beside its RNG states accelerate counts the batches of the epoch, not training steps.
+        if name in ("step", "tokens") and type(value) is int and names != ("rng",):
             held[name] = max(value, held[name] or 0)
     return held
 

@@ -178,6 +178,21 @@ def launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     return LaunchedRank(rank, size, (host, port))
 
 
+def launched_size(environment: Mapping[str, str]) -> int:
+    """How many processes a launcher started, this one among them; 1 if it is the only one.
+
+    Lightning's own launcher gives the processes that it starts no `RANK`.
+    """
+    launched = launched_rank(environment)
+    if launched is not None:
+        return launched.size
+    read = _Variables(environment)
+    of_lightning = read.number("LOCAL_RANK") is not None and read.number("RANK") is None
+    if not of_lightning or _is_set_in_parent("LOCAL_RANK"):
+        return 1
+    return read.number("WORLD_SIZE") or 1
+
+
 def _is_set_in_parent(name: str) -> bool:
     """Whether the process that started this one was itself started with a variable."""
     try:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptctl.data_classes import dataclass
-from ckptctl.distributed.launcher import LaunchedRank, launched_rank
+from ckptctl.distributed.launcher import LaunchedRank, launched_size
 from ckptctl.errors import CkptctlError, MissingExtra, RanksLost, UsageError
 from ckptctl.options import JOB_TIMEOUT_S
 
@@ -298,10 +298,10 @@ def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> P
     else:
         initialized = dist.is_available() and dist.is_initialized()
     if not initialized:
-        launched = launched_rank(os.environ)
-        if launched is not None:
+        n_launched = launched_size(os.environ)
+        if n_launched > 1:
             raise UsageError(
-                f"{launched.size} processes were launched, but no process group is initialized: "
+                f"{n_launched} processes were launched, but no process group is initialized: "
                 "call torch.distributed.init_process_group() before ckptctl.train"
             )
         return ProcessGroup()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import NothingToResume
 from ckptctl.findings import Finding, Report
-from ckptctl.formats.frameworks.layouts import counts_training_steps
+from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.model import ExitCode, Level, TrainState, WorldSize
 
 if TYPE_CHECKING:
@@ -204,14 +204,8 @@ class Contents:
 
     @property
     def train_step(self) -> int | None:
-        """The training step of the train state, which may differ from the number in the name.
-
-        The number is used if the train state has none and the layout counts training steps;
-        None if only a count of saves or epochs is known.
-        """
-        if self.state.step.value is not None:
-            return self.state.step.value
-        return self.number if counts_training_steps(self.layout) else None
+        """The training step of the train state; see `train_step_of`."""
+        return train_step_of(self.layout, self.number, self.state.step.value)
 
 
 @dataclass(frozen=True, slots=True)

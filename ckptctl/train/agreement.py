@@ -12,7 +12,7 @@ import hashlib
 import os
 import shlex
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +28,12 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report, Severity, Verdict
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
+from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    StepName,
+    compile_pattern,
+    train_step_of,
+)
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.part_files import MAX_METADATA_BYTES
@@ -49,6 +54,7 @@ from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root, older_steps
 from ckptctl.selection.tiers import Roots, open_tiers, roots_in
 from ckptctl.selection.verifying import content_asked, open_target
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
 if TYPE_CHECKING:
@@ -68,7 +74,11 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The step to load, None for a fresh run; `digests` are the SHA-256 of its metadata files."""
+    """The step to load, None for a fresh run.
+
+    `digests` identify its save: of its metadata files, or of its rank files. `train_step` is
+    the step of its train state, None if only a count of saves or epochs is known.
+    """
 
     step: int | None
     path: str | None
@@ -77,6 +87,7 @@ class Decision:
     rejected: tuple[Rejected, ...] = ()
     level: str | None = None
     written_s: float | None = None
+    train_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +248,7 @@ def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) 
         rejected,
         report.level.value,
         report.written_s,
+        train_step_of(report.layout, report.number, report.state.step.value),
     )
 
 
@@ -293,17 +305,26 @@ def _see(
 
 
 def _differs(path: str, digests: tuple[tuple[str, str], ...], selection: Selection) -> str | None:
-    name = base_name(path)
     try:
         with open_store(parent_url(path), selection.storage) as store:
+            now = _digests_now(store, base_name(path), [file for file, _ in digests])
             for file, digest in digests:
-                data = store.read(f"{name}/{file}", limit=MAX_METADATA_BYTES)
-                found = hashlib.sha256(data).hexdigest()
+                found = now.get(file)
+                if found is None:
+                    return f"{file} is missing"
                 if found != digest:
                     return f"{file} has digest {found[:12]}…, but rank 0 read {digest[:12]}…"
     except StorageError as error:
         return error.message
     return None
+
+
+def _digests_now(store: Store, name: str, files: Sequence[str]) -> Mapping[str, str]:
+    """The digests of a step as the storage has it now; of metadata without a listing."""
+    if not all(base_name(file).endswith(METADATA) for file in files):
+        return OpenStep(store, name).digests
+    read = partial(store.read, limit=MAX_METADATA_BYTES)
+    return {file: hashlib.sha256(read(f"{name}/{file}")).hexdigest() for file in files}
 
 
 def prove_content(
@@ -383,7 +404,9 @@ def resolve(
     With several roots the step is that of `pick ROOT...`; `optional_roots` may be absent.
     `resume_from` is `auto` (the newest usable step under `root`), `none`, a step number, or
     the path of a step, which must be usable. Every rank of the job calls this; without a
-    process group the answer is that of one process. Nothing is written.
+    process group the answer is that of one process. Nothing is written. Rank 0 prints one
+    line on standard error: the step, and why newer ones were passed over. In a log `ckptctl
+    loss` reads it as the boundary between two attempts.
 
     Raises `NothingToResume` if steps exist but none is usable (`exit_code` 11) or one could
     not be inspected (75), `StorageError` if the root could not be inspected or a rank sees
@@ -400,7 +423,7 @@ def resolve(
     shared = SharedStores.of(storage)
     selection = Selection(roots_in(root, optional_roots), policy, requirements, shared, settle_s)
 
-    failed: list[int] = []
+    failed: dict[int, str] = {}
     while True:
         inspected: OpenStep | None = None  # on rank 0, the step with what was read of it
 
@@ -411,11 +434,42 @@ def resolve(
 
         decision = group.from_first(decide_here)
         if decision.path is None or decision.step is None:
+            _report(decision, failed, group, selection)
             return None
         prove_seen(decision, group, selection)
         opened = opened_here(decision, selection, inspected)
-        if prove_content(decision, group, selection, opened) is None:
+        error = prove_content(decision, group, selection, opened)
+        if error is None:
+            _report(decision, failed, group, selection)
             return decision.path
-        failed.append(decision.step)
+        failed[decision.step] = error.message
         if len(failed) > policy.max_fallback:
             raise too_many(failed, selection.roots)
+
+
+def _report(
+    decision: Decision, failed: Mapping[int, str], group: ProcessGroup, selection: Selection
+) -> None:
+    """Print the decision in one line, on rank 0 only; `loss/formats/markers.py` reads it."""
+    from ckptctl.train.ledger import to_stderr  # it imports this module
+
+    if group.is_first:
+        to_stderr("; ".join(_report_parts(decision, failed, selection)))
+
+
+def _report_parts(
+    decision: Decision, failed: Mapping[int, str], selection: Selection
+) -> Iterator[str]:
+    if decision.path is None:
+        yield f"no step to resume from in {selection.roots.words}: this is a fresh start"
+    else:
+        # Of a folder that is named by a count of saves, only the path is printed: `loss` would
+        # take the number for a step.
+        step = "" if decision.train_step is None else f" step {decision.train_step}"
+        back = ", falling back" if decision.fell_back else ""
+        yield f"resuming from{step}{back}: {decision.path}"
+    reasons = {**failed} | {
+        one.step: one.reason for one in decision.rejected if one.step is not None
+    }
+    for number in sorted(reasons, reverse=True):
+        yield f"not from step {number}: {reasons[number]}"

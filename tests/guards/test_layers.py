@@ -36,6 +36,7 @@ LAYERS = {
     "diagnostics": 8,
     "supervisor": 8,
     "train": 8,
+    "integrations": 9,
     "runbook": 9,
     "cli": 11,
     "__main__": 11,

@@ -59,6 +59,15 @@ def counts_training_steps(layout: str) -> bool:
     return layout not in tables.COUNTS_OF_OTHER_THINGS
 
 
+def train_step_of(layout: str, number: int | None, saved: int | None) -> int | None:
+    """The training step of a save, which may differ from the number in its name.
+
+    `saved` is the step of its train state. Without one `number` is used if the layout counts
+    training steps; None if only a count of saves or epochs is known.
+    """
+    return saved if saved is not None or not counts_training_steps(layout) else number
+
+
 def name_of_attempt(name: str, attempt: int) -> str:
     """The name of a step where every attempt writes under names of its own."""
     return f"{name}.attempt-{attempt}"

@@ -1,0 +1,171 @@
+"""Record a run from the hooks of a framework: log its losses, seal its saves, check a resume.
+
+Each adapter of this package owns one `Recorder` and calls it from every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from threading import Thread
+from typing import TextIO
+
+from ckptctl.data_classes import dataclass
+from ckptctl.distributed.process_group import make_group
+from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.loss.checking import LossReport, check_loss
+from ckptctl.loss.verdict import LossVerdict
+from ckptctl.options import JOB_TIMEOUT_S
+from ckptctl.selection.sealing import seal
+from ckptctl.storage.opening import join_url, open_store
+from ckptctl.storage.waiting import start_daemon
+from ckptctl.train.ledger import new_attempt, put_report, to_stderr, utc_now
+
+LOG = "train.jsonl"
+"""The log in the root, where the caller names no other."""
+
+
+class LossDiscontinuous(CkptctlError):
+    """The loss is not continuous across the resume: the training must not go on."""
+
+    exit_code = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions:
+    """What is recorded and sealed, and what happens after a resume.
+
+    `log` is the file of the losses, by default `train.jsonl` in the root. With `seal` each
+    save is sealed. The loss is checked once `verdict_after` rows were logged after a resume;
+    with `stop` a discontinuous loss ends the training with `LossDiscontinuous` (30) on every
+    rank. `patience_s` is how long a rank waits for the slowest one.
+    """
+
+    log: str | None = None
+    seal: bool = True
+    verdict_after: int = 20
+    stop: bool = False
+    patience_s: float = JOB_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if self.verdict_after < 1:
+            raise UsageError(f"verdict_after is {self.verdict_after}; it must be 1 or more")
+
+
+class Recorder:
+    """The log, the seals and the verdict of one attempt.
+
+    Every rank creates one after the process group is initialized, and calls its methods at
+    the same points; rank 0 writes. `root` is the folder of the steps. `resumed_from` is the
+    training step of the checkpoint, None or 0 for a fresh run. A log or a seal that cannot
+    be written is reported and does not end the training.
+    """
+
+    def __init__(self, root: str, options: RecordOptions, resumed_from: int | None) -> None:
+        self._root = root
+        self._options = options
+        self._resumed_from = resumed_from or None
+        self._log_path = options.log or join_url(root, LOG)
+        self._attempt = new_attempt()
+        self._group = make_group(options.patience_s)
+        self._n_rows = 0
+        self._file: TextIO | None = None
+        self._sealing: Thread | None = None
+        if self._group.is_first:
+            self._try("the attempt was not recorded", self._record_attempt)
+
+    def log(self, step: int, loss: float, **values: float | None) -> None:
+        """Write the loss of `step` in full precision; raises `LossDiscontinuous`, see `stop`."""
+        if self._file is not None:
+            row = {"time": utc_now(), "attempt": self._attempt, "step": step, "loss": loss}
+            row |= {name: value for name, value in values.items() if value is not None}
+            # JSON has no NaN; `loss` reads the word.
+            finite = {
+                name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            self._try("the loss was not logged", lambda: self._write(finite))
+        self._n_rows += 1
+        if self._resumed_from is not None and self._n_rows == self._options.verdict_after:
+            self._check()
+
+    def wait(self) -> None:
+        """Wait for the seal of the last save; before each save, which may remove older steps."""
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
+
+    def saved(self, path: str) -> None:
+        """Seal the step at `path` in a thread of rank 0, once every rank has written its files."""
+        self._group.gather(None)
+        if self._group.is_first and self._options.seal:
+            self.wait()
+            self._sealing = start_daemon("ckptctl-seal", self._seal, path)
+
+    def close(self) -> None:
+        """Wait for the seal of the last save, and close the log."""
+        self.wait()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _record_attempt(self) -> None:
+        os.makedirs(os.path.dirname(self._log_path) or ".", exist_ok=True)
+        self._file = open(self._log_path, "a", encoding="utf-8")  # noqa: SIM115 - until `close`
+        step = self._resumed_from
+        # `loss` reads the words as the boundary between two attempts in this file.
+        words = "this is a fresh start" if step is None else f"resuming from step {step}"
+        self._write({"time": utc_now(), "attempt": self._attempt, "message": words})
+        report = {
+            "schema": "ckptctl.resume/1",
+            "attempt": self._attempt,
+            "at": utc_now(),
+            "root": self._root,
+            "step": step,
+            "world_size": self._group.size,
+        }
+        with open_store(self._root) as store:
+            put_report(store, self._attempt, report)
+
+    def _write(self, row: dict[str, object]) -> None:
+        assert self._file is not None  # noqa: S101 - asked for where there is one
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def _seal(self, path: str) -> None:
+        # Every rank has returned from its save: what nothing in the step can prove, such as
+        # safetensors, is sealed as it was written.
+        def put() -> None:
+            sealed = seal(path, replace=True, accept_unverifiable=True)
+            if sealed.path is None:
+                to_stderr(f"warning: {path} was not sealed: {sealed.message}")
+
+        self._try(f"{path} was not sealed", put)
+
+    def _check(self) -> None:
+        """Print the verdict about the resume, on rank 0; every rank learns it."""
+
+        def verdict() -> LossReport | None:
+            found: list[LossReport] = []
+            self._try("the loss was not checked", lambda: found.append(self._checked()))
+            return found[0] if found else None
+
+        report = self._group.from_first(verdict)
+        if report is None or report.verdict is not LossVerdict.DISCONTINUOUS:
+            return
+        if self._options.stop:
+            raise LossDiscontinuous(report.message, next_command=report.next_command)
+
+    def _checked(self) -> LossReport:
+        report = check_loss(self._log_path, resume_step=self._resumed_from)
+        to_stderr(f"loss after the resume from step {self._resumed_from}: {report.message}")
+        return report
+
+    def _try(self, failed: str, act: Callable[[], None]) -> None:
+        """Call `act`; what fails for the storage is reported, and the training goes on."""
+        try:
+            act()
+        except (CkptctlError, OSError) as error:
+            to_stderr(f"warning: {failed}: {error}")

@@ -1,0 +1,31 @@
+"""What the tests of the integrations share."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from live_frameworks import JOBS, Run, interpreter, job_environment, version_of
+
+
+@pytest.fixture(scope="session")
+def run_job() -> Run:
+    """A function that runs the job of a framework; by default on two ranks of torchrun."""
+
+    def run(
+        framework: str, root: Path, *options: object, launcher: Sequence[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        version_of(framework)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        start = torchrun if launcher is None else launcher
+        job = JOBS / f"{framework}_job.py"
+        return subprocess.run(
+            [interpreter(), *start, str(job), str(root), *map(str, options)],
+            env=job_environment(),
+            capture_output=True,
+            text=True,
+        )
+
+    return run

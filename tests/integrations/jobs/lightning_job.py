@@ -1,0 +1,81 @@
+"""A small training of Lightning with DDP; run by torchrun, or by Lightning's own launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import lightning
+import torch
+from job_options import job_options
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+
+from ckptctl import CkptctlError
+from ckptctl.integrations.lightning import CkptctlCallback, RecordOptions, resolve
+
+options = job_options()
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+        )
+
+    def training_step(self, batch, _):
+        loss = (self.network(batch) - batch[:, :4].sin()).pow(2).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Damaged(Callback):
+    """Other weights than those of the checkpoint."""
+
+    def on_train_start(self, trainer, module):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(3)
+
+
+class Killed(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if options.kill_at and trainer.global_step == options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+lightning.seed_everything(3, verbose=False)
+# An epoch is as long as the interval of the saves: in the middle of one Lightning does not go
+# back to the place in the data.
+data = torch.randn(8 * options.epoch, 16, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    strategy="ddp",
+    devices=2,
+    max_steps=options.steps,
+    logger=False,
+    enable_model_summary=False,
+    callbacks=[
+        ModelCheckpoint(
+            options.root,
+            every_n_train_steps=options.save_every,
+            save_top_k=-1 if options.keep is None else options.keep,
+            save_last="link",
+        ),
+        CkptctlCallback(options.root, RecordOptions(verdict_after=8, stop=options.stop)),
+        Killed(),
+        *([Damaged()] if options.wrong else []),
+        TQDMProgressBar(refresh_rate=1),
+    ],
+)
+try:
+    path = resolve(trainer, "auto", options.root)
+    trainer.fit(Module(), loader, ckpt_path=path)
+except CkptctlError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)

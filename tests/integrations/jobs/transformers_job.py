@@ -1,0 +1,72 @@
+"""A small training of transformers' Trainer; run by torchrun with the options of `job_options`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+from job_options import job_options
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ckptctl import CkptctlError
+from ckptctl.integrations.transformers import CkptctlCallback, RecordOptions, resolve
+
+options = job_options()
+
+
+class Killed(TrainerCallback):
+    """SIGKILL on every rank at a step."""
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Damaged(TrainerCallback):
+    """Other weights than those of the checkpoint."""
+
+    def on_train_begin(self, args, state, control, model, **_):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+
+
+generator = torch.Generator().manual_seed(1)
+tokens = torch.randint(0, 32, (256, 8), generator=generator)
+torch.manual_seed(3)
+arguments = TrainingArguments(
+    output_dir=options.root,
+    use_cpu=True,
+    max_steps=options.steps,
+    save_steps=options.save_every,
+    save_total_limit=options.keep,
+    logging_steps=1,
+    learning_rate=0.01,
+    per_device_train_batch_size=4,
+    report_to=[],
+)
+trainer = Trainer(
+    model=GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2)),
+    args=arguments,
+    train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    callbacks=[
+        CkptctlCallback(RecordOptions(verdict_after=8, stop=options.stop)),
+        *([Killed()] if options.kill_at else []),
+    ],
+)
+try:
+    path = resolve("auto", options.root)
+    if options.wrong:
+        trainer.add_callback(Damaged())
+    trainer.train(resume_from_checkpoint=path)
+except CkptctlError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)

@@ -1,0 +1,45 @@
+"""Frameworks for the tests that run them, from an environment of their own.
+
+`make frameworks` installs it, or `CKPTCTL_FRAMEWORKS` names the Python of another one. A test
+whose framework cannot be imported there is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, clean_environment
+
+ENVIRONMENT = REPOSITORY / ".cache" / "framework-venv" / "bin" / "python"
+JOBS = Path(__file__).parent / "jobs"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def interpreter() -> str:
+    """The Python that can import frameworks, if any can."""
+    named = os.environ.get("CKPTCTL_FRAMEWORKS")
+    return named or str(ENVIRONMENT if ENVIRONMENT.exists() else sys.executable)
+
+
+@cache
+def version_of(framework: str) -> str:
+    """The version of a framework that can be imported; skips the test if it cannot."""
+    code = f"import {framework}, torch; from importlib.metadata import version as v"
+    code += f"; print(v({framework!r}))"
+    done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
+        pytest.skip(f"{framework} cannot be imported ({why}); `make frameworks` installs it")
+    return done.stdout.split()[-1]
+
+
+def job_environment(**changes: str) -> dict[str, str]:
+    kept = clean_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    return {**kept, **changes}
