@@ -24,7 +24,8 @@ def run_job() -> Run:
         return subprocess.run(
             [interpreter(), *start, str(job), str(root), *map(str, options)],
             env=job_environment(),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in one file, as a job script redirects it
             text=True,
         )
 

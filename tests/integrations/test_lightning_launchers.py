@@ -17,8 +17,8 @@ def test_processes_that_lightning_starts_agree_on_the_step(run_job, tmp_path):
     root = tmp_path / "run"
     for steps in (12, 24):
         done = run_job("lightning", root, "--steps", steps, launcher=())
-        assert done.returncode == 0, done.stderr
-    assert done.stderr.count("ckptctl: resuming from step 12: ") == 1
+        assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ckptctl: resuming from step 12: ") == 1
 
 
 def test_a_process_of_lightning_is_one_of_several():
