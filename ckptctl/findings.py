@@ -141,6 +141,7 @@ CODES: Mapping[str, Code] = {
         Verdict.UNVERIFIABLE, "nothing states which files belong to the step"
     ),
     "format.no-checksums": _note("the format has no checksums"),
+    "index.size": _warning("an index states another size than its files have"),
     "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing"),
     "file.missing": _fault(Verdict.INCOMPLETE, "a file that the layout requires is missing"),
     "file.fewer": _warning("fewer ranks left files than in the step before"),

@@ -351,7 +351,7 @@ class Grid:
     framework: str
     """The framework that names files like this."""
     what: str
-    """What each file holds: `model`, `optimizer`, …"""
+    """What each file holds: `model`, `optimizer`, `layer 3`, …"""
     folder: str
     """Where they are in the step, with a slash at the end; empty for the step itself."""
     n_files: int

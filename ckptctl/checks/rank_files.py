@@ -6,16 +6,21 @@ the files that an index lists. Whether the files are whole is checked as for rec
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ckptctl.checks.safetensors import check_index, check_numbers
+from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
+from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.formats.frameworks.rank_files import MAX_STATED, STATED_INSIDE, grids_of
+from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, counted, some_of
-from ckptctl.model import Grid, Part, Step
+from ckptctl.model import FileInfo, Grid, Part, Step
 
 
 def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
@@ -28,6 +33,8 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     """
     yield from at_most_few(_missing(step, one) for one in part.grids if one.missing)
     yield from _mixed(step, part.grids)
+    if not any(re.fullmatch(tables.TORCH_INDEX, file.path) for file in part.files):
+        yield from check_numbers(path for path in archives)
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
     names = {name for kind in kinds if kind for name in kind.names}
     for file in part.files:
@@ -42,11 +49,73 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
         yield _unlisted(archives)
 
 
+def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Iterator[Finding]:
+    """Yield what files that name others name, and what is not there.
+
+    `documents` are the contents of DeepSpeed's `latest` and of the indexes of a model in
+    files of `torch.save`, by path. Yields `file.missing`, and as `check_index`.
+    """
+    paths = [file.path for file in part.files if file.kind == "file"]
+    for path, content in documents.items():
+        folder = path[: path.rfind("/") + 1]
+        tag = re.fullmatch(tables.TAG, path)
+        if tag is None:
+            below = [one.removeprefix(folder) for one in paths if one.startswith(folder)]
+            for finding in check_index(FileInfo(path, len(content)), content, {}, below):
+                yield replace(finding, where=finding.where and f"{folder}{finding.where}")
+            continue
+        named = content.decode("utf-8", "replace").strip()
+        if not any(one.startswith(f"{folder}{named}/") for one in paths):
+            yield Finding(
+                "file.missing",
+                path,
+                f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
+                "from it",
+                expected=f"the files of {shown(named)}",
+                found="nothing",
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
+            )
+
+
+def check_universal(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield `file.missing` for each parameter of a universal checkpoint that lacks a file.
+
+    DeepSpeed keeps a folder for each parameter, with a file for the weight and for each
+    state of the optimizer. `contents` state the names of the parameters.
+    """
+    if step.layout != "deepspeed-universal":
+        return
+    held: dict[str, set[str]] = defaultdict(set)
+    for file in part.files:
+        top, _, name = file.path.rpartition("/")
+        if top.startswith("zero/"):
+            held[top].add(name)
+    for content in contents.values():
+        shapes = content.get("param_shapes") if isinstance(content, Mapping) else None
+        for group in shapes if isinstance(shapes, list) else ():
+            for name in group if isinstance(group, Mapping) else ():
+                held.setdefault(f"zero/{name}", set())
+    wanted = frozenset().union(*held.values())
+    for folder, names in sorted(held.items()):
+        missing = [f"{folder}/{name}" for name in sorted(wanted - names)]
+        if missing:
+            yield Finding(
+                "file.missing",
+                missing[0],
+                f"{counted(len(missing), 'file')} of the parameter {folder.removeprefix('zero/')} "
+                f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing)}",
+                expected=counted(len(wanted), "file"),
+                found=counted(len(names), "file"),
+                next_command=f"ckptctl show {shlex.quote(step.url)}",
+            )
+
+
 def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
     """Yield `file.missing` where the content of a file states more ranks than left one.
 
     `contents` are the decoded top levels of files, by path.
     """
+    yield from at_most_few(check_universal(step, part, contents))
     stated: dict[str, int] = {}
     for content in contents.values():
         for key, axis in STATED_INSIDE.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import escape_reason
@@ -29,7 +29,9 @@ from ckptctl.formats.archive.safetensors import (
 from ckptctl.formatting import at_most_few, counted, inside, some_of
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
 
-_ONE_OF_SEVERAL = re.compile(r"(?P<before>.*model)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+")
+_ONE_OF_SEVERAL = re.compile(
+    r"(?P<before>.*model)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"
+)
 
 Headers = Mapping[str, Sequence[StoredTensor]]
 """The tensors of each file whose header is sound."""
@@ -69,9 +71,9 @@ def check_safetensors(
             message = f"an index of {index.size:,} bytes is not read"
             findings.append(Finding(RecordUnreadable.code, index.path, message))
     for index, content in indexes:
-        findings += _check_index(index, content, sound, {file.path for file in files})
+        findings += check_index(index, content, sound, {file.path for file in files})
     if not listed:
-        findings += _check_numbers(files)
+        findings += check_numbers(file.path for file in files)
     n_tensors = len({tensor.name for tensors in sound.values() for tensor in tensors})
     said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
     findings.append(Finding("format.no-checksums", "", f"{said}: the format has no checksums"))
@@ -131,12 +133,17 @@ def _check_tensors(headers: Headers) -> Iterator[Finding]:
         yield from check_coverage(TensorEntry(name, parts[0].dtype, shape, chunks))
 
 
-def _check_index(
-    index: FileInfo, content: bytes, headers: Headers, files: set[str]
+def check_index(
+    index: FileInfo, content: bytes, headers: Headers, files: Collection[str]
 ) -> Iterator[Finding]:
-    """Every file and every tensor that the index names is there."""
+    """Yield what an index names that is not there: files, and tensors in those with a header.
+
+    `files` are the paths in the folder of the index. Yields `path.escape`, `record.framing`,
+    `record.mismatch`, `shard.missing`, and `index.size` where all that it names is there and
+    takes other bytes than it states.
+    """
     try:
-        named = parse_index(content)
+        named, total_size = parse_index(content)
     except RecordUnreadable as error:
         yield Finding(error.code, index.path, error.message)
         return
@@ -156,16 +163,39 @@ def _check_index(
             )
         else:
             yield Finding("shard.missing", file, message)
+    if not absent and total_size is not None and held.keys() >= set(named.values()):
+        yield from _check_total_size(index, named, headers, total_size)
 
 
-def _check_numbers(files: Sequence[FileInfo]) -> Iterator[Finding]:
-    """Files of whole tensors count themselves: `model-00001-of-00003`."""
-    numbers: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for file in files:
-        match = _ONE_OF_SEVERAL.fullmatch(file.path)
+def _check_total_size(
+    index: FileInfo, named: Mapping[str, str], headers: Headers, total_size: int
+) -> Iterator[Finding]:
+    in_files = sum(
+        tensor.n_bytes
+        for file in {*named.values()}
+        for tensor in headers[file]
+        if named.get(tensor.name) == file
+    )
+    if in_files != total_size:
+        yield Finding(
+            "index.size",
+            index.path,
+            f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
+            f"hold {in_files:,}: it may belong to another save",
+            expected=f"{total_size:,} bytes",
+            found=f"{in_files:,} bytes",
+        )
+
+
+def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:
+    """Yield `shard.missing` for files that others count: `model-00001-of-00003.safetensors`."""
+    numbers: dict[tuple[str, int, str], set[int]] = defaultdict(set)
+    for path in paths:
+        match = _ONE_OF_SEVERAL.fullmatch(path)
         if match and not match["before"].startswith("shard-"):
-            numbers[match["before"], int(match["total"])].add(int(match["number"]))
-    for (before, total), there in numbers.items():
+            numbered = match["before"], int(match["total"]), match["suffix"]
+            numbers[numbered].add(int(match["number"]))
+    for (before, total, suffix), there in numbers.items():
         for number in sorted(set(range(1, total + 1)) - there):
-            name = f"{before}-{number:05}-of-{total:05}{SUFFIX}"
+            name = f"{before}-{number:05}-of-{total:05}{suffix}"
             yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files exist")

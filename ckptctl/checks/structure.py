@@ -24,7 +24,9 @@ from ckptctl.records.opening import (
     Need,
     OpenRecord,
     Unfit,
+    is_before_archives,
     is_plain_pickle,
+    open_before_archives,
     open_record,
 )
 from ckptctl.records.ranges import Owner, Ranges
@@ -135,6 +137,12 @@ class StructureCheck:
             self._inspect_transformed(owner, view)
             return None
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
+        if tensor is None and is_before_archives(view.head):
+            framed = open_before_archives(view)
+            if isinstance(framed, Need):
+                return framed
+            self._n_without_crcs += 1
+            return None
         if tensor is None and is_plain_pickle(view.head, view.tail):
             self._n_plain += 1
             return None

@@ -29,7 +29,7 @@ from ckptctl.formatting import age, counted, exact_size, size, utc
 from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
-from ckptctl.storage.opening import parent_url
+from ckptctl.selection.targets import parse_target
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",
@@ -122,7 +122,7 @@ def next_command(report: Report) -> str | None:
     another step.
     """
     url = shlex.quote(report.url)
-    root = shlex.quote(parent_url(report.url))
+    root = shlex.quote(parse_target(report.url).root)
     if report.usable:
         deeper = _DEEPER.get(report.level)
         return f"ckptctl verify {url} --level {deeper.value}" if deeper else None

@@ -34,10 +34,10 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.frameworks.layouts import is_own
+from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
-from ckptctl.model import SHARDED, FileInfo, Level, PartFormat, Step, TrainState, WorldSize
+from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import Kind, ShortRead
 
@@ -242,7 +242,7 @@ def _report(
         bytes_read=sum(part.bytes_read for part in parts)
         + (found.content.n_read if found.content else 0),
         written_s=_newest(files),
-        parts=tuple(part.path for part in step.parts),
+        parts=tuple(name for part in step.parts for name in _names(part)),
         digests=tuple(
             pair
             for part in parts
@@ -257,6 +257,16 @@ def _report(
         values_scanned=proven.n_values,
         by_store=found.by_store,
     )
+
+
+def _names(part: Part) -> Iterator[str]:
+    """What a later step may lack: the part, or each kind of rank file in it."""
+    if not part.grids:
+        yield part.path
+    for grid in part.grids:
+        # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
+        folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
+        yield "/".join((*folders, grid.what))
 
 
 def _holds_metadata(parts: Sequence[OpenPart]) -> bool:

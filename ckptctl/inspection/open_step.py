@@ -33,6 +33,7 @@ from ckptctl.inspection.part_files import (
     read_structure,
     safetensors_in,
 )
+from ckptctl.inspection.scattered import list_scattered
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
@@ -77,13 +78,18 @@ class OpenStep:
         return any(layouts.is_flat_file(file) and file.path == self.name for file in self.files)
 
     @property
+    def has_folder(self) -> bool:
+        """The step's files lie in a folder of its own, and not elsewhere in the root."""
+        return not self.is_file and not layouts.is_scattered(self.name)
+
+    @property
     def folder(self) -> str:
-        """The folder of the step's files in the store: of a step that is a file, the root."""
-        return "" if self.is_file else self.name
+        """The folder of the step's files in the store: of a step without one, the root."""
+        return self.name if self.has_folder else ""
 
     def in_store(self, path: str) -> str:
         """The path in the store of a file of the step."""
-        if self.is_file and layouts.is_own(path):
+        if not self.has_folder and layouts.is_own(path):
             return layouts.own_file_of_lone(self.name, path)
         return inside(self.folder, path)
 
@@ -293,6 +299,11 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     there is neither a folder nor a file of that name.
     """
     prefix = f"{name}/" if name else ""
+    if layouts.is_scattered(name):
+        steps = list_scattered(store, store.list_dir(""))
+        files = next((held for step, held in steps.items() if step.name == name), ())
+        if files:
+            return (*files, *_beside(store, name))
     found = True
     try:
         files = tuple(_below(file, prefix) for file in store.list_tree(name))

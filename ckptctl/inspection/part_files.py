@@ -10,6 +10,7 @@ checked in `checks/`.
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from array import array
 from collections import defaultdict
@@ -23,8 +24,9 @@ from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL, read_directory
-from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     METADATA_TMP,
@@ -297,6 +299,21 @@ def read_digests(part: OpenPart) -> Mapping[str, str]:
 
 def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
     return read_range(store, path, size - n_bytes, n_bytes)
+
+
+def read_named(part: OpenPart) -> Mapping[str, bytes]:
+    """The small files of a rank-file part that name others; see `check_named`.
+
+    Cost: one read each.
+    """
+    names = (tables.TAG, tables.TORCH_INDEX)
+    wanted = {
+        part.in_store(file.path): file.path
+        for file in part.part.files
+        if file.kind == "file" and 0 < file.size <= MAX_HEADER
+        if any(re.fullmatch(name, file.path) for name in names)
+    }
+    return {path: part.store.read(place, limit=MAX_HEADER) for place, path in wanted.items()}
 
 
 def safetensors_in(part: Part) -> Iterator[Part]:

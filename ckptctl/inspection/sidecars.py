@@ -25,6 +25,7 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.archive.legacy import LegacyFile
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
@@ -32,6 +33,8 @@ from ckptctl.formats.frameworks.state_keys import Kind
 from ckptctl.formats.pickles.values import TensorStub, decode_value
 from ckptctl.formatting import inside
 from ckptctl.model import ByteRange, FileInfo, Metadata, PartFormat, Step
+from ckptctl.records.opening import is_before_archives, open_before_archives
+from ckptctl.records.reads import open_one_record
 from ckptctl.storage.contract import Span, Store, read_range
 
 MAX_SIDECAR_BYTES = 16 * 2**20
@@ -169,7 +172,10 @@ class _Reads:
     def get(self, start: int, end: int) -> bytes | None:
         if end - start > MAX_SIDECAR_BYTES:
             return None
-        return read_range(self._store, self._path, start, end - start)
+        return self.span(start, end - start)
+
+    def span(self, start: int, n_bytes: int) -> bytes:
+        return read_range(self._store, self._path, start, n_bytes)
 
 
 def _pickled_in(store: Store, path: str, size: int) -> object | None:
@@ -179,6 +185,8 @@ def _pickled_in(store: Store, path: str, size: int) -> object | None:
     """
     reads = _Reads(store, path)
     try:
+        if is_before_archives(reads.get(0, min(16, size)) or b""):
+            return open_one_record(reads.span, size, open_before_archives).value
         directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
         return _value_in(directory, reads)
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
@@ -209,6 +217,9 @@ def content_of(data: bytes, path: str) -> object | None:
     """
     if path.endswith(".json"):
         return _json(data)
+    if is_before_archives(data[:16]):
+        found = open_before_archives(View(len(data), data, data))
+        return found.value if isinstance(found, LegacyFile) else None
     if not data.startswith(b"PK"):
         return None
     directory = parse_directory(data, len(data))

@@ -114,9 +114,11 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
-        from ckptctl.checks.rank_files import check_rank_files
+        from ckptctl.checks.rank_files import check_named, check_rank_files
+        from ckptctl.inspection.part_files import read_named
 
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
+        yield from check_named(opened.step, part.part, read_named(part))
     yield from (one for one in part.decoded if isinstance(one, Finding))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])

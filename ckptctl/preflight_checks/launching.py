@@ -27,7 +27,7 @@ from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import absolute_url, base_name, join_url, open_store
+from ckptctl.storage.opening import absolute_url, join_url, name_below, open_store
 
 SCHEMA = "ckptctl.node/1"
 PATIENCE = 10
@@ -226,7 +226,8 @@ def report_from_here(
     with ExitStack() as stack:
         stores = [stack.enter_context(open_store(root, storage)) for root in roots]
         facts = [
-            facts_of_this_node(one, base_name(step) if holds(one, step) else None) for one in stores
+            facts_of_this_node(one, name_below(one.url, step) if holds(one, step) else None)
+            for one in stores
         ]
         document: dict[str, object] = {"schema": SCHEMA, "roots": [asdict(one) for one in facts]}
         if probe is not None:
@@ -238,7 +239,7 @@ def report_from_here(
 
 def holds(store: Store, step: str) -> bool:
     """Whether a step, by its URL, is in this root."""
-    return bool(step) and join_url(store.url, base_name(step)) == step
+    return bool(step) and join_url(store.url, name_below(store.url, step)) == step
 
 
 def arguments(

@@ -48,7 +48,7 @@ from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
 from ckptctl.selection.tiers import Roots, roots_in
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import base_name, open_store
+from ckptctl.storage.opening import name_below, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,7 +141,9 @@ def preflight(
         store = stores[named.first]
         nodes = {
             url: group.gather(
-                facts_of_this_node(one, base_name(step) if holds(one, step) else None, group.rank)
+                facts_of_this_node(
+                    one, name_below(one.url, step) if holds(one, step) else None, group.rank
+                )
             )
             for url, one in stores.items()
         }
@@ -281,8 +283,8 @@ def _sizes(
     asked = tuple(dict.fromkeys(one for one in sizes if one is not None))
     if chosen is None or not asked:
         return ()
-    name = base_name(chosen.url)
-    store = stores[_root_of(stores, chosen)]
+    root = _root_of(stores, chosen)
+    store, name = stores[root], name_below(root, chosen.url)
     as_saved = chosen.world_size is not None and set(asked) == {chosen.world_size.size}
     source = None if as_saved else countable(store, name)
     return tuple(
@@ -303,7 +305,8 @@ def _check_resharding(
     """Whether resharding first would pay, where the ranks are not those that saved."""
     if chosen is None or advice is None:
         return None
-    root, name = _root_of(stores, chosen), base_name(chosen.url)
+    root = _root_of(stores, chosen)
+    name = name_below(root, chosen.url)
     return check_resharding(advice, command(root, name, advice.world_size, storage.endpoint_url))
 
 

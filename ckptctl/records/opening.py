@@ -28,6 +28,7 @@ from ckptctl.formats.archive.directory import (
     tail_needed,
     wrong_crcs,
 )
+from ckptctl.formats.archive.legacy import MAX_PICKLES, LegacyFile, read_legacy
 from ckptctl.formats.pickles.values import TensorStub, decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 
@@ -186,6 +187,12 @@ def _more(
 def is_before_archives(head: bytes) -> bool:
     """Whether a record is in the form of torch before 1.6, by its first 16 bytes."""
     return head.startswith(_BEFORE_ARCHIVES, 2)
+
+
+def open_before_archives(view: View) -> LegacyFile | Need:
+    """The content of a file in the form of torch before 1.6, or how much of it to read first."""
+    found = read_legacy(view.head, view.length)
+    return Need(min(4 * len(view.head), MAX_PICKLES), 1) if found is None else found
 
 
 def is_plain_pickle(head: bytes, tail: bytes) -> bool:

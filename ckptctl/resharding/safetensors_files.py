@@ -80,7 +80,7 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
             "describes a separate model; give the path of one of them instead of the folder"
         )
     path = f"{folder}/{indexes[0]}" if folder else indexes[0]
-    return frozenset(parse_index(store.read(path, limit=MAX_HEADER)).values())
+    return frozenset(parse_index(store.read(path, limit=MAX_HEADER)).files.values())
 
 
 class _Files(SourceFiles):
@@ -165,5 +165,5 @@ def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, .
     """
     if index.size > MAX_HEADER:
         raise RecordUnreadable(f"{url} takes {index.size:,} bytes, which is too large for an index")
-    named = {*parse_index(store.read(index.path, limit=MAX_HEADER)).values()}
+    named = {*parse_index(store.read(index.path, limit=MAX_HEADER)).files.values()}
     return tuple(file for file in store.list_dir() if file.path in named or file.path == index.path)

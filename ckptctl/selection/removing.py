@@ -25,6 +25,7 @@ from ckptctl.formats.frameworks.layouts import (
     REMOVING,
     is_flat_file,
     is_own,
+    is_scattered,
     own_file_of_lone,
     step_name,
 )
@@ -53,8 +54,8 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
     own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
     rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
-        if any(is_flat_file(file) and file.path == name for file in listed):
-            store.remove(name)
+        if is_scattered(name) or any(is_flat_file(file) and file.path == name for file in listed):
+            act_in_flight(store.remove, rest)
             act_in_flight(store.remove, [own_file_of_lone(name, path) for path in own])
             return True
         noted = [] if markers else _note(store, name)

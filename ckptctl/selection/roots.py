@@ -26,10 +26,12 @@ from ckptctl.formats.frameworks.layouts import (
     pointed_step,
     rank_local_rank,
     saved_weights,
+    scattered_steps,
     shard_rank,
     step_name,
     unfinished_beside,
 )
+from ckptctl.inspection.scattered import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, Store
 
@@ -69,6 +71,9 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
             raise
         return RootListing((), exists=False)
     listing = read_listing(entries, pattern)
+    if pattern is None and all(step.bare for step in listing.steps):
+        scattered = list_scattered(store, entries)
+        listing = _with_scattered(listing, scattered)
     if entries or store.kind is not Kind.OBJECT:
         return listing
     if store.list_dir(""):
@@ -105,9 +110,21 @@ def list_all(
         name, slash, path = path.partition("/")
         if slash and steps == "steps" and name in trees:
             trees[name].append(replace(file, path=f"{OWN_FOLDER}/{path}"))
+    trees |= {named.name: list(files) for named, files in scattered_steps(top).items()}
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = read_listing([*top, *folders], pattern)
     return replace(listing, exists=bool(trees)), trees
+
+
+def _with_scattered(listing: RootListing, steps: Iterable[StepName]) -> RootListing:
+    """The listing with steps that have no folder of their own.
+
+    What they lie in is then neither a step with a bare number nor a folder of something else.
+    """
+    found = tuple(steps)
+    if not found:
+        return listing
+    return replace(listing, steps=_newest_first(found), folders=())
 
 
 def read_listing(
@@ -120,6 +137,10 @@ def read_listing(
     links: list[str] = []
     unnumbered: list[str] = []
     in_flight: set[str | None] = set()
+    entries = list(entries)
+    beside_others = scattered_steps(entries) if pattern is None else {}
+    of_others = {file.path for files in beside_others.values() for file in files}
+    steps += beside_others
     known = False
     is_step = False
     for entry in entries:
@@ -128,6 +149,8 @@ def read_listing(
         in_flight.add(unfinished_beside(entry))
         if is_pointer(entry):
             pointers.append(entry)
+            continue
+        if entry.path in of_others:
             continue
         named = step_name(entry.path, pattern)
         if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):

@@ -289,9 +289,20 @@ def join_url(base: str, name: str) -> str:
     """The address of `name`, a path with `/`, below the folder or prefix `base`."""
     if not name:
         return base
+    if _STEP_OF_ROOT.fullmatch(name):
+        return f"{base}{name}"  # a step without a folder, as arguments name it: ROOT@1200
     if base == "." and name[0] not in "-~" and not {"@", ":"} & {*name}:
         return name  # as typed by hand; a path that could be misread keeps its dot
     return f"{base}{name}" if base.endswith("/") else f"{base}/{name}"
+
+
+_STEP_OF_ROOT = re.compile(r"@[0-9]{1,19}")
+
+
+def name_below(base: str, url: str) -> str:
+    """The name of a step of the root `base`, by the address that `join_url` gave it."""
+    name = url.removeprefix(base)
+    return name if _STEP_OF_ROOT.fullmatch(name) else base_name(url)
 
 
 def parent_url(url: str) -> str:

@@ -55,6 +55,7 @@ COUNTED = {
     "transformers": "steps",
     "accelerate": "saves",
     "deepspeed": "steps",
+    "deepspeed-universal": "steps",
     "verl": "steps",
     "composer": "steps",
     "torchtune": "epochs",

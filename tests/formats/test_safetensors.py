@@ -156,7 +156,9 @@ def test_an_archive_in_front_of_the_header_is_told_for_what_it_is():
 
 def test_an_index_names_a_file_for_each_tensor():
     text = b'{"metadata": {"total_size": 24}, "weight_map": {"w": "model.safetensors"}}'
-    assert parse_index(text) == {"w": "model.safetensors"}
+    assert parse_index(text) == ({"w": "model.safetensors"}, 24)
+    with_bool = b'{"metadata": {"total_size": 24.125}, "weight_map": {}}'
+    assert parse_index(with_bool) == ({}, None)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         ("pytorch_model.bin", "Hugging Face weights"),
         ("pytorch_model-00001-of-00003.bin", "Hugging Face weights"),
         ("export/adapter_model.bin", "Hugging Face weights"),
-        ("s0/r0/iter_0000030_0_local.pt", "an NVRx local checkpoint"),
+        ("iter_0000030_0_local.pt", "an NVRx local checkpoint"),
         ("consolidated.00.pth", "Llama weights"),
         ("last/mp_rank_00_model_states.pt", "a DeepSpeed checkpoint"),
         ("release/mp_rank_00/model_optim_rng.pt", "a Megatron checkpoint"),

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
 
 PREFIX = 8
 """Bytes in front of the header: its length."""
@@ -159,21 +160,31 @@ def index_bytes(files: Mapping[str, str], n_bytes: int) -> bytes:
     return json.dumps(index, indent=2).encode() + b"\n"
 
 
-def parse_index(data: bytes) -> Mapping[str, str]:
-    """The file that an index names for each tensor.
+class Index(NamedTuple):
+    """The file that an index names for each tensor, and their bytes where it states them."""
+
+    files: Mapping[str, str]
+    total_size: int | None
+
+
+def parse_index(data: bytes) -> Index:
+    """What an index of safetensors, or of the files of `torch.save` of a model, names.
 
     Raises `RecordUnreadable` for an index that is damaged.
     """
-    weights = _objects(data, "the index").get("weight_map")
+    # A sum with a bool tensor in it is a float: transformers counts an eighth of a byte for it.
+    index = _objects(data, "the index", numbers="finite")
+    weights, stated = index.get("weight_map"), index.get("metadata")
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise RecordUnreadable("the index names no file for each tensor")
-    return weights
+    n_bytes = stated.get("total_size") if isinstance(stated, dict) else None
+    return Index(weights, n_bytes if type(n_bytes) is int else None)
 
 
-def _objects(data: bytes, what: str) -> dict[str, object]:
-    """A JSON object without repeated keys, and without numbers that are not integers."""
+def _objects(data: bytes, what: str, *, numbers: Numbers = "integers") -> dict[str, object]:
+    """A JSON object without repeated keys."""
     try:
-        value = decode_json(data, max_bytes=MAX_HEADER, numbers="integers", unique_keys=True)
+        value = decode_json(data, max_bytes=MAX_HEADER, numbers=numbers, unique_keys=True)
     except NotJson as error:
         raise RecordUnreadable(f"{what} is not JSON as it should be: {error}") from error
     if not isinstance(value, dict):

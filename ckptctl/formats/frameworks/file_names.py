@@ -27,7 +27,7 @@ class FileName(NamedTuple):
     name: str
     """Matched against the whole path. The groups other than `folder` are axes of the grid: an
     axis `of_…` states the length of another, each value of an axis `each_…` has a grid of its
-    own."""
+    own, and `again_…` repeats another axis."""
     holds: str = ""
     """Kinds of train state. A file of several is believed until it is read, but for those with
     a `+`, which it restores whatever its keys are: by the count of steps these trainers find
@@ -51,6 +51,7 @@ _VERL = rf"_world_size_(?P<of_rank>{_N})_rank_(?P<rank>{_N})\.pt"
 _MP = rf"mp_rank_(?P<mp>{_N})"
 # Its folders are places in the grid, so that the folder in front is the shortest that matches.
 _MEGATRON = rf"(?P<folder>(?:.*?/)??)(?:mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?/)?"
+_UNIVERSAL = "deepspeed-universal"
 _DEEPSPEED_WEIGHTS = "a DeepSpeed checkpoint"
 _MEGATRON_WEIGHTS = "a Megatron checkpoint"
 _TORCH_WEIGHTS = "a torch.save checkpoint"
@@ -79,6 +80,22 @@ FILES = (
         grid="deepspeed",
         what="optimizer",
         weights=_DEEPSPEED_WEIGHTS,
+    ),
+    FileName(r"zero/[^/]+/fp32\.pt", "model", _UNIVERSAL),
+    FileName(r"zero/.+\.pt", "optimizer", _UNIVERSAL),
+    FileName(
+        rf"{_IN}zero_pp_rank_(?P<dp>{_N})_{_MP}_model_states\.pt",
+        "step scheduler",
+        _UNIVERSAL,
+        "deepspeed universal",
+        "state of the ranks",
+    ),
+    FileName(
+        rf"{_IN}{_MP}_model_states\.pt",
+        "step scheduler",
+        _UNIVERSAL,
+        "deepspeed universal",
+        "state of the model-parallel ranks",
     ),
     FileName(
         rf"{_IN}zero_pp_rank_(?P<dp>{_N})_{_MP}_model_states\.pt",
@@ -173,7 +190,21 @@ FILES = (
     FileName(r"extra_state(?:_rank_(?P<rank>[0-9]+))?\.pt", "rng scheduler dataloader"),
     FileName(r"\.metadata|__[0-9]+\.metadata", weights="DCP metadata"),
     FileName(r"__[0-9]+_[0-9]+\.distcp", weights="a DCP shard"),
+    FileName(
+        rf"(?P<folder>)(?:[^/]+/)?r?(?P<again_rank>{_N})/iter_[0-9]+_(?P<rank>{_N})_local\.pt",
+        "model optimizer scheduler rng step",
+        "nvrx",
+        "nvrx",
+        "state",
+    ),
     FileName(r"iter_[0-9]+_[0-9]+_local\.pt", weights="an NVRx local checkpoint"),
+    FileName(
+        rf"(?P<folder>)(?:[^/]*-)?ep[0-9]+-ba[0-9]+-rank(?P<rank>{_N})\.pt",
+        "model optimizer scheduler rng step dataloader",
+        "composer-ranks",
+        "composer",
+        "state",
+    ),
     FileName(rf"{_IN}[^/]*model[^/]*\.safetensors", "model", weights="safetensors weights"),
     FileName(r".+\.safetensors(?:\.index\.json)?", weights="safetensors weights"),
     FileName(
@@ -212,6 +243,7 @@ FILES = (
 )
 
 _ALWAYS = "+"
+AGAIN = "again_"
 _SHARDED = frozenset({"model", "optimizer"})
 
 
@@ -257,7 +289,8 @@ def rank_file(path: str, layout: str = "") -> tuple[FileName, re.Match[str]] | N
 def axes_in(match: re.Match[str]) -> Mapping[str, int]:
     """The numbers that a name states, by axis."""
     axes = match.groupdict()
-    return {axis: int(n) for axis, n in axes.items() if axis != "folder" and n}
+    no_axis = ("folder", AGAIN)
+    return {axis: int(n) for axis, n in axes.items() if n and not axis.startswith(no_axis)}
 
 
 def rank_in_name(path: str) -> int | None:

@@ -27,6 +27,7 @@ STEP_NAMES = (
     ("nemo", rf"(?:[^/]*-)?step={_N}(?:-[^/]*)?"),
     ("transformers", rf"checkpoint-{_N}"),
     ("accelerate", rf"checkpoint_{_N}"),
+    ("deepspeed-universal", rf"global_step{_N}_universal"),
     ("deepspeed", rf"global_step{_N}"),
     ("verl", rf"global_step_{_N}"),
     ("composer", rf"ep[0-9]+-ba{_N}(?:-rank[0-9]+)?"),
@@ -39,6 +40,15 @@ COUNTS_OF_OTHER_THINGS: Mapping[str, str] = {"accelerate": "saves", "torchtune":
 
 Source: accelerate 1.15 `accelerator.py` (`save_iteration`); torchtune names a folder by its epoch.
 """
+
+# Steps that have no folder: their files lie in several, or beside those of other steps.
+SCATTERED = (
+    ("nvrx", rf"(?:[^/]+/)?r?[0-9]{{1,6}}/iter_{_N}_[0-9]{{1,6}}_local(?:\.dirty)?\.pt"),
+    ("composer-ranks", rf"(?:[^/]*-)?ep[0-9]+-ba{_N}-rank[0-9]{{1,6}}\.pt"),
+)
+
+HOLDS_SCATTERED = r"r?[0-9]{1,6}"
+"""Folders of NVRx, one for each rank."""
 
 BARE_NUMBER = _N
 
@@ -53,7 +63,7 @@ UNFINISHED = (
 
 OF_ATTEMPT = r"(?P<rest>.+)\.attempt-(?P<attempt>[1-9][0-9]{0,9})"
 
-UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished"
+UNFINISHED_MARKERS = r"\.incomplete|.+-unfinished|(?:.*/)?[^/]+_local\.dirty\.pt"
 
 UNFINISHED_BESIDE = "-unfinished"
 
@@ -80,6 +90,12 @@ RANK_LOCAL = r"__(?P<rank>[0-9]+)\.metadata"
 
 MODEL_FOLDERS = ("model", "weights")
 
+TAG = r"(?P<folder>(?:.*/)?)latest"
+"""DeepSpeed's file in a step of transformers or Lightning: it names the folder that is loaded."""
+
+TORCH_INDEX = r"(?P<folder>(?:.*/)?)[^/]+\.bin\.index\.json"
+"""The index of a model in several files of `torch.save`."""
+
 # By the full path below the step; the first row that matches any file decides.
 OTHER_FORMATS = (
     (PartFormat.UNKNOWN, r"metadata\.pkl"),  # torchtitan's second backend
@@ -88,7 +104,7 @@ OTHER_FORMATS = (
     (PartFormat.ZARR, r".*(?:/|^)(?:\.zarray|\.zgroup|zarr\.json)"),
 )
 
-ARCHIVE = r"(?:.*/)?[^/]+\.(?:pt|pth|ckpt)"
+ARCHIVE = r"(?:.*/)?[^/]+(?<!\.dirty)\.(?:pt|pth|ckpt)"
 """Files of `torch.save`, by a suffix that nothing else has."""
 
 PERHAPS_ARCHIVE = r"(?:.*/)?[^/]+\.(?:bin|pkl|tar)"

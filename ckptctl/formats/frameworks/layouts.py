@@ -124,6 +124,48 @@ def step_name(name: str, pattern: re.Pattern[str] | None = None) -> StepName | N
     return replace(found, name=name, unfinished=unfinished or cut, attempt=attempt)
 
 
+def scattered_name(number: int) -> str:
+    """The name of a step whose files lie in several folders, as it follows its root."""
+    return f"@{number}"
+
+
+def is_scattered(name: str) -> bool:
+    """Whether a step's name is that of one whose files lie in several folders."""
+    return re.fullmatch(r"@[0-9]{1,19}", name) is not None
+
+
+def scattered_steps(files: Iterable[FileInfo]) -> Mapping[StepName, tuple[FileInfo, ...]]:
+    """The steps without a folder among the files below a root, and the files of each.
+
+    Of one that is a single file directly below the root, the file is the step. Folders of
+    NVRx's sessions are those of different jobs: where there are several, there is no step.
+    """
+    found: dict[StepName, list[FileInfo]] = {}
+    for file in files:
+        for layout, expression in tables.SCATTERED:
+            match = re.fullmatch(expression, file.path)
+            named = _named("", layout, match) if match and file.kind == "file" else None
+            if named is not None:
+                name = scattered_name(named.number)
+                found.setdefault(replace(named, name=name), []).append(file)
+    sessions = {_session(file.path) for held in found.values() for file in held}
+    if len(sessions) > 1:
+        return {}
+    return {
+        named: tuple(held) for named, held in found.items() if len(held) > 1 or "/" in held[0].path
+    }
+
+
+def _session(path: str) -> str:
+    """The folder above those of the ranks; empty where there is none."""
+    return path.rsplit("/", 2)[0] if path.count("/") > 1 else ""
+
+
+def may_hold_scattered(folder: str) -> bool:
+    """Whether a folder in a session may hold files of steps without a folder."""
+    return re.fullmatch(tables.HOLDS_SCATTERED, folder) is not None
+
+
 def _finished(name: str) -> tuple[str, bool]:
     """The name that a step has once it is saved, and whether `name` is that of one being saved."""
     inside = name

@@ -14,7 +14,7 @@ from itertools import islice, product
 from math import prod
 
 from ckptctl.data_classes import dataclass
-from ckptctl.formats.frameworks.file_names import FileName, axes_in, rank_file
+from ckptctl.formats.frameworks.file_names import AGAIN, FileName, axes_in, rank_file
 from ckptctl.model import FileInfo, Grid
 
 _STATED = "of_"
@@ -29,11 +29,13 @@ _DATA_PARALLEL = ("rank", "dp")
 CONVERSIONS: Mapping[str, str] = {
     "verl": "python -m verl.model_merger merge --backend fsdp --local_dir {step} --target_dir OUT",
     "deepspeed": "ds_to_universal --input_folder {step} --output_folder {step}-universal",
+    "nvrx": "ckptctl show {step}",
+    "composer": "ckptctl show {step}",
     "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
     "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
 }
 """The frameworks whose files hold shards, which only as many ranks can load, and each one's own
-way to another number of ranks."""
+way to another number of ranks; NVRx and Composer have none."""
 
 MAX_NAMED = 8
 
@@ -57,10 +59,10 @@ class _Named:
         return next((n for axis, n in self.axes.items() if axis.startswith(_STATED)), None)
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """Files of one kind differ in their place in the grid alone."""
-        apart = [(axis, n) for axis, n in self.axes.items() if axis.startswith(_APART)]
-        return (self.row.what, tuple(self.grid_axes), *apart)
+    def what(self) -> str:
+        """What the file holds, with its number on each axis that has grids of its own."""
+        apart = [str(n) for axis, n in self.axes.items() if axis.startswith(_APART)]
+        return " ".join((self.row.what, *apart))
 
     @property
     def grid_axes(self) -> tuple[str, ...]:
@@ -103,9 +105,9 @@ def _grids(framework: str, members: Sequence[_Named], stated: Mapping[str, int])
                 lengths[axis.removeprefix(_STATED)] = max(n, lengths[axis.removeprefix(_STATED)])
             elif not axis.startswith(_APART):
                 lengths[axis] = max(n + 1, lengths[axis])
-    kinds: dict[tuple[object, ...], list[_Named]] = defaultdict(list)
+    kinds: dict[tuple[str, Sequence[str]], list[_Named]] = defaultdict(list)
     for member in members:
-        kinds[member.kind].append(member)
+        kinds[member.what, member.grid_axes].append(member)
     for alike in kinds.values():
         yield _grid(alike, lengths)
 
@@ -121,7 +123,7 @@ def _grid(alike: Sequence[_Named], lengths: Mapping[str, int]) -> Grid:
     n_files = prod(lengths[axis] for axis in axes)
     return Grid(
         first.row.grid,
-        first.row.what,
+        first.what,
         first.match["folder"],
         n_files,
         len(there),
@@ -144,11 +146,12 @@ def _number(place: Sequence[int], lengths: Sequence[int]) -> int:
 def _name_at(member: _Named, place: Sequence[int]) -> str:
     """The path of the file at another place of the grid, from that of one that exists."""
     text, match = member.match.string, member.match
-    for axis, n in sorted(
-        zip(member.grid_axes, place, strict=True), key=lambda one: match.start(one[0]), reverse=True
-    ):
-        start, end = match.span(axis)
-        text = text[:start] + str(n).zfill(_width(match[axis])) + text[end:]
+    numbers = dict(zip(member.grid_axes, place, strict=True))
+    groups = [group for group in match.groupdict() if group.removeprefix(AGAIN) in numbers]
+    for group in sorted(groups, key=match.start, reverse=True):
+        start, end = match.span(group)
+        number = str(numbers[group.removeprefix(AGAIN)])
+        text = text[:start] + number.zfill(_width(match[group])) + text[end:]
     return text
 
 

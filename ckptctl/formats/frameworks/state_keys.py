@@ -31,6 +31,7 @@ _WRAPPERS = frozenset(
         "ckpt",
         "progress",
         "metas",
+        "timestamp",
     }
 )
 

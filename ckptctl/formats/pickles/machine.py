@@ -93,6 +93,13 @@ class Machine:
 
     def run(self) -> object:
         """Interpret the whole pickle: the one object that it builds."""
+        value = self.run_first()
+        if self.pos != self.end:
+            self.damaged(f"{self.end - self.pos:,} bytes follow the end of the pickle")
+        return value
+
+    def run_first(self) -> object:
+        """Interpret a pickle that more bytes may follow, from `pos` on."""
         data = self.data
         if len(data) < 2 or data[0] != _PROTO:
             self.damaged("this does not begin as a pickle")
@@ -100,8 +107,6 @@ class Machine:
             self.damaged(f"pickle protocol {data[1]}; 2 to 5 can be read")
         self.pos = 2
         self.step_to_stop()
-        if self.pos != self.end:
-            self.damaged(f"{self.end - self.pos:,} bytes follow the end of the pickle")
         value = self.pop()
         if self.stack or self.marks:
             self.damaged("the pickle ends with values left over")

@@ -48,6 +48,17 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
             return _machine(data, grammar, None).run()
 
 
+def read_pickle_at(data: bytes, at: int, grammar: Grammar) -> tuple[object, int]:
+    """The object that the pickle at byte `at` builds, and where that pickle ends.
+
+    Raises as `read_pickle`; offsets in the messages count from `at`.
+    """
+    with collector_paused():
+        machine = _machine(data[at:], grammar, None)
+        value = machine.run_first()
+        return value, at + machine.pos
+
+
 def _machine(data: bytes, grammar: Grammar, shapes: Shapes | None) -> Machine:
     machine = Machine(data, grammar, OPCODES)
     if shapes is not None:

@@ -95,8 +95,12 @@ def decode_value(data: bytes) -> object:
     printed and walked. Raises `MetadataUnreadable` for anything else, and
     `MetadataUnsafe` for opcodes that no writer of checkpoints uses.
     """
-    value = read_pickle(data, _TOLERANT)
-    _check_extent(value, len(data))
+    return checked_value(read_pickle(data, TOLERANT), len(data))
+
+
+def checked_value(value: object, n_bytes: int) -> object:
+    """The value of a pickle of `n_bytes`; raises as `decode_value` for one that is too large."""
+    _check_extent(value, n_bytes)
     return value
 
 
@@ -129,10 +133,13 @@ class _StorageType:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class Storage:
+    """The elements of one or several tensors, as a pickle names them."""
+
     dtype: str | None
     key: str
-    size: int  # in elements; in bytes where there is no dtype
+    size: int
+    """In elements; in bytes where there is no dtype."""
 
 
 STORAGE_DTYPES: Mapping[str, str] = {
@@ -159,7 +166,20 @@ STORAGE_DTYPES: Mapping[str, str] = {
 def _storage(persistent_id: object) -> object:
     match persistent_id:
         case ("storage", _StorageType(dtype), str(key), str(), int(size)) if 0 <= size < 1 << 63:
-            return _Storage(dtype, key, size)
+            return Storage(dtype, key, size)
+    raise Malformed("a persistent id that names no storage of a tensor")
+
+
+def legacy_storage(persistent_id: object) -> Storage:
+    """The storage that a persistent id names in a file from before torch 1.6.
+
+    A view of another storage is not supported: torch has written none since 0.4.
+    """
+    match persistent_id:
+        case ("storage", _StorageType(), str(), str(), int(), None):
+            found = _storage(persistent_id[:5])
+            if isinstance(found, Storage):
+                return found
     raise Malformed("a persistent id that names no storage of a tensor")
 
 
@@ -172,7 +192,7 @@ def _storage_or_opaque(persistent_id: object) -> object:
 
 def _rebuild_v2(args: tuple[object, ...]) -> object:
     match args:
-        case (_Storage(str(dtype)) as storage, offset, shape, strides, bool(), *more):
+        case (Storage(str(dtype)) as storage, offset, shape, strides, bool(), *more):
             signs = _signs(more[1:])
             return _stub(dtype, storage.key, storage.size, offset, shape, strides, signs)
     raise Malformed("a tensor is not rebuilt from a storage, an offset, a shape and strides")
@@ -180,7 +200,7 @@ def _rebuild_v2(args: tuple[object, ...]) -> object:
 
 def _rebuild_v3(args: tuple[object, ...]) -> object:
     match args:
-        case (_Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *more):
+        case (Storage() as storage, offset, shape, strides, bool(), _, Dtype(dtype), *more):
             n_bytes = storage.size * DTYPE_SIZES.get(storage.dtype or "", 1)
             n_elements, rest = divmod(n_bytes, DTYPE_SIZES.get(dtype, 1))
             if rest:
@@ -226,7 +246,7 @@ class _Scheme:
 def _rebuild_quantized(args: tuple[object, ...]) -> object:
     match args:
         case (
-            _Storage(str(dtype)) as storage,
+            Storage(str(dtype)) as storage,
             offset,
             shape,
             strides,
@@ -290,7 +310,7 @@ def _no_bytes(args: tuple[object, ...]) -> bytes:
     return b""
 
 
-_TOLERANT = Grammar(
+TOLERANT = Grammar(
     {
         **COMMON,
         **_TENSORS,
@@ -319,7 +339,7 @@ def _as_stored(
 
 _FAITHFUL = Grammar(
     {
-        **{key: value for key, value in _TOLERANT.names.items() if "pathlib" not in key[0]},
+        **{key: value for key, value in TOLERANT.names.items() if "pathlib" not in key[0]},
         ("torch._utils", "_rebuild_tensor_v2"): Function(
             "_rebuild_tensor_v2", _as_stored(_rebuild_v2, 6)
         ),

@@ -1,0 +1,74 @@
+"""Frame a file of `torch.save` from before torch 1.6, which is no archive.
+
+It is five pickles (a magic number, the version of the format, facts about the machine, the
+object, the keys of its storages) and then, for each storage, the number of its elements and
+the elements. The object states how long each storage is, so the length of the file is
+known; there are no checksums.
+
+Source: torch 2.13 `torch/serialization.py` (`_legacy_save`, `_legacy_load`).
+"""
+
+from __future__ import annotations
+
+from ckptctl.data_classes import dataclass, replace
+from ckptctl.errors import MetadataUnreadable, RecordUnreadable
+from ckptctl.formats.pickles.reading import read_pickle_at
+from ckptctl.formats.pickles.stubs import Malformed
+from ckptctl.formats.pickles.values import TOLERANT, Storage, checked_value, legacy_storage
+from ckptctl.model import DTYPE_SIZES
+
+FORMAT_VERSION = 1001
+MAX_PICKLES = 64 << 20
+"""The longest beginning of a file that is read; a million entries take about as much."""
+
+_COUNT_BYTES = 8
+"""In front of the elements of each storage: how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFile:
+    """The object, with stubs for its tensors, and where the storages begin."""
+
+    value: object
+    start: int
+
+
+def read_legacy(head: bytes, length: int) -> LegacyFile | None:
+    """What a file of `length` bytes holds, by its beginning; None if `head` is too short.
+
+    Raises `RecordUnreadable` for a damaged file, and for one that is shorter or longer than
+    its storages. Nothing in it runs.
+    """
+    storages: dict[str, Storage] = {}
+
+    def persistent(persistent_id: object) -> object:
+        storage = legacy_storage(persistent_id)
+        if storages.setdefault(storage.key, storage) != storage:
+            raise Malformed("a storage has two lengths")
+        return storage
+
+    grammar = replace(TOLERANT, persistent=persistent)
+    values: list[object] = []
+    at = 0
+    try:
+        for _ in range(5):
+            value, at = read_pickle_at(head, at, grammar)
+            values.append(value)
+        _, version, _, held, keys = values
+        value = checked_value(held, len(head))
+    except MetadataUnreadable as error:
+        if len(head) < min(length, MAX_PICKLES):
+            return None
+        raise RecordUnreadable(error.message) from error
+    if version != FORMAT_VERSION:
+        raise RecordUnreadable(f"its format has the version {version!r}, not {FORMAT_VERSION}")
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
+        raise RecordUnreadable("the keys of its storages are not those that its object names")
+    needed = at + sum(_COUNT_BYTES + _n_bytes(storage) for storage in storages.values())
+    if needed != length:
+        raise RecordUnreadable(f"it has {length:,} bytes, and its tensors end at byte {needed:,}")
+    return LegacyFile(value, at)
+
+
+def _n_bytes(storage: Storage) -> int:
+    return storage.size * DTYPE_SIZES.get(storage.dtype or "", 1)
