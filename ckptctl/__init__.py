@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ckptctl.failures.results import Classification, Evidence
     from ckptctl.findings import Finding, Report, Severity, Verdict
     from ckptctl.formats.own.marks import Mark, MarkKind
-    from ckptctl.goodput import RecoveryCost, recovery_cost
+    from ckptctl.goodput.estimating import RecoveryCost, recovery_cost
+    from ckptctl.goodput.history import RunHistory, run_history
+    from ckptctl.goodput.timeline import Goodput, PastAttempt
     from ckptctl.loss.checking import LossReport, check_loss
     from ckptctl.loss.verdict import LossVerdict
     from ckptctl.model import Level, StatePart, TrainState, WorldSize
@@ -72,6 +74,7 @@ __all__ = [
     "Difference",
     "Evidence",
     "Finding",
+    "Goodput",
     "Level",
     "LossReport",
     "LossVerdict",
@@ -82,6 +85,7 @@ __all__ = [
     "NodeOptions",
     "NothingToResume",
     "PassedOver",
+    "PastAttempt",
     "PathNotFound",
     "Pick",
     "PickPolicy",
@@ -93,6 +97,7 @@ __all__ = [
     "Report",
     "Requirements",
     "Reshard",
+    "RunHistory",
     "Scan",
     "Sealed",
     "Severity",
@@ -119,6 +124,7 @@ __all__ = [
     "prune",
     "recovery_cost",
     "reshard",
+    "run_history",
     "scan",
     "seal",
     "show",
@@ -135,7 +141,9 @@ _HOMES = {
     "ckptctl.preflight_checks.results": "Check Preflight",
     "ckptctl.diagnostics.diagnosing": "doctor",
     "ckptctl.diagnostics.results": "Advice Diagnosis",
-    "ckptctl.goodput": "RecoveryCost recovery_cost",
+    "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
+    "ckptctl.goodput.history": "RunHistory run_history",
+    "ckptctl.goodput.timeline": "Goodput PastAttempt",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"

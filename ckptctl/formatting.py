@@ -10,6 +10,8 @@ _MAX_ALIKE = 20
 """So many findings of one code are listed one by one."""
 
 _EXAMPLES = 3
+_LAST_S = 253_402_300_799.0
+"""The end of the year 9999, the last that RFC 3339 has."""
 _SIZES = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _TIMES = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
@@ -98,6 +100,14 @@ def age(written_s: float | None, now_s: float) -> str:
     A clock of the storage that runs ahead of ours gives `0 s`.
     """
     return "-" if written_s is None else duration(now_s - written_s)
+
+
+def rfc3339(seconds: float) -> str:
+    """Seconds since 1970 as `2026-11-20T03:12:44.120Z`; a time out of bounds as the nearest."""
+    import datetime
+
+    moment = datetime.datetime.fromtimestamp(min(max(0.0, seconds), _LAST_S), datetime.timezone.utc)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def utc(seconds: float) -> str:

@@ -22,6 +22,7 @@ SUMMARIES: Mapping[str, str] = {
     "prune": "Remove old steps that are no longer needed.",
     "preflight": "Check that a job can start here and now, and choose its step.",
     "run": "Run a job, and restart it after failures within a budget.",
+    "history": "Show the attempts of runs, and how much of their time was training that is kept.",
     "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
     "reshard": "Rewrite a step for another world size in constant memory.",
     "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "

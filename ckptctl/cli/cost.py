@@ -12,8 +12,8 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.cli.values import parse_duration
-from ckptctl.formatting import duration, size
-from ckptctl.goodput import RecoveryCost
+from ckptctl.formatting import duration, listed, size
+from ckptctl.goodput.estimating import Given, RecoveryCost
 from ckptctl.options import StorageOptions
 
 EXAMPLES = (
@@ -30,7 +30,7 @@ def cost(
         str | None,
         argument(
             metavar="[ROOT]",
-            help="Folder or URL of a run, to measure the save interval and the time of a save.",
+            help="Folder or URL of a run; what its attempts recorded need not be given.",
         ),
     ] = None,
     interval: Annotated[
@@ -109,10 +109,10 @@ def cost(
         mtbf_s=parse_duration(mtbf, "--mtbf"),
         n_nodes=nodes,
         failures_per_node_day=failures_per_node_day,
-        reschedule_s=parse_duration(reschedule, "--reschedule") or 0.0,
-        connect_s=parse_duration(connect, "--connect") or 0.0,
-        load_s=parse_duration(load, "--load") or 0.0,
-        compile_s=parse_duration(compiling, "--compile") or 0.0,
+        reschedule_s=parse_duration(reschedule, "--reschedule"),
+        connect_s=parse_duration(connect, "--connect"),
+        load_s=parse_duration(load, "--load"),
+        compile_s=parse_duration(compiling, "--compile"),
         n_gpus=gpus,
         pattern=pattern,
         storage=storage,
@@ -135,6 +135,7 @@ _NAMES = {
     "connect": "T2 connecting",
     "load": "T3 loading",
     "compile": "T4 compiling",
+    "lost": "T0 trained again",
     "step": "size of a step",
 }
 
@@ -146,10 +147,15 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
     for one in found.given:
         value = size(round(one.value)) if one.unit == "B" else duration(one.value, digits=3)
         if one.value or one.source != "given":
-            yield _row(_NAMES[one.name], value, one.source)
+            yield _row(_NAMES[one.name], value, _origin(one))
+    if found.unknown and found.per_failure_s is not None:
+        names = listed([_NAMES[name] for name in found.unknown])
+        yield line(f"  not counted, because unknown: {names}", hang=4)
     yield EMPTY
     if found.rollback_s is not None and found.per_failure_s is not None:
-        yield _row("T0 trained again", duration(found.rollback_s, digits=3), "half an interval")
+        lost = any(one.name == "lost" for one in found.given)
+        source = "as it was recorded" if lost else "half an interval"
+        yield _row("T0 trained again", duration(found.rollback_s, digits=3), source)
         yield _row(
             "a failure costs", duration(found.per_failure_s, digits=3), "T0 + T1 + T2 + T3 + T4"
         )
@@ -163,10 +169,25 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
         if best_s is not None:
             yield _row(name, duration(best_s, digits=3), source)
     if found.share is not None:
-        yield _row("effective time", f"{found.share:.1%}", "of all time, as it is saved now")
+        low, high = found.share_low, found.share_high
+        bounds = "" if low is None or high is None else f"; 95 %: {low:.1%} to {high:.1%}"
+        source = f"of all time, as it is saved now{bounds}"
+        yield _row("effective time", f"{found.share:.1%}", source)
     if found.best_share is not None:
         yield _row("at the best", f"{found.best_share:.1%}", "with Daly's interval")
+    if found.goodput is not None:
+        yield _row("so far", f"{found.goodput:.1%}", "of the recorded time (ckptctl history)")
     yield from next_line(found.next_command)
+
+
+def _origin(one: Given) -> str:
+    """Where a number is from, with what shows how certain it is."""
+    if one.n is None:
+        return one.source
+    if one.low is None or one.high is None:
+        return f"{one.source}, mean of {one.n:,}"
+    low, high = duration(one.low, digits=2), duration(one.high, digits=2)
+    return f"{one.source}, {one.n:,} times; 95 %: {low} to {high}"
 
 
 def _row(name: str, value: str, source: str) -> Line:

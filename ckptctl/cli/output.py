@@ -193,7 +193,7 @@ class Output:
     def save(self, document: Callable[[], Document]) -> None:
         """Write the document to the file of `--report`, if there is one."""
         if self._report_file is not None:
-            _replace_file(self._report_file, self._as_text(document()))
+            replace_file(self._report_file, self._as_text(document()))
 
     def error(self, error: CkptctlError) -> None:
         """Say why ckptctl could not do its work; with `--json` as a document too."""
@@ -206,7 +206,7 @@ class Output:
             if self.as_json and self.out.stream is not None:
                 self.document(document)
             if report_file is not None:
-                _replace_file(report_file, self._as_text(document))
+                replace_file(report_file, self._as_text(document))
 
     def trace(self, error: BaseException) -> None:
         """Print the traceback of an error, with its causes."""
@@ -331,17 +331,17 @@ def _can_encode(stream: TextIO, glyphs: str) -> bool:
     return True
 
 
-def _replace_file(path: str, text: str) -> None:
-    """Write a file whole, or leave what was there."""
+def replace_file(path: str, text: str, what: str = "the report") -> None:
+    """Write a file whole, or leave what was there; `what` names it in an error."""
     aside = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(aside, "w", encoding="ascii") as file:
+        with open(aside, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
-        raise UsageError(f"the report cannot be written to {path}: {error.strerror}") from error
+        raise UsageError(f"{what} cannot be written to {path}: {error.strerror}") from error
 
 
 def process_group(stack: ExitStack, out: Output) -> ProcessGroup:

@@ -103,7 +103,7 @@ def every_byte_verified(report: Report) -> bool:
 
 def step_mark(state: str, *, unicode: bool) -> Span:
     """The glyph of a state of a step, in its colour."""
-    return _glyph(STEP_MARKS[state], unicode)
+    return glyph(STEP_MARKS[state], unicode)
 
 
 def strip_of_steps(
@@ -126,7 +126,7 @@ def strip_of_steps(
     states = [step_state(each, passed_over=each.url in passed_over) for each in reports]
     per_cell = -(-len(reports) // max(1, width - 2))
     newest_first = [states[i : i + per_cell] for i in range(0, len(states), per_cell)]
-    cells = [_glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]
+    cells = [glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]
     first, last = reports[-1], reports[0]
     title = f"steps {first.number} to {last.number}, oldest to newest"
     if per_cell > 1:
@@ -160,7 +160,7 @@ def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
         per_cell = -(-len(states) // MAX_CELLS)
         longest = max(longest, per_cell)
         cells = [
-            _glyph(_worst(states[i : i + per_cell], RANK_MARKS), unicode)
+            glyph(_worst(states[i : i + per_cell], RANK_MARKS), unicode)
             for i in range(0, len(states), per_cell)
         ]
         label = part.ljust(label_width) if label_width > 2 else ""
@@ -226,13 +226,14 @@ def _legend(counts: Mapping[str, int], marks: Mapping[str, Mark], unicode: bool)
         if counts.get(state):
             pieces += [
                 Span("   " if pieces else ""),
-                _glyph(mark, unicode),
+                glyph(mark, unicode),
                 Span(f" {mark.word} {counts[state]:,}"),
             ]
     return line("  ", *pieces, hang=2)
 
 
-def _glyph(mark: Mark, unicode: bool) -> Span:
+def glyph(mark: Mark, unicode: bool) -> Span:
+    """The glyph of a state, in its colour."""
     return Span(mark.glyph if unicode else mark.ascii, mark.style)
 
 

@@ -21,6 +21,9 @@ NO_LAUNCHER = "none"
 RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
 """The variable in which `ckptctl run` gives the number of restarts to its command."""
 
+ATTEMPT = "CKPTCTL_ATTEMPT"
+"""The variable in which `ckptctl run` names the attempt to its command: `RUN/NUMBER`."""
+
 RESTART_COUNTERS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
 """Variables that count how often a job was started again."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from ckptctl import __version__
 from ckptctl.data_classes import dataclass
@@ -20,6 +21,7 @@ from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
 from ckptctl.formats.own.files import Fields, as_stored, read_back, time_now
+from ckptctl.model import FileInfo
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.in_flight import in_flight
@@ -35,6 +37,14 @@ _MAX_LEDGER = 16 << 20
 _MAX_LINE = 1 << 20
 _MAX_LEDGERS = 1_000
 _MAX_RESUMES = 20
+
+MAX_ATTEMPTS = 20
+"""The number of newest attempts whose ledgers a resume reads."""
+MAX_LEDGER_BYTES = 256 << 20
+"""Bytes of ledgers that are read at most; a month of training writes 13 MB."""
+
+Row = Mapping[str, Any]
+"""One line of a ledger."""
 
 _NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
 
@@ -187,6 +197,52 @@ def _resume_of(store: Store, attempt: str, files: Collection[str]) -> Fields | N
     if report in files:
         raise OwnFileUnreadable(f"{ATTEMPTS_FOLDER}/{report} cannot be read")
     return None
+
+
+def read_attempts(
+    store: Store, *, last: int = MAX_ATTEMPTS
+) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    """The newest attempts with their events in order of time, oldest attempt first.
+
+    No decision depends on a single line: truncated lines and unreadable files are ignored.
+    Attempts beyond `MAX_LEDGER_BYTES` are left out, the oldest first. Raises `StorageError` if
+    the folder of the attempts cannot be listed. Cost: one listing, and one read per attempt.
+    """
+    try:
+        entries = store.list_dir(ATTEMPTS_FOLDER)
+    except PathNotFound:
+        return ()
+    files: dict[str, list[FileInfo]] = {}
+    for entry in entries:
+        match = _OF_ATTEMPT.fullmatch(base_name(entry.path))
+        if match and match["rest"] != ".resume.json":
+            files.setdefault(match["attempt"], []).append(entry)
+    kept: list[str] = []
+    n_bytes = 0
+    for attempt in sorted(files, reverse=True)[:last]:
+        n_bytes += sum(file.size for file in files[attempt])
+        if kept and n_bytes > MAX_LEDGER_BYTES:
+            break
+        kept.append(attempt)
+    reads = in_flight(lambda attempt: _events(store, files[attempt], attempt), reversed(kept))
+    return tuple(reads)
+
+
+def _events(store: Store, files: Iterable[FileInfo], attempt: str) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for file in files:
+        try:
+            data = store.read(file.path, limit=_MAX_LEDGER)
+        except StorageError:
+            continue
+        for line in data.splitlines():
+            try:
+                row = decode_json(line, max_bytes=_MAX_LINE)
+            except NotJson:
+                continue
+            if isinstance(row, dict) and row.get("attempt") == attempt:
+                rows.append(row)
+    return tuple(sorted(rows, key=lambda row: str(row.get("at", ""))))
 
 
 def _check_absent(store: Store, path: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckptctl.distributed.launcher import cluster_context
-from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.own.files import MAX_STRING, utc_now
 from ckptctl.formats.own.supervision import AttemptDocument
 from ckptctl.supervisor.causes import LogFolder, Logs
 from ckptctl.supervisor.child import Signals
@@ -85,7 +85,7 @@ def begun(number: int, plan: Plan) -> AttemptDocument:
     """The record of an attempt that begins."""
     return {
         "number": number,
-        "started_at": time_now(),
+        "started_at": utc_now(),
         "host": cluster_context().node,
         "milliseconds": 0,
         "exit_code": None,

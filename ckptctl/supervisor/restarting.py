@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.distributed.launcher import RESTART_COUNT
+from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
 from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import AttemptDocument
@@ -238,7 +238,11 @@ class _Supervisor:
         attempt = begun(number, plan)
         held.save({**state, "attempts": [*state["attempts"], attempt]})
         try:
-            variables = {RESTART_COUNT: str(restarts), MARKER: held.marker()}
+            variables = {
+                RESTART_COUNT: str(restarts),
+                ATTEMPT: f"{state['run']}/{number}",
+                MARKER: held.marker(),
+            }
             ended = runner.run(number, plan, variables)
         except UsageError:
             held.save(state)  # nothing was started

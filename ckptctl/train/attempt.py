@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field
@@ -25,12 +25,12 @@ from ckptctl.findings import Report
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.formats.own.seals import Origin
 from ckptctl.selection.fencing import Token
-from ckptctl.selection.history import ATTEMPTS_FOLDER
+from ckptctl.selection.history import ATTEMPTS_FOLDER, Row
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.abandoning import Held, inspect_listed
-from ckptctl.train.ledger import Ledger, Row
+from ckptctl.train.ledger import Ledger, clock_s
 
 PROGRESS_EVERY_S = 30.0
 """How often progress is recorded, in seconds."""
@@ -55,7 +55,9 @@ class Attempt:
     step: int = 0
     saved: int = 0
     cluster: dict[str, Any] = field(default_factory=dict)
-    _noted_s: float = 0.0
+    _noted_s: float = -math.inf
+    _stalled_s: float = 0.0
+    _stalled_since_s: float | None = None
     _has_failed: bool = False
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
@@ -69,7 +71,26 @@ class Attempt:
     def record(self, event: str, **fields: object) -> None:
         """Write a line in a thread; does not delay training and never raises."""
         with suppress(CkptctlError):
-            self.ledger.add_later(event, rank=self.ledger.rank, **fields)
+            stalled_s = round(self.stalled_s, 3)
+            self.ledger.add_later(event, rank=self.ledger.rank, stalled_s=stalled_s, **fields)
+
+    @property
+    def stalled_s(self) -> float:
+        """How long saves have kept this rank from training so far."""
+        since_s = self._stalled_since_s
+        return self._stalled_s + (0.0 if since_s is None else clock_s() - since_s)
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Count the time inside as a stall; inside another stall it is counted once."""
+        if self._stalled_since_s is not None:
+            yield
+            return
+        self._stalled_since_s = clock_s()
+        try:
+            yield
+        finally:
+            self._stalled_s, self._stalled_since_s = self.stalled_s, None
 
     def note(self, step: int, loss: float | None) -> None:
         """Set the current step; rank 0 records it from time to time."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +206,7 @@ class Checkpointer:
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
-        with inside("checkpoint"):
+        with self._stalled():
             self.flush()
             one = self._next_save(step, self._job.group)
             self._run(one, self._state(step, tokens, samples), tokens, loss)
@@ -228,7 +229,7 @@ class Checkpointer:
         """
         if self._replay is not None:
             return self._not_saved(self._replay, step)
-        with inside("checkpoint"):
+        with self._stalled():
             self.flush()
             one = self._next_save(step, self._later)
             state = self._stager.staged(self._state(step, tokens, samples))
@@ -244,7 +245,7 @@ class Checkpointer:
         flight, self._flight = self._flight, None
         try:
             if flight is not None:
-                with inside("checkpoint"):
+                with self._stalled():
                     flight.result()
         finally:
             if self._retention is not None:
@@ -260,6 +261,13 @@ class Checkpointer:
             self._job.tell(f"replay: step {step} is not saved")
         return join_url(self._job.store.url, self._job.options.step_format.format(step))
 
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        """Report that training waits for a save, and count how long."""
+        counted = nullcontext() if self._attempt is None else self._attempt.stalled()
+        with inside("checkpoint"), counted:
+            yield
+
     def _begun(self) -> Attempt:
         if self._attempt is None:
             raise UsageError("call resume() first, also for a fresh run")
@@ -271,6 +279,8 @@ class Checkpointer:
             raise UsageError(
                 f"step {step} cannot be saved: the run is already at step {attempt.saved}"
             )
+        if self._job.group.is_first:
+            attempt.record("saving", step=step)
         target = SaveTarget(
             self._save_store,
             group,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,25 +20,15 @@ from threading import Event, Thread
 from typing import Any
 
 from ckptctl.data_classes import dataclass, field
-from ckptctl.errors import CkptctlError, PathNotFound, StorageError
-from ckptctl.formats.bounded_json import NotJson, decode_json
+from ckptctl.errors import CkptctlError
+from ckptctl.formats.own.files import utc_now
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 from ckptctl.storage.waiting import start_daemon
+from ckptctl.train.heartbeats import started_ticks
 from ckptctl.train.job import Job, Restored
-
-_FILE = re.compile(r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})(?:\.rank[0-9]+)?\.jsonl")
-_MAX_BYTES = 16 << 20
-_MAX_LINE_BYTES = 1 << 20
-
-MAX_ATTEMPTS = 20
-"""The number of newest attempts that are read."""
-
-Row = Mapping[str, Any]
-"""One line of a ledger."""
-
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
 
@@ -61,10 +50,18 @@ def new_attempt(previous: str | None = None) -> str:
     return f"{now.strftime(_TIME)}-{os.urandom(4).hex()}"
 
 
-def utc_now() -> str:
-    """Now, as RFC 3339 in UTC with microseconds."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+def clock_s() -> float:
+    """Seconds of a clock that nobody sets, and that counts while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def process_began_s() -> float:
+    """When this process began, by `clock_s`; now where the system does not tell."""
+    now_s = clock_s()
+    with suppress(OSError, ValueError, IndexError):
+        began_s = started_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+        return min(began_s, now_s)
+    return now_s
 
 
 @dataclass(slots=True)
@@ -77,12 +74,16 @@ class Ledger:
     `add` writes synchronously. `add_later` passes the line to a thread, which writes it
     once through `later`, a store with a short timeout, so that a hung storage does not
     delay training. A line that could not be written is written with the next one.
+
+    `process_s` of each line is the age of the process in seconds, by a clock that does not
+    jump; `at` is the time of day.
     """
 
     store: Store
     attempt: str
     rank: int = 0
     later: Store | None = None
+    began_s: float = field(default_factory=process_began_s)
     _lines: list[bytes] = field(default_factory=list)
     _queue: SimpleQueue[bytes | Event | None] = field(default_factory=SimpleQueue)
     _thread: Thread | None = None
@@ -126,7 +127,13 @@ class Ledger:
                 unwritten.clear()
 
     def _line(self, event: str, fields: Mapping[str, object]) -> bytes:
-        row = {"at": utc_now(), "event": event, "attempt": self.attempt, **fields}
+        row = {
+            "at": utc_now(),
+            "event": event,
+            "attempt": self.attempt,
+            "process_s": round(clock_s() - self.began_s, 3),
+            **fields,
+        }
         return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
     def _write(self, store: Store, lines: bytes) -> None:
@@ -145,46 +152,6 @@ def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
     data = json.dumps(report, indent=2, allow_nan=False) + "\n"
     store.put(path, data.encode(), replace=True)
     return join_url(store.url, path)
-
-
-def read_attempts(
-    store: Store, *, last: int = MAX_ATTEMPTS
-) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The newest attempts with their events in order of time, oldest attempt first.
-
-    No decision depends on a single line: truncated lines and unreadable files are ignored.
-    Raises `StorageError` if the folder of the attempts cannot be listed. Cost: one listing,
-    and one read per attempt.
-    """
-    try:
-        entries = store.list_dir(ATTEMPTS_FOLDER)
-    except PathNotFound:
-        return ()
-    names: dict[str, list[str]] = {}
-    for entry in entries:
-        match = _FILE.fullmatch(entry.path.rpartition("/")[2])
-        if match:
-            names.setdefault(match["attempt"], []).append(entry.path)
-    return tuple(
-        (attempt, _events(store, names[attempt], attempt)) for attempt in sorted(names)[-last:]
-    )
-
-
-def _events(store: Store, paths: list[str], attempt: str) -> tuple[Row, ...]:
-    rows: list[Row] = []
-    for path in paths:
-        try:
-            data = store.read(path, limit=_MAX_BYTES)
-        except StorageError:
-            continue
-        for line in data.splitlines():
-            try:
-                row = decode_json(line, max_bytes=_MAX_LINE_BYTES)
-            except NotJson:
-                continue
-            if isinstance(row, dict) and row.get("attempt") == attempt:
-                rows.append(row)
-    return tuple(sorted(rows, key=lambda row: str(row.get("at", ""))))
 
 
 def to_stderr(line: str) -> None:

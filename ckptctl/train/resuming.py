@@ -12,12 +12,13 @@ and leaves no mark.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ckptctl.data_classes import replace
-from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import (
     LoadFailed,
     NothingToResume,
@@ -28,7 +29,7 @@ from ckptctl.errors import (
 from ckptctl.findings import Report
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.selection.fencing import check_token, take_token
-from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
+from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run, read_attempts
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
 from ckptctl.train.agreement import (
@@ -47,9 +48,9 @@ from ckptctl.train.attempt import Attempt, reject_proven
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
+    clock_s,
     new_attempt,
     put_report,
-    read_attempts,
     resume_document,
     resume_lines,
 )
@@ -71,6 +72,7 @@ class Resume:
         self._job = job
         self._resume_from = resume_from
         self._replays = False
+        self._began_s = clock_s()
         self._branches: tuple[Branch, ...] = ()  # on rank 0, at the time of the decision
         self._opened: OpenStep | None = None  # on rank 0, the step as it was inspected
 
@@ -195,6 +197,7 @@ class Resume:
             resume_from=str(self._resume_from),
             world_size=group.size,
             cluster=attempt.cluster,
+            supervised=os.environ.get(ATTEMPT),
         )
         for one in restored.rejected:
             if one.not_loaded:
@@ -262,6 +265,7 @@ class Resume:
             tokens=restored.saved.tokens,
             rejected=[one.step for one in restored.rejected],
             previous=previous,
+            load_s=round(clock_s() - self._began_s, 3),
         )
         self._print(report, restored)
         return report

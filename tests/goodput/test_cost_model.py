@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.goodput import (
+from ckptctl.goodput.estimating import (
     available_interval,
     daly_interval,
     effective_share,
     mtbf_of,
     young_interval,
 )
+from ckptctl.goodput.timeline import poisson_bounds
 
 HOUR = 3600.0
 
@@ -68,6 +69,14 @@ def test_the_effective_share_of_a_published_job(interval: float, share: float):
     assert first_order_share(interval, 0, mtbf, 300) == pytest.approx(share, abs=1e-4)
     # To first order, a failure costs half an interval even where several fall into one.
     assert share <= effective_share(interval, 0, mtbf, 300) <= share + 0.05
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high"),
+    [(0, 0, 3.6889), (1, 0.0253, 5.5716), (5, 1.6235, 11.6683), (100, 81.364, 121.627)],
+)
+def test_the_bounds_of_a_count_are_those_of_the_published_tables(n: int, low: float, high: float):
+    assert poisson_bounds(n) == pytest.approx((low, high), abs=1e-3)
 
 
 TIMES = st.floats(1e-3, 1e7)

@@ -10,7 +10,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.goodput import measured
+from ckptctl.goodput.estimating import measured
 
 
 @pytest.fixture

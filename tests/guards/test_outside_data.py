@@ -202,7 +202,7 @@ def branch(root: Path, data: bytes) -> None:
 
 
 def ledger(root: Path, data: bytes) -> None:
-    from ckptctl.train.ledger import read_attempts
+    from ckptctl.selection.history import read_attempts
 
     attempt = "20260101T000000.000000Z-00000000"
     good = json.dumps({"at": "2026", "event": "saved", "attempt": attempt}).encode()
@@ -282,7 +282,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
     "preflight_checks/sizing.py": (preflight_reads_a_resume_report,),
-    "selection/history.py": (history, prune_reads_a_resume_report),
+    "selection/history.py": (history, ledger, prune_reads_a_resume_report),
     "inspection/sidecars.py": (sidecar,),
     "loss/resume_points.py": (loss_reads_a_resume_report,),
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
@@ -290,7 +290,6 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "runbook/executing.py": (runbook_report,),
     "runbook/holding.py": (runbook_holder,),
     "runbook/record.py": (runbook_record,),
-    "train/ledger.py": (ledger,),
 }
 """The modules that read JSON from outside, each with what proves that it is bounded."""
 

@@ -55,7 +55,7 @@ SENTENCES = (
     ("a suspicion is decided by a person", "Suspect: suspicion", "$CONFIRMED"),
     ("step and tokens are those of the train state", "Verify: train-step", "--print train-step"),
     ("throughput returns to its band, or the fabric is suspected", "Throughput: slower", "SLOWER"),
-    ("the time between saves is below the MTBF after the loss", "Cadence: cadence", "--mtbf"),
+    ("the time between saves is below the MTBF after the loss", "Cadence: recorded", "cost"),
     ("fall back by one checkpoint", "Fallback: reject", "ckptctl reject"),
     ("confirm that the older step is complete", "Verify: verify", "ckptctl verify"),
     ("accept the work that is done again", "Locate: recomputed", "--log="),

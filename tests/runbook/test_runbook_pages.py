@@ -37,6 +37,7 @@ def test_the_flow_of_rb_7_is_that_of_its_tables():
         "Suspect",
         "Throughput",
         "Cadence",
+        "Spacing",
         "Jump",
         "Fallback",
     ]

@@ -21,8 +21,8 @@ from services.plugin import S3Server
 from services.processes import wait_until
 
 import ckptctl
+from ckptctl.selection.history import read_attempts
 from ckptctl.storage.opening import open_store
-from ckptctl.train.ledger import read_attempts
 
 pytestmark = pytest.mark.torch
 

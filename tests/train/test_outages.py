@@ -16,9 +16,9 @@ from one_process import Job  # noqa: E402
 
 import ckptctl  # noqa: E402
 from ckptctl.errors import SaveFailed, StorageError, UsageError  # noqa: E402
+from ckptctl.selection.history import read_attempts  # noqa: E402
 from ckptctl.storage import waiting  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
-from ckptctl.train.ledger import read_attempts  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 

@@ -36,6 +36,12 @@ def time_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def utc_now() -> str:
+    """Now, as RFC 3339 in UTC with microseconds."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 def canonical(fields: Mapping[str, object]) -> bytes:
     """The one way to write a document: keys sorted, no spaces, ASCII alone."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)

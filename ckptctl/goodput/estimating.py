@@ -1,9 +1,9 @@
 """Estimate what a failure costs and how often a run should save.
 
-Numbers that the caller does not give are measured under the root, and each number is
-reported with its origin. The formulas stand first; their times are in seconds. The interval
-of Young and Daly is the time of training between two saves; the one that is best for
-availability includes the save.
+Numbers that the caller does not give are those that attempts recorded, or are measured under the
+root, and each is reported with its origin. The formulas stand first; their times are in seconds.
+The interval of Young and Daly is the time of training between two saves; the one that is best
+for availability includes the save.
 
 Sources: J. W. Young, 1974; J. T. Daly, 2006; Saxena et al., arXiv 2410.18124; Kokolis
 et al., arXiv 2410.21680.
@@ -19,10 +19,12 @@ from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formatting import duration
+from ckptctl.goodput.history import RunHistory, run_history
+from ckptctl.goodput.timeline import DAY_S
 from ckptctl.model import ExitCode, Fraction, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
@@ -32,9 +34,6 @@ from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-DAY_S = 86_400.0
 
 
 def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
@@ -101,7 +100,11 @@ def cadence_of(interval_s: float | None, save_s: float | None, mtbf_s: float | N
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One number that the answer rests on: `source` is `given`, `measured` or `worked out`."""
+    """One number that the answer rests on.
+
+    `source` is `given`, `measured` (file times of the newest steps), `recorded` (by the attempts)
+    or `worked out`.
+    """
 
     name: str
     """What the value is of."""
@@ -111,6 +114,12 @@ class Given:
     """Seconds or bytes."""
     source: str
     """Where the value is from."""
+    n: int | None = None
+    """How many observations it is the mean of; null where it is no mean."""
+    low: NonNegative | None = None
+    """Its lower bound at 95 % confidence; null where it has none."""
+    high: NonNegative | None = None
+    """Its upper bound; null where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,9 @@ class RecoveryCost:
     given: tuple[Given, ...]
     """The values that the estimate is based on."""
     rollback_s: NonNegative | None
-    """T0: training that is repeated, half an interval."""
+    """T0: training that is repeated, as it was recorded; else half an interval."""
     startup_s: NonNegative
-    """T1 + T2 + T3 + T4."""
+    """T1 + T2 + T3 + T4, without those that are unknown."""
     per_failure_s: NonNegative | None
     """T0 + T1 + T2 + T3 + T4."""
     young_s: NonNegative | None
@@ -145,6 +154,14 @@ class RecoveryCost:
     """The command to run next; null where there is nothing to do."""
     cadence: Cadence = Cadence.UNKNOWN
     """The interval compared with the mean time between failures."""
+    share_low: Fraction | None = None
+    """`share` at the lower bound of the mean time between failures; null where it was given."""
+    share_high: Fraction | None = None
+    """`share` at the upper bound."""
+    goodput: Fraction | None = None
+    """The share of the time so far that was training and is kept; null where not recorded."""
+    unknown: tuple[str, ...] = ()
+    """The times that were neither given nor recorded; they count as 0."""
 
 
 def recovery_cost(
@@ -155,10 +172,10 @@ def recovery_cost(
     mtbf_s: float | None = None,
     n_nodes: int | None = None,
     failures_per_node_day: float | None = None,
-    reschedule_s: float = 0.0,
-    connect_s: float = 0.0,
-    load_s: float = 0.0,
-    compile_s: float = 0.0,
+    reschedule_s: float | None = None,
+    connect_s: float | None = None,
+    load_s: float | None = None,
+    compile_s: float | None = None,
     n_gpus: int | None = None,
     pattern: str | None = None,
     storage: StorageOptions = StorageOptions(),
@@ -168,10 +185,14 @@ def recovery_cost(
 
     T0 is half of `interval_s`; T1 to T4 are what rescheduling, connecting the ranks,
     loading and compiling take. `save_s` is how long training pauses for a save.
-    With a `root`, the interval and the time of a save are measured there where they are
-    not given: the latter is a lower bound, and an upper one where saves are asynchronous.
     `mtbf_s` is the mean time between failures; else `n_nodes` and
     `failures_per_node_day` give it. `n_gpus` turns time into GPU hours.
+
+    With a `root`, what is not given is taken from the record of its attempts (`run_history`).
+    Failures of the last 24 hours of running count alone where they are significantly more
+    frequent than before, for example since a node was lost. The interval, and the time of a
+    save that no attempt recorded, are measured by file times: the latter is a lower bound, and
+    an upper one where saves are asynchronous.
 
     Raises `UsageError` where neither a root nor an interval is there, or a number is none;
     `StorageError` where the root does not answer.
@@ -187,29 +208,78 @@ def recovery_cost(
         "failures-per-node-day": failures_per_node_day,
     }
     _check(times, n_nodes, n_gpus, root)
-    seen = Measured(0)
+    seen, past = Measured(0), None
     if root is not None:
         storage = options_from(keywords, storage)
         seen = measured(root, storage, pattern=pattern)
+        past = run_history(root, storage=storage)
+    recorded = {} if past is None else _recorded(past)
     given: list[Given] = []
-    interval_s = _known(given, "interval", interval_s, seen.interval_s)
-    save_s = _known(given, "save", save_s, seen.save_s or None)
+    lost = recorded.get("lost") if interval_s is None else None
+    interval_s = _known(given, "interval", interval_s, recorded.get("interval") or seen.interval_s)
+    save_s = _known(given, "save", save_s, recorded.get("save") or seen.save_s or None)
     if mtbf_s is None and n_nodes is not None and failures_per_node_day is not None:
         mtbf_s = mtbf_of(n_nodes, failures_per_node_day)
         given.append(Given("mtbf", mtbf_s, "s", "worked out"))
     else:
-        mtbf_s = _known(given, "mtbf", mtbf_s, None)
-    for name, value in (
-        ("reschedule", reschedule_s),
-        ("connect", connect_s),
-        ("load", load_s),
-        ("compile", compile_s),
-    ):
-        given.append(Given(name, value, "s", "given"))
+        mtbf_s = _known(given, "mtbf", mtbf_s, recorded.get("mtbf"))
+    starting = [
+        (name, _known(given, name, value, recorded.get(name)))
+        for name, value in (
+            ("reschedule", reschedule_s),
+            ("connect", connect_s),
+            ("load", load_s),
+            ("compile", compile_s),
+        )
+    ]
+    if lost is not None:
+        given.append(lost)
     if seen.n_bytes is not None:
         given.append(Given("step", seen.n_bytes, "B", "measured"))
-    startup_s = reschedule_s + connect_s + load_s + compile_s
-    return _answer(root, tuple(given), interval_s, save_s, mtbf_s, startup_s, n_gpus)
+    startup_s = sum(value for _, value in starting if value is not None)
+    answer = _answer(root, tuple(given), interval_s, save_s, mtbf_s, startup_s, n_gpus)
+    return replace(
+        answer,
+        goodput=None if past is None else past.goodput.goodput,
+        unknown=tuple(name for name, value in starting if value is None),
+    )
+
+
+def _recorded(past: RunHistory) -> dict[str, Given]:
+    """What attempts recorded, each with the number of observations."""
+    found: dict[str, Given] = {}
+    for name, part in (
+        ("reschedule", "restart_s"),
+        ("connect", "startup_s"),
+        ("load", "load_s"),
+        ("compile", "first_step_s"),
+    ):
+        values = [each for one in past.attempts if (each := getattr(one, part)) is not None]
+        if values:
+            mean_s = statistics.fmean(values)
+            found[name] = Given(name, mean_s, "s", "recorded", len(values))
+    spaced = [each for each in past.attempts if each.interval_s is not None and each.n_saves]
+    n_saves = sum(each.n_saves for each in spaced)
+    if n_saves:
+        mean_s = sum((each.interval_s or 0.0) * each.n_saves for each in spaced) / n_saves
+        found["interval"] = Given("interval", mean_s, "s", "recorded", n_saves)
+    lost = [each.lost_s for each in past.attempts if each.failed and each.lost_s is not None]
+    if lost:
+        found["lost"] = Given("lost", statistics.fmean(lost), "s", "recorded", len(lost))
+    saving = [each for each in past.attempts if each.save_s is not None and each.n_saves]
+    n_saves = sum(each.n_saves for each in saving)
+    if n_saves:
+        stalled_s = sum(each.save_s or 0.0 for each in saving)
+        found["save"] = Given("save", stalled_s / n_saves, "s", "recorded", n_saves)
+    goodput = past.goodput
+    whole, recent = goodput.mtbf, goodput.recent
+    is_worse = whole.mean_s and recent.high_s is not None and recent.high_s < whole.mean_s
+    mtbf = recent if is_worse else whole
+    if mtbf.mean_s is not None:
+        found["mtbf"] = Given(
+            "mtbf", mtbf.mean_s, "s", "recorded", mtbf.failures, mtbf.low_s, mtbf.high_s
+        )
+    return found
 
 
 def _check(
@@ -244,15 +314,16 @@ def _check(
 
 
 def _known(
-    given: list[Given], name: str, value: float | None, measured_s: float | None
+    given: list[Given], name: str, value: float | None, found: Given | float | None
 ) -> float | None:
     """The value that is used; its origin is added to `given`."""
     if value is not None:
         given.append(Given(name, value, "s", "given"))
         return value
-    if measured_s is not None:
-        given.append(Given(name, measured_s, "s", "measured"))
-    return measured_s
+    if found is None:
+        return None
+    given.append(found if isinstance(found, Given) else Given(name, found, "s", "measured"))
+    return given[-1].value
 
 
 def _answer(
@@ -264,9 +335,13 @@ def _answer(
     startup_s: float,
     n_gpus: int | None,
 ) -> RecoveryCost:
+    of = {each.name: each for each in given}
     rollback_s = None if interval_s is None else interval_s / 2
+    if "lost" in of:
+        rollback_s = of["lost"].value
     per_failure_s = None if rollback_s is None else rollback_s + startup_s
-    young_s = daly_s = available_s = best_share = share = None
+    young_s = daly_s = available_s = best_share = None
+    shares: list[float | None] = [None, None, None]
     if mtbf_s is not None and save_s:
         young_s = young_interval(save_s, mtbf_s)
         daly_s = daly_interval(save_s, mtbf_s)
@@ -274,7 +349,12 @@ def _answer(
         best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
     if mtbf_s is not None and interval_s is not None and save_s is not None:
         # The interval counts from save to save; the rest of it is training.
-        share = effective_share(max(0.0, interval_s - save_s), save_s, mtbf_s, startup_s)
+        shares = [
+            None
+            if each is None
+            else effective_share(max(0.0, interval_s - save_s), save_s, each, startup_s)
+            for each in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
+        ]
     gpu_hours = None
     if n_gpus is not None and per_failure_s is not None:
         gpu_hours = per_failure_s * n_gpus / 3600
@@ -286,7 +366,9 @@ def _answer(
         young_s=young_s,
         daly_s=daly_s,
         available_s=available_s,
-        share=share,
+        share=shares[0],
+        share_low=shares[1],
+        share_high=shares[2],
         best_share=best_share,
         lost_gpu_hours_per_failure=gpu_hours,
         message=_message(interval_s, per_failure_s, daly_s, mtbf_s),

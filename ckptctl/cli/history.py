@@ -1,0 +1,237 @@
+"""`ckptctl history`: the attempts of a run, and what became of their time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import ckptctl
+from ckptctl.cli.documents import document
+from ckptctl.cli.options import argument, option
+from ckptctl.cli.output import Output, replace_file
+from ckptctl.cli.pictures import Mark, glyph
+from ckptctl.cli.text import EMPTY, Line, Span, line, padded
+from ckptctl.formatting import counted, duration, listed
+from ckptctl.goodput.history import RootHistory, RunHistory
+from ckptctl.goodput.metrics import metrics_text
+from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
+from ckptctl.options import StorageOptions
+
+EXAMPLES = (
+    "ckptctl history /shared/ckpt/run-1234",
+    "ckptctl history /shared/ckpt/* --metrics /var/lib/node_exporter/ckptctl.prom --quiet",
+)
+EXIT_CODES = (0, 2, 10, 11, 75, 77)
+
+MOST_ROWS = 20
+"""Attempts in the table; the newest. JSON has all."""
+
+
+def history(
+    roots: Annotated[
+        list[str], argument(metavar="ROOT...", help="Roots of runs, each of its own run.")
+    ],
+    state: Annotated[
+        str | None,
+        option(
+            "--state", metavar="DIR", help="Where run --state kept the state; default: the root."
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        option(
+            "--metrics",
+            metavar="FILE",
+            help="Also write the figures to FILE for the textfile collector of Prometheus.",
+        ),
+    ] = None,
+    *,
+    storage: StorageOptions,
+    out: Output,
+) -> int:
+    """Show the attempts of runs, and how much of their time was training that is kept.
+
+    Attempts are read from the ledgers that ckptctl.train keeps in a root, and from the state of
+    ckptctl run. The rest of the time is divided into what was trained again, restarts, loads,
+    first steps and saves. With --quiet only the goodput is printed, as a share.
+    """
+    found = ckptctl.run_history(*roots, state=state, storage=storage)
+    if metrics is not None:
+        replace_file(metrics, metrics_text(found), "the metrics")
+    share = found.goodput.goodput
+    out.answer(
+        lambda: document("history", found),
+        lambda: history_lines(found, out.out.picture_width, unicode=out.out.unicode),
+        bare=() if share is None else (f"{share:.4f}",),
+    )
+    return found.exit_code
+
+
+# In the order in which they come in an attempt; the field, how it is drawn, and its bucket.
+_MARKS: Mapping[str, Mark] = {
+    "restart_s": Mark("·", ".", "warn", "restart (T1)"),
+    "startup_s": Mark("◌", "o", "warn", "startup (T2)"),
+    "load_s": Mark("»", "L", "warn", "load (T3)"),
+    "first_step_s": Mark("±", "+", "warn", "first step (T4)"),
+    "productive_s": Mark("█", "#", "good", "training, kept"),
+    "save_s": Mark("◇", "s", "warn", "saves"),
+    "lost_s": Mark("✗", "x", "bad", "lost (T0)"),
+    "other_s": Mark("?", "?", "", "other"),
+    "idle_s": Mark(" ", " ", "", "not counted"),
+}
+_BUCKET_OF = {name: bucket for bucket, name in BUCKETS.items()} | {
+    "productive_s": "goodput",
+    "idle_s": "excluded",
+}
+
+
+def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[Line]:
+    """The answer, then for each root its picture, its time and its attempts."""
+    yield line(Span(found.message, "strong"), hang=2)
+    for each in found.roots:
+        own = [attempt for attempt in found.attempts if attempt.root == each.root]
+        yield EMPTY
+        yield from _root_lines(each, own, width, unicode=unicode, alone=len(found.roots) == 1)
+
+
+def _root_lines(
+    history: RootHistory, attempts: Sequence[PastAttempt], width: int, *, unicode: bool, alone: bool
+) -> Iterator[Line]:
+    goodput = history.goodput
+    share = "unknown" if goodput is None or goodput.goodput is None else f"{goodput.goodput:.1%}"
+    if not alone:
+        yield line(Span(history.root, "name"), f"  goodput {share}", solid=True)
+    if goodput is not None and attempts:
+        if goodput.elapsed_s > 0:
+            yield line("  ", *_bar(attempts, width - 2, unicode=unicode), solid=True)
+        if alone:
+            yield EMPTY
+            yield from _time_lines(attempts, goodput, unicode=unicode)
+            yield EMPTY
+            yield from _mtbf_lines(goodput)
+            yield EMPTY
+            yield from _table(attempts)
+    for warning in history.warnings:
+        yield line(Span("warning:", "warn"), f" {warning}", hang=2)
+
+
+def _bar(attempts: Sequence[PastAttempt], width: int, *, unicode: bool) -> Iterator[Span]:
+    """The time from left to right; each cell shows what took most of it."""
+    parts = [
+        (name, seconds)
+        for attempt in attempts
+        for name in ("idle_s", *(name for name in _MARKS if name != "idle_s"))
+        if (seconds := _seconds(attempt, name))
+    ]
+    cell_s = sum(seconds for _, seconds in parts) / width
+    here: dict[str, float] = {}
+    left_s, n_cells = cell_s, 0
+    for name, seconds in parts:
+        while seconds > 0 and n_cells < width:
+            taken_s = min(seconds, left_s)
+            here[name] = here.get(name, 0.0) + taken_s
+            seconds, left_s = seconds - taken_s, left_s - taken_s
+            if left_s <= cell_s * 1e-9:
+                yield glyph(_MARKS[max(here, key=lambda name: here[name])], unicode)
+                here, left_s, n_cells = {}, cell_s, n_cells + 1
+
+
+def _seconds(attempt: PastAttempt, name: str) -> float:
+    """The time of one kind; what nothing is recorded of is other."""
+    seconds: float | None = getattr(attempt, name)
+    if name == "other_s" and seconds is None:
+        named = (getattr(attempt, each) or 0.0 for each in _MARKS if each not in _BETWEEN)
+        return attempt.seconds - sum(named)
+    return seconds or 0.0
+
+
+_BETWEEN = ("restart_s", "idle_s")
+
+
+def _time_lines(
+    attempts: Sequence[PastAttempt], goodput: Goodput, *, unicode: bool
+) -> Iterator[Line]:
+    for name, mark in _MARKS.items():
+        seconds = [each for one in attempts if (each := getattr(one, name)) is not None]
+        if name == "other_s":
+            seconds = [_seconds(one, name) for one in attempts]
+        if name in ("other_s", "idle_s") and not sum(seconds) > 0:
+            continue
+        value = duration(sum(seconds), digits=3) if seconds else "unknown"
+        share = sum(seconds) / goodput.elapsed_s if goodput.elapsed_s > 0 else 0.0
+        yield line(
+            "  ",
+            glyph(mark, unicode),
+            f" {mark.word:<16}{value:>9}",
+            f"{share:>8.1%}  " if seconds else " " * 10,
+            _BUCKET_OF[name],
+            solid=True,
+        )
+    if goodput.ettr is not None and goodput.goodput is not None:
+        yield line(f"  goodput {goodput.goodput:.1%}, ETTR {goodput.ettr:.1%} of all time", hang=2)
+
+
+def _mtbf_lines(goodput: Goodput) -> Iterator[Line]:
+    yield line("  MTBF ", *_mtbf(goodput.mtbf), hang=4)
+    if goodput.recent != goodput.mtbf:
+        yield line("  in the last 24 h of running ", *_mtbf(goodput.recent), hang=4)
+
+
+def _mtbf(measured: Mtbf) -> Iterator[str]:
+    if measured.low_s is None:
+        yield "unknown"
+        return
+    ran = f"{counted(measured.failures, 'failure')} in {duration(measured.observed_s, digits=3)}"
+    low = duration(measured.low_s, digits=2)
+    if measured.mean_s is None or measured.high_s is None:
+        yield f"unknown, at least {low} (95 %); {ran}"
+        return
+    yield f"{duration(measured.mean_s, digits=3)}, "
+    yield f"95 %: {low} to {duration(measured.high_s, digits=2)}; {ran}"
+
+
+def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
+    shown = attempts[-MOST_ROWS:]
+    width = max(2, *(len(str(each.number)) for each in shown))
+    yield line(
+        f"  {'#':>{width}}  {'started (UTC)':<16} {'ran':>8} {'step':>9} {'exit':>4}  ended",
+        solid=True,
+    )
+    for each in shown:
+        step = "-" if each.step is None else f"{each.step:,}"
+        code = "-" if each.exit_code is None else str(each.exit_code)
+        yield line(
+            f"  {each.number:>{width}}  {each.started_at[:16].replace('T', ' ')} ",
+            padded(duration(each.seconds), 8, right=True),
+            f" {step:>9} {code:>4}  ",
+            *_end(each),
+            hang=46 + width,
+        )
+    if len(attempts) > len(shown):
+        yield line(f"  {len(attempts) - len(shown):,} earlier attempts: --json has all", hang=2)
+
+
+def _signal(exit_code: int | None) -> str:
+    """What the exit code alone says of a failure."""
+    with suppress(ValueError):
+        return f"{signal.Signals((exit_code or 0) - 128).name}, unknown cause"
+    return "unknown cause"
+
+
+def _end(attempt: PastAttempt) -> Iterator[Span]:
+    """How an attempt ended, by what, and what followed."""
+    if attempt.ended_at is None:
+        yield Span("running", "good")
+    elif not attempt.failed:
+        yield Span(attempt.decision or "as planned", "good")
+    else:
+        yield Span(attempt.cause or _signal(attempt.exit_code), "bad")
+    at_fault = [*(f"rank {rank}" for rank in attempt.ranks[:4]), *attempt.nodes[:4]]
+    if at_fault:
+        yield Span(f" ({listed(at_fault)})")
+    if attempt.failed and attempt.decision:
+        yield Span(f", {attempt.decision}")
+    if attempt.allocation:
+        yield Span(f" on {attempt.allocation}")

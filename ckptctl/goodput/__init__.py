@@ -1,0 +1,1 @@
+"""What attempts and failures cost, and how often to save."""
