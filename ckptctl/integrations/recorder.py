@@ -15,13 +15,14 @@ from typing import TextIO
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.own.files import utc_now
 from ckptctl.loss.checking import LossReport, check_loss
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.selection.sealing import seal
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.ledger import new_attempt, put_report, to_stderr, utc_now
+from ckptctl.train.ledger import new_attempt, put_report, to_stderr
 
 LOG = "train.jsonl"
 """The log in the root, where the caller names no other."""
