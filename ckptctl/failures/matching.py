@@ -377,18 +377,39 @@ def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ..
         )
         if len(kept) >= _MAX_KEPT and key not in kept:
             key = (reader.name, found.rule, found.role)
+        if found.rule == _RECOVERED:
+            _weaken(kept, reader, found)
         before = kept.get(key)
         if before is None or reader.n_progress - before[1] >= SURVIVED_AFTER:
             count = 1 if before is None else before[2].count + 1
             kept[key] = (reader, reader.n_progress, replace(found, count=count))
         else:
-            kept[key] = (reader, before[1], replace(before[2], count=before[2].count + 1))
+            again = replace(before[2], role=found.role, count=before[2].count + 1)
+            kept[key] = (reader, before[1], again)
     last = [at for reader, _, _ in kept.values() if (at := reader.last_progress_s()) is not None]
     newest = max(last, default=None)
     return tuple(
         replace(found, survived=_survived(reader, n_progress, found, newest))
         for reader, n_progress, found in kept.values()
     )
+
+
+_RECOVERED = "storage.recovered"
+
+
+def _weaken(
+    kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]],
+    reader: LogReader,
+    recovered: Evidence,
+) -> None:
+    """Make suspicions of what the kernel reported of a file system that answers again.
+
+    The job may have failed while it waited, or may not have noticed.
+    """
+    for key, (of, n_progress, each) in kept.items():
+        same = recovered.device is None or each.device in (None, recovered.device)
+        if of is reader and each.rule == "storage.kernel" and same:
+            kept[key] = (of, n_progress, replace(each, role=Role.SUSPECT))
 
 
 _MAX_KEPT = 2000

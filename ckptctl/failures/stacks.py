@@ -9,6 +9,7 @@ Source: py-spy 0.4 `dump`; CPython 3.12 `Python/traceback.c`, `Modules/faulthand
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -28,12 +29,19 @@ _FRAME = re.compile(
 )
 _CRASH = re.compile(r"\bFatal Python error\b")
 _RANK = re.compile(r"rank[_.-]?(\d{1,7})|(?:^|[_.-])(\d{1,7})(?:\.\w{1,8})?$", re.IGNORECASE)
-# Where a rank waits for others, by the file of a frame or the name of a function.
-_WAITS_IN = re.compile(r"(?:^|/)torch/distributed/|distributed_c10d|deepspeed/comm/|horovod")
-_WAITING = re.compile(
-    r"^(?:synchronize|wait|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|"
-    r"broadcast|recv|irecv|item)$"
+# Where a rank waits for others: the file of a frame, the file of the innermost frame, or a
+# function of torch. Under a DDP or FSDP job the backward pass waits in C++.
+_COLLECTIVE = re.compile(
+    r"(?:^|/)torch/distributed/(?:distributed_c10d|_functional_collectives)\.py$"
+    r"|(?:^|/)deepspeed/comm/|(?:^|/)horovod/"
 )
+_WAITS_INSIDE = re.compile(r"(?:^|/)torch/distributed/(?!checkpoint/)")
+_TORCH = re.compile(r"(?:^|/)torch/")
+_WAITING = re.compile(
+    r"(?:.*\.)?(?:synchronize|wait|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|"
+    r"all_to_all\w*|broadcast|recv|irecv|item|_engine_run_backward)$"
+)
+_DECORATOR = re.compile(r"wrapper|decorate_context|_wrapped|_fn$")
 # Frames that are no place of the program: the interpreter's library, torch, installed packages.
 _LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages|lib/python3\.\d+)/|^<")
 _TOP = 12
@@ -67,17 +75,35 @@ class Stack:
     @property
     def waits(self) -> bool:
         """Whether the thread waits for other ranks, as far as its frames show."""
-        return any(
-            _WAITS_IN.search(each.file) or (_WAITING.match(each.name) and "torch" in each.file)
+        return _WAITS_INSIDE.search(self.frames[0].file) is not None or any(
+            _COLLECTIVE.search(each.file)
+            or (_WAITING.match(each.name) and _TORCH.search(each.file))
             for each in self.frames[:_TOP]
         )
 
     @property
+    def _own(self) -> int:
+        """The number of the innermost frame of the program; 0 where none is."""
+        return next((i for i, each in enumerate(self.frames) if not _in_library(each.file)), 0)
+
+    @property
     def place(self) -> str:
         """The innermost function of the program, as `name (file:line)`."""
-        own = (each for each in self.frames if not _LIBRARY.search(each.file))
-        frame = next(own, self.frames[0])
+        frame = self.frames[self._own]
         return f"{frame.name} ({frame.file}:{frame.line})"
+
+    @property
+    def place_and_call(self) -> str:
+        """The place, and the function of a library that it called."""
+        inner = reversed(self.frames[: self._own])
+        called = next((each.name for each in inner if not _DECORATOR.search(each.name)), None)
+        return self.place if called is None else f"{self.place}, in {called}"
+
+
+def _in_library(file: str) -> bool:
+    # py-spy prints files of the interpreter's library without their folder.
+    module = file.partition("/")[0].removesuffix(".py")
+    return module in sys.stdlib_module_names or _LIBRARY.search(file) is not None
 
 
 class StackReader:
@@ -116,11 +142,12 @@ class StackReader:
 def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
     """The ranks whose main thread is elsewhere while at least half of all wait for others.
 
-    Of several stacks of one rank the last counts. Nothing where fewer than three ranks
-    have a stack.
+    Where no frame shows a wait (`loss.item()` has none), most ranks that are at one place
+    count as waiting. Of several stacks of one rank the last counts. Nothing where fewer
+    than three ranks have a stack.
     """
     of_rank = {each.rank: each for each in stacks if each.rank is not None and each.is_main}
-    waiting = {rank: each for rank, each in of_rank.items() if each.waits}
+    waiting = {rank: each for rank, each in of_rank.items() if each.waits} or of_rank
     if len(of_rank) < 3 or len(waiting) * 2 < len(of_rank):
         return
     others = {rank: each for rank, each in of_rank.items() if rank not in waiting}
@@ -129,8 +156,8 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
     if not others:
         return
     first = others[min(others)]
-    places = Counter(each.place for each in others.values()).most_common(1)
-    waits_at = Counter(each.place for each in waiting.values()).most_common(1)
+    places = Counter(each.place_and_call for each in others.values()).most_common(1)
+    waits_at = Counter(each.place_and_call for each in waiting.values()).most_common(1)
     yield Evidence(
         rule="collective.stacks-differ",
         failure="hang",

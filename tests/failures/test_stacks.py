@@ -74,6 +74,47 @@ def test_stacks_that_are_alike_name_no_rank(tmp_path, ranks):
     assert answer.suspects == ()
 
 
+# Dumped by py-spy 0.4.3 from a job of four ranks (DistributedDataParallel, gloo, torch 2.13 on
+# Python 3.11) whose rank 2 stops in its fourth step.
+STOPPED = {
+    "collective": ("train (train.py:63), in barrier", "train (train.py:60), in Tensor.backward"),
+    "data-loader": (
+        "train (train.py:58), in _BaseDataLoaderIter.__next__",
+        "train (train.py:60), in Tensor.backward",
+    ),
+    "save": ("SlowDisk.__reduce__ (train.py:33)", "save (train.py:42), in barrier"),
+}
+
+
+@pytest.mark.parametrize("place", STOPPED)
+def test_the_rank_that_stops_is_named_from_real_dumps(place):
+    answer = ckptctl.classify(f"{Path(__file__).parent / 'stacks' / place}/")
+    here, others = STOPPED[place]
+    assert (answer.failure, answer.evidence[0].ranks) == ("hang", (2,))
+    assert answer.message == (
+        f"the main thread is at {here}, and 3 other ranks wait at {others} (rank 2)"
+    )
+
+
+def test_ranks_at_one_place_wait_for_the_rank_that_is_elsewhere(tmp_path):
+    # `loss.item()` waits in C++, so its stack has no frame of torch.
+    item = LOADING.replace("    read (data.py:77)\n    next_batch (data.py:31)\n", "")
+    folder = write(tmp_path, {0: item, 1: item, 2: LOADING, 3: item})
+    assert ckptctl.classify(folder).evidence[0].ranks == (2,)
+
+
+def test_a_save_of_torch_is_no_wait_for_other_ranks(tmp_path):
+    saving = WAITING.replace(
+        "    all_reduce (torch/distributed/distributed_c10d.py:2810)\n"
+        "    wrapper (torch/distributed/c10d_logger.py:83)\n",
+        "    write_data (torch/distributed/checkpoint/filesystem.py:700)\n"
+        "    save (torch/distributed/checkpoint/state_dict_saver.py:170)\n",
+    )
+    stacks = {rank: WAITING.format(pid=900 + rank, line=52) for rank in (0, 1, 3)}
+    answer = ckptctl.classify(write(tmp_path, stacks | {2: saving.format(pid=902, line=52)}))
+    assert answer.evidence[0].ranks == (2,)
+
+
 def test_a_stack_with_the_prefix_of_a_launcher_is_of_that_rank(tmp_path):
     stacks = {rank: WAITING.format(pid=900 + rank, line=52) for rank in (0, 1, 2)} | {3: LOADING}
     lines = [f"[rank{rank}]: {line}" for rank, text in stacks.items() for line in text.split("\n")]
