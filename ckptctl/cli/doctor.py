@@ -25,7 +25,7 @@ EXAMPLES = (
     "ckptctl doctor env",
     "ckptctl doctor storage s3://bucket/run-1234",
 )
-EXIT_CODES = (0, 2, 75, 77)
+EXIT_CODES = (0, 2, 29, 75, 77)
 
 
 class Subject(str, Enum):
@@ -56,7 +56,7 @@ def doctor(
     """Find mistakes in a job script, an environment or a storage.
 
     A script is read, not run. To check a storage, small files are written to a new folder under the
-    root's .ckptctl/, and removed. A fault ends with 2, a warning with 0. With --quiet the names of
+    root's .ckptctl/, and removed. A fault ends with 29, a warning with 0. With --quiet the names of
     the findings are printed.
     """
     known = frozenset(name for name in os.environ if not name.startswith("CKPTCTL_"))

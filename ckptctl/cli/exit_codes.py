@@ -100,6 +100,11 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "Only `diff` returns it: names, shapes, dtypes or values differ. Both steps may be good; "
         "the output lists the differences.",
     ),
+    29: ExitCode(
+        "faults found in a script, an environment or a storage",
+        "Only `doctor` returns it; warnings and notes end with 0. The output states each fault "
+        "and its correction. Correct them before a job depends on it.",
+    ),
     30: ExitCode(
         "the loss is not continuous across the resume",
         "The resume was not correct, or the step is not good. Stop the job. Reject the step with "

@@ -6,7 +6,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.findings import Severity
 from ckptctl.model import ExitCode
 
-EXIT_MISTAKES = 2
+EXIT_FAULTS = 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,5 +55,5 @@ def diagnosis(
     worst_first = sorted(advice, key=lambda each: severities.index(each.severity))
     is_fault = any(each.severity is Severity.FAULT for each in advice)
     return Diagnosis(
-        what, target, tuple(worst_first), facts, EXIT_MISTAKES if is_fault else 0, next_command
+        what, target, tuple(worst_first), facts, EXIT_FAULTS if is_fault else 0, next_command
     )

@@ -146,12 +146,12 @@ def test_a_job_that_never_resumes_is_found(tmp_path):
     assert names(tmp_path, text) == {"resume.absent"}
 
 
-def test_the_document_names_the_line_and_a_fault_ends_with_2(tmp_path):
+def test_the_document_names_the_line_and_a_fault_ends_with_29(tmp_path):
     script = tmp_path / "job.sh"
     script.write_text(GOOD.replace("--kill-on-bad-exit=1 ", ""))
     ran = run_ckptctl("doctor", "slurm", script, "--json")
     document = validated(ran.stdout)
-    assert ran.returncode == document["exit_code"] == 2
+    assert ran.returncode == document["exit_code"] == 29
     assert [(each["name"], each["where"]) for each in document["advice"]] == [
         ("srun.no-kill", "job.sh:8")
     ]

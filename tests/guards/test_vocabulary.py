@@ -131,7 +131,31 @@ KEPT_OPTIONS = (
     " --strict --allow-fresh --accept-unverifiable --root --backoff --max-restarts --report"
     " --world-size --detailed-exitcode --require"
 )
-KEPT_EXIT_CODES = {0, 1, 2, 3, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 31, 32, 75, 77, 93}
+KEPT_EXIT_CODES = {
+    0,
+    1,
+    2,
+    3,
+    10,
+    11,
+    20,
+    21,
+    22,
+    23,
+    24,
+    25,
+    26,
+    27,
+    28,
+    29,
+    30,
+    31,
+    32,
+    75,
+    77,
+    93,
+    94,
+}
 
 
 def test_what_scripts_type_keeps_its_name() -> None:
