@@ -240,6 +240,11 @@ class OpenPart:
         return {self.metadata_path(one.rank): one.digest for one in self.metadata}
 
     @property
+    def known_digests(self) -> Mapping[str, str]:
+        """The digests of archives whose structure was read, by their names in the part."""
+        return self.structure.digests if "structure" in self.__dict__ else {}
+
+    @property
     def own_number(self) -> int | None:
         """The step that the metadata names as its own, None where it names none."""
         return own_number(self.metadata[0]) if self.metadata else None
@@ -273,7 +278,13 @@ class OpenPart:
     def structure(self) -> Structure:
         """What the heads and tails of the records hold. Cost: `n_structure_reads` reads."""
         wanted = optimizer_steps(self.metadata)
-        return read_structure(self.source, self.part.files, self.path, wanted=wanted.__contains__)
+        return read_structure(
+            self.source,
+            self.part.files,
+            self.path,
+            wanted=wanted.__contains__,
+            archives=self.part.format is PartFormat.RANK_FILES,
+        )
 
     @property
     def n_structure_reads(self) -> int:

@@ -23,7 +23,7 @@ from ckptctl.checks.structure import RecordValue, StructureCheck, readable_range
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound, RecordUnreadable
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import TAIL, read_directory
+from ckptctl.formats.archive.directory import TAIL, View, read_directory, tail_needed
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layout_tables as tables
@@ -37,6 +37,7 @@ from ckptctl.formats.frameworks.state_keys import is_optimizer_step, optimizer_o
 from ckptctl.formatting import inside
 from ckptctl.inspection.sidecars import scalar
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat
+from ckptctl.records.opening import Need
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
 from ckptctl.storage.contract import ShortRead, Store, read_range
@@ -192,12 +193,14 @@ class Structure:
     """What the records of one part hold and the findings about them, and what that cost.
 
     `values` are those of the small entries that were wanted, `crcs` the checksums of
-    elements by the number of the range; see `StructureCheck`.
+    elements by the number of the range; see `StructureCheck`. `digests` are those of the
+    archives that fill a file, by its name in the part, where they were wanted.
     """
 
     findings: tuple[Finding, ...]
     values: tuple[RecordValue, ...]
     crcs: array[int]
+    digests: Mapping[str, str]
     n_records: int
     n_reads: int
     n_bytes: int
@@ -209,12 +212,13 @@ def read_structure(
     part_path: str = "",
     *,
     wanted: Callable[[str], bool] = lambda _: False,
+    archives: bool = False,
 ) -> Structure:
     """Check every record of a part that `files`, the part's listing, has room for.
 
     `part_path` is where the part is in the step. The values of entries whose FQN is
-    `wanted` are kept. What is missing or truncated has a finding of `presence`, and is
-    passed over here.
+    `wanted` are kept, and with `archives` the digest of each record, which fills its file.
+    What is missing or truncated has a finding of `presence`, and is passed over here.
 
     Storage errors pass through: a file that has changed since the listing is one.
     Cost: `n_structure_reads` reads, and a second one for the rare record whose
@@ -222,12 +226,22 @@ def read_structure(
     """
     check = StructureCheck(source.ranges, part_path, wanted)
     reading = Reading()
-    for _ in open_records(source, readable_ranges(source.ranges, files), check.take, reading):
+    digests: dict[str, str] = {}
+
+    def take(number: int, view: View) -> Need | None:
+        need = check.take(number, view)
+        if archives and need is None and _holds_directory(view):
+            file = source.ranges.file_names[source.ranges.files[number]]
+            digests[file] = _digest(lambda n: view.tail[len(view.tail) - n :], view.length)
+        return need
+
+    for _ in open_records(source, readable_ranges(source.ranges, files), take, reading):
         pass  # the check keeps what each record holds
     return Structure(
         tuple(check.findings()),
         tuple(check.values),
         check.crcs,
+        digests,
         check.n_records,
         reading.n_reads,
         reading.n_bytes,
@@ -281,24 +295,38 @@ def read_digests(part: OpenPart) -> Mapping[str, str]:
 
     The directory holds the size and the CRC-32 of every member, so it identifies the save.
     Of a file that is no archive it is that of its last bytes. Cost: one short read for each
-    file, and a second one where the directory is long.
+    file, and a second one where the directory is long; none for those whose structure was read.
     """
-    store, digests = part.store, {}
+    known, digests = part.known_digests, {}
     for file in part.part.files:
         if file.path not in part.metadata[0].bytes_entries or file.kind != "file":
             continue
-        read_tail = partial(_read_tail, store, part.in_store(file.path), file.size)
-        try:
-            directory, tail = read_directory(read_tail, file.size)
-            held = tail[len(tail) - (file.size - directory.at) :]
-        except RecordUnreadable:
-            held = read_tail(min(TAIL, file.size))
-        digests[part.in_step(file.path)] = hashlib.sha256(held).hexdigest()
+        read_tail = partial(_read_tail, part.store, part.in_store(file.path), file.size)
+        digests[part.in_step(file.path)] = known.get(file.path) or _digest(read_tail, file.size)
     return digests
 
 
 def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
     return read_range(store, path, size - n_bytes, n_bytes)
+
+
+def _digest(read_tail: Callable[[int], bytes], size: int) -> str:
+    try:
+        directory, tail = read_directory(read_tail, size)
+        held = tail[len(tail) - (size - directory.at) :]
+    except RecordUnreadable:
+        held = read_tail(min(TAIL, size))
+    return hashlib.sha256(held).hexdigest()
+
+
+def _holds_directory(view: View) -> bool:
+    """Whether the tail that was read of a record holds all that its digest is of."""
+    if len(view.tail) < min(TAIL, view.length):
+        return False
+    try:
+        return tail_needed(view.tail, view.length) <= len(view.tail)
+    except RecordUnreadable:
+        return True  # it is no archive, or a damaged one
 
 
 def read_named(part: OpenPart) -> Mapping[str, bytes]:

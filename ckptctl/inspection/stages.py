@@ -90,7 +90,8 @@ def names(opened: OpenStep, _found: Found) -> Iterator[Finding]:
 def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
     """Check each part by its metadata, or by the headers of its safetensors files."""
     for part in opened.parts:
-        findings = [*_check_part(opened, part)]
+        findings = [one for one in part.decoded if isinstance(one, Finding)]
+        findings += _check_part(opened, part)
         if not _has_fault(findings):
             found.readable.add(part.path)
         yield from findings
@@ -119,7 +120,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
         yield from check_named(opened.step, part.part, read_named(part))
-    yield from (one for one in part.decoded if isinstance(one, Finding))
     if part.metadata:
         yield from check_identity(opened.step, part.part, part.metadata[0])
         yield from check_times(opened.step, part.part, part.ranges.file_names)

@@ -276,8 +276,11 @@ class StepSave:
             sealed.append(SealedFile(file.path, one.size, written_ms(file), one.digests, stored))
             damaged += wrong
         others = [file for file in files if file.path not in written]
-        more, wrong = digested(self._store, self.name, others, self._algorithm, Limits())
-        return (*sealed, *more), (*damaged, *wrong)
+        if others:
+            more, wrong = digested(self._store, self.name, others, self._algorithm, Limits())
+            sealed += more
+            damaged += wrong
+        return tuple(sealed), tuple(damaged)
 
     def _put_seal(self, sealed: tuple[SealedFile, ...], damaged: Sequence[Finding]) -> None:
         """Write the seal of a complete step; on rank 0 only."""

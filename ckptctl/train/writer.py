@@ -106,6 +106,7 @@ class Writer(StorageWriter):
     ) -> Writer:
         """A writer of the step `name` in a store that is open, and stays open.
 
+        The step's folder must exist, where the store has folders.
         `before_metadata` is called on rank 0 right before the metadata is published.
         """
         folders = store.folders
@@ -138,7 +139,9 @@ class Writer(StorageWriter):
         self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder of the step."""
+        """Make the folder of the step; a writer of an open store is given one that is there."""
+        if self._within is not None:
+            return plan
         with self._opened() as (store, name):
             if store.folders is not None:
                 with suppress(AlreadyExists):
@@ -162,16 +165,18 @@ class Writer(StorageWriter):
         """Write the files of this rank, durably; the future is done."""
         files = self._files(plan, planner)
         with self._opened() as (store, name):
-            step = _StepFiles(store, name, self._algorithm)
+
+            def write(file: _ShardFile) -> WrittenFile:
+                return _write_file(store, f"{name}/{file.name}", file, self._algorithm)
+
             pool = ThreadPoolExecutor(self._n_threads, "ckptctl-write")
             try:
-                for _ in pool.map(step.write, files):
-                    pass
+                written = [*pool.map(write, files)]
             finally:
                 pool.shutdown(cancel_futures=True)
             if store.folders is not None:
                 store.folders.sync_folder(name)
-        self.written = step.written
+        self.written = {file.name: one for file, one in zip(files, written, strict=True)}
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for file in files for result in file.results()])
         return done
@@ -336,36 +341,26 @@ class _ShardFile:
             at += record.length
 
 
-class _StepFiles:
-    """Writes files of one step. `written` are those that are on the disk or in the bucket."""
+def _write_file(store: Store, path: str, file: _ShardFile, algorithm: Algorithm) -> WrittenFile:
+    """Write one file of a step, and digest it on the way."""
+    passes: list[_Pass] = []
 
-    def __init__(self, store: Store, name: str, algorithm: Algorithm) -> None:
-        self._store = store
-        self._name = name
-        self._algorithm = algorithm
-        self.written: dict[str, WrittenFile] = {}
+    def pieces() -> Iterator[memoryview]:
+        # A storage may ask for the bytes again.
+        passes.append(_Pass(algorithm, store.upload_checksum))
+        for piece in joined(file.pieces()):
+            passes[-1].take(piece)
+            yield piece
 
-    def write(self, file: _ShardFile) -> None:
-        """Write one file, and digest it on the way."""
-        passes: list[_Pass] = []
-
-        def pieces() -> Iterator[memoryview]:
-            # A storage may ask for the bytes again.
-            passes.append(_Pass(self._algorithm, self._store.upload_checksum))
-            for piece in joined(file.pieces()):
-                passes[-1].take(piece)
-                yield piece
-
-        folders = self._store.folders
-        put = self._store.put_pieces if folders is None else folders.write_in_place
-        put(f"{self._name}/{file.name}", pieces, file.size)
-        written = passes[-1].written()
-        if written.size != file.size:
-            raise SaveFailed(
-                f"{self._name}/{file.name} was planned with {file.size:,} bytes, and "
-                f"{written.size:,} were written: a tensor was changed while it was saved"
-            )
-        self.written[file.name] = written
+    put = store.put_pieces if store.folders is None else store.folders.write_in_place
+    put(path, pieces, file.size)
+    written = passes[-1].written()
+    if written.size != file.size:
+        raise SaveFailed(
+            f"{path} was planned with {file.size:,} bytes, and {written.size:,} were written: a "
+            "tensor was changed while it was saved"
+        )
+    return written
 
 
 class _Pass:

@@ -8,9 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl.findings import Severity
+from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.open_step import OpenStep
+from ckptctl.model import Level
+from ckptctl.options import Requirements
+from ckptctl.storage.local import LocalStore
 
 NEWEST = {
     "verl": "global_step_30",
@@ -254,3 +260,18 @@ def test_files_whose_names_state_nothing_are_unverifiable(tmp_path, rank_files):
 def test_a_file_of_torch_save_is_a_step(tmp_path, rank_files):
     shutil.copy2(rank_files / "lightning" / NEWEST["lightning"], tmp_path / "step_10.pt")
     assert ckptctl.pick(str(tmp_path)).path == str(tmp_path / "step_10.pt")
+
+
+@each_framework
+def test_at_structure_the_digests_of_archives_come_from_the_bytes_that_were_read(root):
+    alone = OpenStep(LocalStore(str(root)), NEWEST[root.name]).digests
+    assert alone
+    store = FaultyStore(LocalStore(str(root)))
+    opened = OpenStep(store, NEWEST[root.name])
+    assert all(part.structure.n_records or not part.metadata for part in opened.parts)
+    n_read = store.calls["span"]
+    assert n_read
+    assert opened.digests == alone
+    assert store.calls["span"] == n_read
+    report = inspect_step(opened, Requirements(), level=Level.STRUCTURE).report
+    assert dict(report.digests) == alone
