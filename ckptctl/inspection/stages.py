@@ -32,7 +32,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import steps_by_optimizer
+from ckptctl.inspection.part_files import read_named, steps_by_optimizer
 from ckptctl.inspection.sidecars import check_documents
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
@@ -116,7 +116,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
         from ckptctl.checks.rank_files import check_named, check_rank_files
-        from ckptctl.inspection.part_files import read_named
 
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
         yield from check_named(opened.step, part.part, read_named(part))
