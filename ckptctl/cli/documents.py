@@ -149,6 +149,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "supervised": Kind("ckptctl run --json", ("supervisor.results:Supervised",)),
     "history": Kind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
+    "drilled": Kind("ckptctl drill --json", ("drill.results:Drilled",)),
     "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),
@@ -198,6 +199,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "Report": ("usable", "interrupted", "damaged"),
     "Resume": ("first_step", "position"),
     "Level": ("smallest_jump",),
+    "Trial": ("passed",),
     "LossReport": ("next_command",),
 }
 # Fields that documents leave out: rows of a log by the thousand.

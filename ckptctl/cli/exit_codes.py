@@ -122,6 +122,12 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "Check the table and the plot before the job continues for long.",
         "check",
     ),
+    33: ExitCode(
+        "the job does not survive a fault of the drill",
+        "Only `drill` returns it. The report names each fault, what happened, and the folder with "
+        "the logs and the transcript of RB-7.",
+        "after a change of the job",
+    ),
     75: ExitCode(
         "the storage did not answer",
         "Nothing is known about the step, good or bad. Too little memory for the inspection has "

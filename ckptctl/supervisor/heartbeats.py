@@ -7,8 +7,10 @@ it. Ranks on other nodes have no such folder and write nothing.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -21,11 +23,13 @@ from ckptctl.formats.own.heartbeats import (
     rank_in,
     read_heartbeat,
 )
-from ckptctl.supervisor.processes import Process
+from ckptctl.supervisor.processes import Process, is_alive, own_process
 
 MAX_RANKS = 4096
 """How many heartbeats are read; a node has a few hundred ranks at most."""
 
+_LEFT_BEHIND_S = 3600.0
+_OWN_FOLDER = re.compile(r"ckptctl-([0-9]{1,10})-([0-9]{1,20})-[a-z0-9_]{8}")
 _IN_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is made by mkdtemp
 
 
@@ -37,9 +41,12 @@ class Folder:
 
     def __init__(self) -> None:
         self.path = ""
+        _remove_left_behind()
+        own = own_process()
+        prefix = f"ckptctl-{own.pid}-{own.started}-"
         for parent in (_IN_MEMORY, None):
             with suppress(OSError):
-                self.path = self.path or tempfile.mkdtemp(prefix="ckptctl-", dir=parent)
+                self.path = self.path or tempfile.mkdtemp(prefix=prefix, dir=parent)
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -86,6 +93,25 @@ class Folder:
         """Remove the folder, at the end of the run."""
         if self.path:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_left_behind() -> None:
+    """Remove the folders of supervisors that were killed.
+
+    A folder is named after the process that made it. Containers can share the memory and not the
+    processes, so a folder is removed only an hour after anything was written into it.
+    """
+    for parent in (_IN_MEMORY, tempfile.gettempdir()):
+        with suppress(OSError):
+            for entry in os.scandir(parent):
+                match = _OWN_FOLDER.fullmatch(entry.name)
+                if match is None or not entry.is_dir(follow_symlinks=False):
+                    continue
+                about = entry.stat(follow_symlinks=False)
+                is_old = time.time() - about.st_mtime > _LEFT_BEHIND_S
+                maker = Process(int(match[1]), int(match[2]))
+                if about.st_uid == os.geteuid() and is_old and not is_alive(maker):
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def process_of(beat: Heartbeat) -> Process:

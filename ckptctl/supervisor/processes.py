@@ -142,18 +142,19 @@ def end_processes(find: Callable[[], Sequence[Process]], grace_s: float) -> list
     start others.
     """
     if grace_s > 0:
-        _signal_all(find(), signal.SIGTERM)
+        signal_all(find(), signal.SIGTERM)
         until_s = time.monotonic() + grace_s
         while find() and time.monotonic() < until_s:
             time.sleep(_POLL_S)
     until_s = time.monotonic() + _KILLED_S
     while (left := list(find())) and time.monotonic() < until_s:
-        _signal_all(left, signal.SIGKILL)
+        signal_all(left, signal.SIGKILL)
         time.sleep(_POLL_S)
     return left
 
 
-def _signal_all(processes: Sequence[Process], number: signal.Signals) -> None:
+def signal_all(processes: Sequence[Process], number: signal.Signals) -> None:
+    """Send a signal to those processes that are still the same."""
     for process in processes:
         with suppress(OSError):  # it has ended, or is another user's
             fd = os.pidfd_open(process.pid)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
+    from ckptctl.train.simulating import simulate_fault
     from ckptctl.train.writer import Writer
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ping",
     "resolve",
     "samples_digest",
+    "simulate_fault",
 ]
 
 _HOMES = {
@@ -63,6 +65,7 @@ _HOMES = {
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.agreement": "resolve",
     "ckptctl.train.writer": "Writer",
+    "ckptctl.train.simulating": "simulate_fault",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -12,6 +12,7 @@ of the samples that the step consumed.
     --weights-only        a mistake: load weights, and nothing else
     --older-step STEP     a mistake: load this step, whatever --resume-from names
     --slow                log half the throughput, as behind a slow link
+    --pace SECONDS        wait so long in each step, as a larger model needs
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def main() -> None:
             if step == options.kill_rank and rank == DYING_RANK:
                 os.kill(os.getpid(), signal.SIGKILL)
             begun = time.monotonic()
+            time.sleep(options.pace)
             batch, _ = next(batches)
             loss = train(model, optimizer, scheduler, batch)
             loss = mean_over_ranks(loss, len(batch))
@@ -170,6 +172,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--weights-only", action="store_true")
     parser.add_argument("--older-step", type=int, metavar="STEP")
     parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="SECONDS")
     return parser.parse_args()
 
 

@@ -38,6 +38,7 @@ LAYERS = {
     "train": 8,
     "integrations": 9,
     "runbook": 9,
+    "drill": 10,
     "cli": 11,
     "__main__": 11,
 }

@@ -1,0 +1,144 @@
+"""`ckptctl drill`: faults in a job of one's own, on a copy of its newest step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl.cli.documents import document
+from ckptctl.cli.options import option
+from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import next_line
+from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.values import parse_duration
+from ckptctl.drill.drilling import DrillOptions
+from ckptctl.drill.drilling import drill as run_drill
+from ckptctl.drill.faults import FAULTS
+from ckptctl.drill.report import COLUMNS, facts, row, write_reports
+from ckptctl.drill.results import Drilled
+from ckptctl.options import StorageOptions
+
+EXAMPLES = (
+    "ckptctl drill --root /shared/ckpt/run -- torchrun --nproc-per-node 8 train.py --root {root}",
+    "ckptctl drill --root ckpt --root-env CKPT_DIR --fault rank-stopped -- ./train.sh",
+)
+EXIT_CODES = (0, 2, 10, 11, 33, 75, 77)
+
+
+def drill(
+    root: Annotated[
+        str,
+        option(
+            "--root",
+            metavar="ROOT",
+            help="Folder or URL with the steps of the run. It is read once and never written.",
+        ),
+    ],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CMD...",
+            help="The command of the job, after --. {root} becomes the copy of the root, and "
+            "{step} the step to resume from.",
+        ),
+    ] = None,
+    root_env: Annotated[
+        str | None,
+        option(
+            "--root-env",
+            metavar="NAME",
+            help="The environment variable in which the job finds its root, instead of {root}.",
+        ),
+    ] = None,
+    fault: Annotated[
+        list[str] | None,
+        option(
+            "--fault",
+            metavar="NAME",
+            help=f"A fault to inject; may be given several times. By default all: "
+            f"{', '.join(FAULTS)}.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, option("--seed", metavar="N", help="Determines ranks, moments and bytes.")
+    ] = 0,
+    work: Annotated[
+        str,
+        option(
+            "--work",
+            metavar="DIR",
+            help="A new folder for copies, logs and reports; on the file system of the root the "
+            "copies may share its blocks.",
+        ),
+    ] = "drill",
+    keep: Annotated[bool, option("--keep", help="Keep the copies of the root, too.")] = False,
+    hang_after: Annotated[
+        str | None,
+        option(
+            "--hang-after",
+            metavar="TIME",
+            help="How long the sound job may write no step; by default five times the longest "
+            "pause of a run without a fault.",
+        ),
+    ] = None,
+    patience: Annotated[
+        str,
+        option("--patience", metavar="TIME", help="How long to wait for a save, a step, an end."),
+    ] = "30m",
+    *,
+    storage: StorageOptions,
+    out: Output,
+) -> int:
+    """Inject faults into your own job, on a copy of its newest step, and grade how it survives.
+
+    For each fault the step is copied (reflinks or real copies, never hard links), and the job is
+    run on the copy by `ckptctl run`. After the fault RB-7 resumes the job, and its loss is
+    compared with that of a run without a fault. The job needs no change; it must save steps,
+    print its loss, and resume by itself or by {step}. Writes report.md and report.html. Ends
+    with 33 where the job does not survive a fault.
+    """
+    options = DrillOptions(
+        root_env=root_env,
+        faults=tuple(dict.fromkeys(fault or FAULTS)),
+        seed=seed,
+        work=work,
+        keep=keep,
+        hang_after_s=parse_duration(hang_after, "--hang-after"),
+        patience_s=parse_duration(patience, "--patience") or 0.0,
+    )
+
+    def tell(message: str) -> None:
+        if out.talks:
+            out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
+
+    found = run_drill(command or (), root, options, tell=tell, storage=storage)
+    write_reports(found, Path(work))
+    out.answer(lambda: document("drilled", found), lambda: drilled_lines(found, work))
+    return found.exit_code
+
+
+def drilled_lines(found: Drilled, work: str) -> list[Line]:
+    """The grades as a table, and where the reports are."""
+    table = [COLUMNS, *map(row, found.trials)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = [
+        line("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
+        for cells in table
+    ]
+    problems = [
+        line(f"{trial.fault}: {problem}", hang=2)
+        for trial in found.trials
+        for problem in trial.problems
+    ]
+    return [
+        line(Span(found.message, "bad" if found.exit_code else "good"), hang=2),
+        *(line(f"  {name}: {text}", hang=4) for name, text in facts(found)),
+        EMPTY,
+        *rows,
+        EMPTY,
+        *problems,
+        line(f"reports: {work}/report.md, {work}/report.html"),
+        *next_line(found.next_command),
+    ]

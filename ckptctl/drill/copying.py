@@ -1,0 +1,132 @@
+"""Copy one step of a root, and show that a root has not changed.
+
+A copy shares no inode with the step: what a fault does to a hard link would reach the real
+step. A reflink (btrfs, XFS, bcachefs) shares blocks until one of both is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ckptctl.options import StorageOptions
+from ckptctl.selection.history import ROOT_FILE
+from ckptctl.storage.contract import Span
+from ckptctl.storage.opening import absolute_url, is_local, open_store
+
+_FICLONE = 0x40049409
+"""Source: `FICLONE` of `linux/fs.h`."""
+_BESIDE_BYTES = 1 << 20
+"""Files beside steps up to this size are copied: a tracker (`latest`), a configuration."""
+_PIECE = 16 << 20
+
+
+def fingerprint(root: str, storage: StorageOptions) -> str:
+    """A digest of all names below a root with their sizes and times, and of no contents.
+
+    In a file system the change time is part of it, which no call can set back: every write,
+    rename and change of permissions shows. In an object store the ETag is.
+    """
+    digest = hashlib.sha256()
+    for entry in sorted(_entries(root, storage)):
+        digest.update(f"{entry}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _entries(root: str, storage: StorageOptions) -> Iterator[str]:
+    if not is_local(root):
+        with open_store(root, storage) as store:
+            for info in store.list_tree():
+                yield f"{info.path} {info.size} {info.identity}"
+        return
+    path = absolute_url(root)
+    for folder, folders, files in os.walk(path):
+        for name in (".", *folders, *files):
+            about = os.lstat(os.path.join(folder, name))
+            yield (
+                f"{os.path.join(folder, name)} {about.st_mode} {about.st_ino} {about.st_size} "
+                f"{about.st_mtime_ns} {about.st_ctime_ns}"
+            )
+
+
+def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> str:
+    """Copy the step at the path `step` of a root, and small files beside it; by which means.
+
+    The copy has the sentinel of the root, and none of the other records of ckptctl.
+    """
+    above = [*Path(step).parents]  # the folder of the step, up to the root itself
+    if not is_local(root):
+        with open_store(root, storage) as store:
+            wanted = [*store.list_tree(step)]
+            for folder in above:
+                beside = store.list_dir("" if str(folder) == "." else str(folder))
+                wanted += [each for each in beside if each.size <= _BESIDE_BYTES]
+            for info in wanted:
+                if info.kind != "file":
+                    continue
+                out = target / info.path
+                out.parent.mkdir(parents=True, exist_ok=True)
+                spans = [
+                    Span(info.path, at, min(_PIECE, info.size - at))
+                    for at in range(0, info.size, _PIECE)
+                ]
+                with out.open("wb") as file:
+                    for _, data in store.read_spans(spans):
+                        file.write(data)
+        return "download"
+    real = Path(absolute_url(root))
+    cloned = [
+        _copy_file(Path(folder) / name, target / (Path(folder) / name).relative_to(real))
+        for folder, _, files in os.walk(real / step, followlinks=True)
+        for name in files
+    ]
+    for folder in above:
+        for entry in os.scandir(real / folder):
+            if entry.is_file() and entry.stat().st_size <= _BESIDE_BYTES:
+                _copy_file(Path(entry.path), target / Path(entry.path).relative_to(real))
+    if (real / ROOT_FILE).is_file():
+        _copy_file(real / ROOT_FILE, target / ROOT_FILE)
+    return "reflink" if cloned and all(cloned) else "copy"
+
+
+def _copy_file(source: Path, target: Path) -> bool:
+    """Copy one file; whether both share their blocks now."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as old, target.open("wb") as new:
+        with suppress(OSError):
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            return True
+        shutil.copyfileobj(old, new, _PIECE)
+    return False
+
+
+_READ_ONLY = (
+    'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"',
+    "sh",
+)
+
+
+def read_only_launcher(root: str) -> Sequence[str]:
+    """The words before a command that make a local root read-only for it; none if impossible.
+
+    The command gets a mount namespace of its own, in which the root is mounted read-only. That
+    takes root, or user namespaces; then the command sees itself as root.
+    """
+    if not is_local(root):
+        return ()
+    path = absolute_url(root)
+    as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    words = ("unshare", *as_root, "--mount", "sh", "-c", *_READ_ONLY, path)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+        )
+        if done.returncode == 0:
+            return words
+    return ()

@@ -1,0 +1,175 @@
+"""The user's job in one trial: started by `ckptctl run`, on a copy of the root."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from ckptctl.errors import CkptctlError
+from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.loss.reading import read_logs
+from ckptctl.loss.rows import Row
+from ckptctl.selection.picking import pick
+from ckptctl.storage.opening import open_store
+from ckptctl.supervisor.heartbeats import beats_of_launched
+from ckptctl.supervisor.holding import marker_of
+from ckptctl.supervisor.processes import Process, is_alive, marked, signal_all
+from ckptctl.supervisor.state import STATE_FOLDER, Revisions
+
+CKPTCTL = (sys.executable, "-m", "ckptctl")
+ROOT_WORD, STEP_WORD = "{root}", "{step}"
+_POLL_S = 0.2
+_FOUND = TypeVar("_FOUND")
+
+
+class TrialFailed(Exception):
+    """The trial cannot go on; the message is the problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How the job is called, and how long anything is waited for.
+
+    `read_only` are the words that make the real root read-only for the command. `root_env` is
+    the variable with the root. A job hangs after `step_s` seconds without a step, and after
+    `silence_s` without a line of output.
+    """
+
+    command: Sequence[str]
+    read_only: Sequence[str] = ()
+    root_env: str | None = None
+    step_s: float = 0.0
+    silence_s: float = 0.0
+    patience_s: float = 1800.0
+
+
+@dataclass(slots=True)
+class Job:
+    """A job on the copy `root` of a root; logs and records lie in `folder`."""
+
+    options: JobOptions
+    root: Path
+    folder: Path
+    names: dict[str, int] = field(default_factory=dict)
+    """The steps that were usable at some time, by the names of their folders."""
+    _run: subprocess.Popen[bytes] | None = None
+
+    def log(self, attempt: int) -> Path:
+        """The output of an attempt."""
+        return self.folder / "logs" / str(attempt) / "output.log"
+
+    def words(self, backoff: str) -> list[str]:
+        """`ckptctl run` with the command of the job."""
+        limits: list[str] = []
+        if self.options.silence_s:
+            step = f"step:{self.options.step_s:.0f},checkpoint:{self.options.step_s:.0f}"
+            limits += ["--section-timeouts", step]
+            limits += ["--out-of-section-timeout", f"{self.options.silence_s:.0f}"]
+        command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
+        words = [*CKPTCTL, "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
+        words += ["--log-dir", str(self.folder / "logs"), *limits, "--"]
+        return [*words, *self.options.read_only, *command]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of `ckptctl run`, of RB-7 and of the job."""
+        own = {"XDG_STATE_HOME": str(self.folder / "state")}
+        if self.options.root_env is not None:
+            own[self.options.root_env] = str(self.root)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("CKPTCTL_")}
+        return {**kept, **own}
+
+    def start(self) -> None:
+        """Start the job; after a failure `ckptctl run` waits and restarts nothing yet."""
+        step = self.newest()
+        path = next((name for name, number in self.names.items() if number == step), "")
+        words = [word.replace(STEP_WORD, str(self.root / path)) for word in self.words("1h")]
+        with (self.folder / "run.log").open("ab") as out:
+            self._run = subprocess.Popen(
+                words, stdout=out, stderr=out, env=self.environment(), start_new_session=True
+            )
+
+    def resume_command(self) -> str:
+        """The shell command with which RB-7 resumes the job from `$STEP`, in the background."""
+        words = (shlex.quote(word) for word in self.words("0"))
+        line = " ".join(word.replace(STEP_WORD, "'\"$STEP\"'") for word in words)
+        return f"{line} >> {shlex.quote(str(self.folder / 'run.log'))} 2>&1 &"
+
+    def newest(self) -> int | None:
+        """The number of the newest usable step of the copy."""
+        found = pick(str(self.root), allow_fresh=True, grace_s=0.0).chosen
+        if found is None or found.number is None:
+            return None
+        self.names[os.path.relpath(found.url, self.root)] = found.number
+        return found.number
+
+    def state(self) -> SupervisorDocument | None:
+        """The state that `ckptctl run` keeps of the job."""
+        with open_store(str(self.root)) as store:
+            return Revisions(store, STATE_FOLDER, of_root=True).newest()
+
+    def attempts(self) -> Sequence[AttemptDocument]:
+        """The attempts so far."""
+        state = self.state()
+        return state["attempts"] if state else ()
+
+    def processes(self) -> list[Process]:
+        """The living processes of the job."""
+        state = self.state()
+        return marked(marker_of(state, str(self.root))) if state else []
+
+    def ranks(self) -> Mapping[int, Process]:
+        """The process of each rank; the oldest process alone where no launcher started ranks."""
+        found = self.processes()
+        beats = beats_of_launched(found)
+        if beats:
+            return {n: Process(each["pid"], each["started"]) for n, each in beats.items()}
+        return {0: min(found, key=lambda each: (each.started, each.pid))} if found else {}
+
+    def steps_logged(self, attempt: int) -> list[int]:
+        """The steps whose loss an attempt has logged."""
+        try:
+            rows = [row for row in read_logs([str(self.log(attempt))]) if isinstance(row, Row)]
+        except CkptctlError:
+            return []
+        return [row.step for row in rows if row.has_loss]
+
+    def await_(self, what: str, found: Callable[[], _FOUND | None]) -> _FOUND:
+        """What `found` returns as soon as it is something; raises `TrialFailed` in vain."""
+        until_s = time.monotonic() + self.options.patience_s
+        while (one := found()) is None:
+            if time.monotonic() > until_s:
+                raise TrialFailed(f"no {what} within {self.options.patience_s:.0f} s")
+            time.sleep(_POLL_S)
+        return one
+
+    def has_ended(self) -> bool:
+        """Whether no `ckptctl run` supervises the job any more."""
+        state = self.state()
+        owner = state["owner"] if state else None
+        return owner is None or not is_alive(Process(owner["pid"], owner["started"]))
+
+    def stop(self) -> None:
+        """End the job and its `ckptctl run`, and wait for both."""
+        state = self.state()
+        owner = state["owner"] if state else None
+        if owner is not None:
+            supervisor = Process(owner["pid"], owner["started"])
+            signal_all(self.processes(), signal.SIGCONT)
+            signal_all([supervisor], signal.SIGTERM)
+            until_s = time.monotonic() + self.options.patience_s
+            while is_alive(supervisor) and time.monotonic() < until_s:
+                self._collect()
+                time.sleep(_POLL_S)
+        self._collect()
+
+    def _collect(self) -> None:
+        if self._run is not None:
+            self._run.poll()

@@ -1,0 +1,99 @@
+"""Write the report of a drill, as Markdown and as an HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ckptctl.drill.results import Drilled, Trial
+from ckptctl.formatting import duration
+
+COLUMNS = ("fault", "grade", "detected in", "restarted in", "resumed from", "lost steps", "loss")
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } th, td { padding: .3em .8em; border: 1px solid #999 }
+th { text-align: left } .survived { color: #070 } .failed { color: #b00; font-weight: bold }
+"""
+
+
+def write_reports(found: Drilled, folder: Path) -> None:
+    """Write `report.md` and `report.html` into a folder."""
+    (folder / "report.md").write_text(as_markdown(found), encoding="utf-8")
+    (folder / "report.html").write_text(as_html(found), encoding="utf-8")
+
+
+def row(trial: Trial) -> tuple[str, ...]:
+    """The cells of a trial, under `COLUMNS`."""
+    seconds = (
+        "-" if each is None else duration(each) for each in (trial.detected_s, trial.restarted_s)
+    )
+    numbers = (
+        "-" if each is None else str(each) for each in (trial.resumed_from, trial.lost_steps)
+    )
+    grade = "survived" if trial.passed else "failed"
+    return (trial.fault, grade, *seconds, *numbers, trial.loss or "-")
+
+
+def facts(found: Drilled) -> Iterator[tuple[str, str]]:
+    """What else a reader must know, in pairs."""
+    yield "command", shlex.join(found.command)
+    yield "root", found.root
+    yield "began with", f"step {found.step}, copied by {found.copied_by}"
+    yield "seed", str(found.seed)
+    read_only = "read-only for the job" if found.root_read_only else "writable to the job"
+    changed = "unchanged" if found.root_unchanged else "changed during the drill"
+    yield "the real root", f"{read_only}; {changed}"
+
+
+def details(trial: Trial) -> Iterator[str]:
+    """One sentence each about a trial."""
+    yield trial.description
+    if trial.cause is not None:
+        ranks = f", ranks {', '.join(map(str, trial.ranks))}" if trial.ranks else ""
+        yield f"`ckptctl run` named: {trial.cause}{ranks}"
+    if trial.runbook_exit_code is not None:
+        yield f"RB-7 ended with {trial.runbook_exit_code}"
+    yield from trial.problems
+    yield f"logs and transcript: {trial.folder}"
+
+
+def as_markdown(found: Drilled) -> str:
+    """The report as Markdown."""
+    lines = [f"# Drill: {found.message}", ""]
+    lines += [f"- {name}: `{text}`" for name, text in facts(found)]
+    lines += ["", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+    lines += [_line(row(trial)) for trial in found.trials]
+    for trial in found.trials:
+        lines += ["", f"## {trial.fault}", "", *(f"- {each}" for each in details(trial))]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def as_html(found: Drilled) -> str:
+    """The report as one HTML page without scripts and other files."""
+    title = html.escape(f"Drill: {found.message}")
+    about = "".join(
+        f"<li>{name}: <code>{html.escape(text)}</code></li>" for name, text in facts(found)
+    )
+    head = "".join(f"<th>{column}</th>" for column in COLUMNS)
+    rows = "".join(
+        f'<tr class="{cells[1]}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        for cells in map(row, found.trials)
+    )
+    parts = "".join(
+        f"<h2>{trial.fault}</h2><ul>"
+        + "".join(f"<li>{html.escape(each)}</li>" for each in details(trial))
+        + "</ul>"
+        for trial in found.trials
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1><ul>{about}</ul>"
+        f"<table><tr>{head}</tr>{rows}</table>{parts}</html>\n"
+    )
