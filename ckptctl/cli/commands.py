@@ -23,7 +23,8 @@ SUMMARIES: Mapping[str, str] = {
     "preflight": "Check that a job can start here and now, and choose its step.",
     "run": "Run a job, and restart it after failures within a budget.",
     "history": "Show the attempts of runs, and how much of their time was training that is kept.",
-    "drill": "Inject faults into your own job, on a copy of its newest step, and grade it.",
+    "drill": "Inject faults into your own job, on a copy of its newest step, and grade how "
+    "it survives.",
     "cost": "Estimate what a failure of a run costs, and the best interval between saves.",
     "reshard": "Rewrite a step for another world size in constant memory.",
     "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "

@@ -7,7 +7,6 @@ step it is resumed. Its loss is compared with that of a run of the same copy wit
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shlex
@@ -25,8 +24,9 @@ from ckptctl.drill.results import Drilled, Trial
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_loss
 from ckptctl.options import StorageOptions
+from ckptctl.runbook.record import newest as newest_record
 from ckptctl.selection.picking import pick
-from ckptctl.storage.opening import absolute_url, is_local
+from ckptctl.storage.opening import absolute_url, is_local, open_store
 
 FAILED = 33
 """The exit code where the job does not survive a fault."""
@@ -34,8 +34,8 @@ FAILED = 33
 _SAVES_BEFORE, _REFERENCE_SAVES = 2, 4
 """How many steps the job saves before a fault: one may be damaged, and `loss` needs rows before
 the other. And how many the run without a fault saves: the resumed job saves again."""
-_STEPS_BEFORE = 2
-"""Steps between the newest save and a fault: they are trained twice, and their loss compared."""
+_STEPS_BEFORE = 6
+"""Steps between the newest save and a fault. They are trained twice; `loss` compares five."""
 _LEAST_STEP_S, _LEAST_SILENCE_S = 15.0, 60.0
 _FACTOR = 5.0
 """A limit is so many times the longest time seen without a fault, as in `run`."""
@@ -313,14 +313,17 @@ class _Trial:
 
     def _resumed_from(self) -> int | None:
         """The step that RB-7 resumed from at last."""
-        with_events = self._job.folder / "transcript" / "transcript.jsonl"
-        if not with_events.exists():
-            return None
-        events = (json.loads(line) for line in with_events.read_text().splitlines())
-        chosen = [
-            os.path.relpath(event["values"]["STEP"], self._job.root)
-            for event in events
+        with open_store(str(self._job.root)) as store:
+            record = newest_record(store, "rb-7")
+        begun = (
+            event["values"]
+            for event in (record.events if record else ())
             if event["event"] == "began" and event["block"] == "resume"
+        )
+        chosen = [
+            os.path.relpath(str(values["STEP"]), self._job.root)
+            for values in begun
+            if isinstance(values, dict)
         ]
         return self._job.names.get(chosen[-1]) if chosen else None
 

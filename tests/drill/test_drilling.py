@@ -123,18 +123,17 @@ def trained(*words: object) -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_script_of_stock_dcp_survives_a_kill_and_a_damaged_shard(tmp_path: Path):
+def test_a_script_of_stock_dcp_survives_a_damaged_shard(tmp_path: Path):
     trained(STOCK, "--root", tmp_path / "ckpt", "--steps", 10)
     trials = drilled(
-        *(tmp_path, "--fault", "rank-killed", "--fault", "shard-damaged", "--"),
+        *(tmp_path, "--fault", "shard-damaged", "--"),
         *(*TORCHRUN, STOCK, "--root", "{root}", "--resume-from", "{step}"),
     )
-    killed, damaged = trials["rank-killed"], trials["shard-damaged"]
-    assert killed["problems"] == damaged["problems"] == []
-    assert killed["resumed_from"] == killed["expected_step"] >= 30
+    damaged = trials["shard-damaged"]
+    assert damaged["problems"] == []
     assert damaged["resumed_from"] == damaged["expected_step"] >= 20
-    assert 1 <= killed["lost_steps"] < damaged["lost_steps"]
-    assert killed["loss"] == damaged["loss"] == "continuous"
+    assert damaged["lost_steps"] >= 10
+    assert damaged["loss"] == "continuous"
 
 
 @pytest.mark.torch
