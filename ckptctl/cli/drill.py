@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import option
+from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
 from ckptctl.cli.text import EMPTY, Line, Span, line
@@ -38,7 +36,7 @@ def drill(
     ],
     command: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
             metavar="CMD...",
             help="The command of the job, after --. {root} becomes the copy of the root, and "
             "{step} the step to resume from.",
