@@ -14,9 +14,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import copy_step, fingerprint, read_only_launcher
 from ckptctl.drill.faults import FAULTS, STALL_S, STALLED, Injected, StalledStorage
 from ckptctl.drill.job import CKPTCTL, ROOT_WORD, Job, JobOptions, TrialFailed
@@ -69,7 +69,7 @@ class DrillOptions:
 def drill(
     command: Sequence[str],
     root: str,
-    options: DrillOptions = DrillOptions(),
+    options: DrillOptions,
     *,
     tell: Callable[[str], None] = lambda _message: None,
     storage: StorageOptions = StorageOptions(),

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from ckptctl.data_classes import dataclass
 from ckptctl.drill.job import Job, TrialFailed
 from ckptctl.supervisor.processes import signal_all
 

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.loss.reading import read_logs

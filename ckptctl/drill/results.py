@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ckptctl.data_classes import dataclass
 from ckptctl.model import ExitCode, NonNegative
 
 
