@@ -28,6 +28,8 @@ N_CASES = 1200
 BUCKET, RUN = "campaign", "run"
 CLIENTS = ("obstore", "s3fs")
 TIMEOUT_S = 0.5
+PATIENT_S = 60.0
+"""How long a request may take where nothing fails: the machine may be busy."""
 COULD_NOT_LOOK = (75, 77)
 
 ANY = (
@@ -100,7 +102,7 @@ class Bucket:
         # Pages of any length may lose their token: not only those of 1,000 keys.
         obstore_client.PAGE_KEYS = 1
 
-    def options(self, client: str) -> Options:
+    def options(self, client: str, timeout_s: float = PATIENT_S) -> Options:
         """How the questions reach the proxy."""
         return {
             "storage_options": {
@@ -110,7 +112,7 @@ class Bucket:
                 "client_kwargs": {"region_name": "us-east-1"},
             },
             "endpoint_url": self.proxy.url,
-            "timeout_s": TIMEOUT_S,
+            "timeout_s": timeout_s,
         }
 
     def counts(self, name: str, client: str) -> dict[str, int]:
@@ -176,7 +178,7 @@ def failing_s3(number: int, chance: Random, bucket: Bucket, outcome: Outcome) ->
 def _asked(name: str, bucket: Bucket, client: str, outcome: Outcome) -> Any:
     """The answer, or the error, or None for a crash."""
     try:
-        answer = QUESTIONS[name](bucket.root, bucket.options(client))
+        answer = QUESTIONS[name](bucket.root, bucket.options(client, TIMEOUT_S))
     except CkptctlError as error:
         outcome.verdict, outcome.said = f"error {error.exit_code}", error.message[:300]
         return error
