@@ -297,6 +297,12 @@ class FileInfo:
     kind: str = "file"
     link: str | None = None
 
+    @property
+    def what(self) -> str:
+        """The kind in words, for messages."""
+        names = {"file": "a file", "dir": "a folder", "link": f"a link to {self.link}"}
+        return names.get(self.kind, "a pipe, a socket or a device")
+
 
 @dataclass(frozen=True, slots=True)
 class Checksum:

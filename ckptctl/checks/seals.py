@@ -218,7 +218,7 @@ def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
                 found="no such file",
             )
         elif file.kind != "file":
-            yield _not_as_sealed(sealed, f"a {file.kind}, not a file")
+            yield _not_as_sealed(sealed, f"{file.what}, not a file")
         elif file.size != sealed.size:
             code = "seal.gone" if file.size < sealed.size else "seal.digest"
             yield _not_as_sealed(sealed, f"{file.size:,} bytes", code)

@@ -77,13 +77,12 @@ def read_metadata(at: OpenPart) -> Iterator[Metadata | Finding]:
 def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Finding:
     where = at.in_step(file.path)
     if file.kind != "file":
-        what = f"a link to {file.link}" if file.kind == "link" else f"a {file.kind}"
         return Finding(
             "path.escape",
             where,
-            f"{where} is {what}, not a file; it was not followed",
+            f"{where} is {file.what}, not a file; it was not followed",
             expected="a regular file",
-            found=what,
+            found=file.what,
             next_command="ckptctl explain path.escape",
         )
     if file.size > MAX_METADATA_BYTES:

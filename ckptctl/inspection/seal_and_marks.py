@@ -19,6 +19,7 @@ from ckptctl.checks.seals import PROVES_NOTHING, Seen, check_marks, check_seal, 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported, UsageError
 from ckptctl.findings import ByStore, Finding
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
     MAX_MARK_BYTES,
@@ -114,7 +115,7 @@ def read_seal(opened: OpenStep) -> ReadSeal:
         return None, ()
     try:
         if file.kind != "file":
-            raise OwnFileUnreadable(f"it is a {file.kind}, not a file; it was not opened")
+            raise OwnFileUnreadable(f"it is {file.what}, not a file; it was not opened")
         return parse_seal(opened.store.read(opened.in_store(SEAL), limit=MAX_SEAL_BYTES)), ()
     except OwnFileUnsupported as error:
         return None, (_unreadable("seal.unsupported", SEAL, "the seal", error.message),)
@@ -132,7 +133,8 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     files = [
         file
         for file in step.files
-        if file.path.startswith(f"{MARKS_FOLDER}/") and file.path.endswith(".json")
+        if file.path in (OWN_FOLDER, MARKS_FOLDER)  # a link, say: what is behind it is not read
+        or (file.path.startswith(f"{MARKS_FOLDER}/") and file.path.endswith(".json"))
     ]
     newest = sorted(files, key=lambda file: file.path, reverse=True)
     order = sorted(newest, key=lambda file: named_word(file.path) not in _RULES_OUT)
@@ -177,7 +179,7 @@ def _by_name(path: str, word: MarkKind, why: str, step: Step, current: str | Non
 
 def _why_not_read(file: FileInfo) -> str:
     if file.kind != "file":
-        return f"it is a {file.kind}, not a file; it was not opened"
+        return f"it is {file.what}, not a file; it was not opened"
     return f"{file.size:,} bytes, or one of too many marks; it was not read"
 
 

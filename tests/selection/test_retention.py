@@ -188,6 +188,22 @@ def test_a_pin_that_cannot_be_read_protects(templates: Path, root: Path):
     assert "a mark on it cannot be read" in found.decisions[-1].reason
 
 
+@pytest.mark.parametrize("folder", [".ckptctl", ".ckptctl/marks"])
+def test_a_pin_behind_a_link_protects(templates: Path, root: Path, tmp_path: Path, folder: str):
+    for number in (100, 200, 300):
+        put_step(templates, root, number)
+    ckptctl.mark(f"{root}@100", "pinned")
+    moved = root / "step_100" / folder
+    moved.rename(tmp_path / "moved")
+    moved.symlink_to(tmp_path / "moved")
+    found = prune(root)
+    assert there(root) == {"step_100", "step_300"}
+    assert "a mark on it cannot be read" in found.decisions[-1].reason
+    report = ckptctl.verify(f"{root}@100")
+    (finding,) = (one for one in report.findings if one.code == "mark.damaged")
+    assert (finding.where, report.exit_code) == (folder, 0)
+
+
 @pytest.mark.parametrize("lost", ["lost", "changed"])
 def test_a_pin_protects_a_step_whose_metadata_is_lost_or_changed(
     templates: Path, root: Path, lost: str
