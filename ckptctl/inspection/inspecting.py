@@ -141,7 +141,7 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
         error.message if code == "path.escape" else f"{error.message}: {_NOT_KNOWN[code]}",
         expected=expected,
         found=error.message,
-        next_command=error.next_command or f"ckptctl verify {step.url}",
+        next_command=error.next_command or f"ckptctl verify {shlex.quote(step.url)}",
     )
     try:
         return contradicted(opened, [finding]) or finding

@@ -8,6 +8,7 @@ changed calls `list_again`, which reads again and caches nothing.
 
 from __future__ import annotations
 
+import shlex
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -331,7 +332,8 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
             # Not there a moment ago, and there now: no empty folder before it is asked again.
             return () if found else tuple(_below(file, prefix) for file in store.list_tree(name))
     url = join_url(store.url, name)
-    raise PathNotFound(f"{url} does not exist", next_command=f"ckptctl scan {store.url}")
+    scan = f"ckptctl scan {shlex.quote(store.url)}"
+    raise PathNotFound(f"{url} does not exist", next_command=scan)
 
 
 def _beside(store: Store, name: str) -> tuple[FileInfo, ...]:

@@ -271,7 +271,7 @@ def content(opened: OpenStep, found: Found) -> Iterator[Finding]:
             "there is no seal: a valid shard of another step would not be detected",
             expected=SEAL,
             found="no seal",
-            next_command=f"ckptctl seal {opened.url}",
+            next_command=f"ckptctl seal {shlex.quote(opened.url)}",
         )
 
 

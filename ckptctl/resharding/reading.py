@@ -8,6 +8,7 @@ can be written again.
 
 from __future__ import annotations
 
+import shlex
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -128,7 +129,7 @@ class SourceFiles:
             f"{where}: the record at byte {record.offset:,}: {message}",
             expected="the record as it was saved",
             found=message,
-            next_command=f"ckptctl verify {self.url} --level content",
+            next_command=f"ckptctl verify {shlex.quote(self.url)} --level content",
         )
 
     def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:

@@ -194,7 +194,8 @@ def open_target(
         except PathNotFound as error:
             hint = "; after an @ comes a step number, latest or auto" if "@" in step else ""
             message = f"{found.url} does not exist{hint}"
-            raise PathNotFound(message, next_command=f"ckptctl scan {store.url}") from error
+            scan = f"ckptctl scan {shlex.quote(store.url)}"
+            raise PathNotFound(message, next_command=scan) from error
         if isinstance(found.named, str):
             check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)

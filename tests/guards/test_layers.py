@@ -174,6 +174,23 @@ def test_only_one_module_prints(path):
     assert streams + prints == []
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_an_address_in_a_command_is_quoted(path):
+    """A root may have any name, and people paste what `next:` prints into a shell."""
+    bare = [
+        f"line {text.lineno}: {ast.unparse(part.value)}"
+        for text in ast.walk(ast.parse(path.read_text()))
+        if isinstance(text, ast.JoinedStr)
+        and isinstance(text.values[0], ast.Constant)
+        and str(text.values[0].value).startswith("ckptctl ")
+        for part in text.values
+        if isinstance(part, ast.FormattedValue)
+        and isinstance(part.value, ast.Attribute)
+        and part.value.attr in ("url", "path", "root", "name")
+    ]
+    assert bare == []
+
+
 def test_no_module_is_named_after_a_public_function_and_none_is_called_utils():
     public = {"scan", "verify", "pick", "show"}
     library = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] != "cli"]

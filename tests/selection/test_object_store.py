@@ -40,10 +40,12 @@ def asked(s3: S3Server, name: str, url: str, **options: Any) -> Any:
         answer = getattr(ckptctl, name)(url, **{"storage_options": s3.options, **options})
     except CkptctlError as error:
         answer = error
-    leads = answer.findings if isinstance(answer, Report) else (answer,)
+    is_report = isinstance(answer, Report)  # whose findings stand in the answer of `scan`, too
+    words = ["scan" if is_report else name, url]
+    leads = answer.findings if is_report else (answer,)
     for command in filter(None, (each.next_command for each in leads)):
         variables = clean_environment(**s3.environment)
-        follow([name, url], answer.exit_code, f"next: {command}", cwd=Path.cwd(), env=variables)
+        follow(words, answer.exit_code, f"next: {command}", cwd=Path.cwd(), env=variables)
     return answer
 
 

@@ -233,6 +233,22 @@ def test_the_next_command_can_be_copied_whatever_the_root_is_called(tmp_path: Pa
     assert shlex.split(found.next_command)[-1] == str(root)
 
 
+def test_an_error_names_a_root_of_any_name_as_the_shell_takes_it(
+    tmp_path: Path, root: Path, broken: Callable[..., None]
+) -> None:
+    run = Path(shutil.copytree(root, tmp_path / "a run; with $(spaces)"))
+    with pytest.raises(PathNotFound) as caught:
+        ckptctl.verify(f"{run}/step_7")
+    assert shlex.split(caught.value.next_command or "")[2:] == [str(run)]
+    sealed = ckptctl.verify(f"{run}@20", level=Level.CONTENT)
+    broken(lambda store: store.fail("read", NO_ANSWER, lasts=True))
+    for report in (sealed, ckptctl.verify(f"{run}@20")):
+        commands = filter(None, (finding.next_command for finding in report.findings))
+        words = {word for command in commands for word in shlex.split(command)}
+        assert f"{run}/step_20" in words
+        assert "with" not in words
+
+
 @pytest.mark.parametrize("verb", ["read", "span"])
 def test_a_lack_of_memory_is_nothing_against_a_step(
     broken: Callable[..., None], root: Path, verb: str
