@@ -100,17 +100,17 @@ def write(
     `UsageError` if the target exists, `StorageError`.
     """
     group = options.group
-    on_progress = group.watch(options.on_progress)
-    work = _Work(plan, source, place, budget, on_progress, files)
-    group.from_first(work.check_place)
-    own = share_of(plan.shards, group.rank, group.size)
-    shares = group.share(lambda: (plan.identity, work.write_shards(own)))
-    if any(identity != plan.identity for identity, _ in shares):
+    # Before anything is written, and where an error of one process ends the others.
+    if any(identity != plan.identity for identity in group.share(lambda: plan.identity)):
         raise StorageUnavailable(
             f"{plan.source.url}: the processes do not have the same plan: the step is being "
             "written, they were called differently, or do not see the same storage"
         )
-    _, continued = shares[group.rank]
+    on_progress = group.watch(options.on_progress)
+    work = _Work(plan, source, place, budget, on_progress, files)
+    group.from_first(work.check_place)
+    own = share_of(plan.shards, group.rank, group.size)
+    continued = group.share(lambda: work.write_shards(own))[group.rank]
 
     def complete() -> Report | None:
         if not group.is_first:

@@ -192,6 +192,7 @@ def _reshard(
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs is {jobs}; it must be 1 or more")
     with (
+        options.group.sharing(),
         opened_step(source, requirements, storage) as found,
         target_place(target, storage) as place,
     ):

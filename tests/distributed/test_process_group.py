@@ -240,13 +240,23 @@ with joined(launched_rank(os.environ)) as group:
 """
 
 
+UNSEEN_SOURCE = (
+    UNSEEN.replace("import Level, verify", "import reshard")
+    .replace("verify(own, level=Level.CONTENT, ", "reshard(own, target, world_size=2, ")
+    .replace("verify(step, level=Level.CONTENT, ", "reshard(step, target, world_size=2, ")
+    .replace("step, missing = sys.argv[1:]", "step, missing = sys.argv[1:]\ntarget = step + '-new'")
+)
+
+
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("blind", [0, 2])
+@pytest.mark.parametrize(
+    ("code", "blind"), [(UNSEEN, 0), (UNSEEN, 2), (UNSEEN_SOURCE, 2)], ids=["0", "2", "reshard"]
+)
 def test_a_process_that_does_not_find_the_step_ends_all_with_its_error(
-    step: Path, tmp_path: Path, blind: int
+    step: Path, tmp_path: Path, code: str, blind: int
 ):
-    (tmp_path / "unseen.py").write_text(UNSEEN)
+    (tmp_path / "unseen.py").write_text(code)
     missing = tmp_path / "step_5"
     done = subprocess.run(
         [*TORCHRUN[:-2], tmp_path / "unseen.py", step, missing],
