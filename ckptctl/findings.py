@@ -234,6 +234,7 @@ CODES: Mapping[str, Code] = {
     "loss.clock": _note("the clock of the log goes back"),
     "loss.damaged": _note("a log is damaged in the middle, and later ones continue"),
     "loss.cadence": _note("many steps were trained again after failures"),
+    "rank.slow": _warning("a rank is slower than the others, or than it was"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""
 

@@ -12,6 +12,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, replace_file
 from ckptctl.cli.pictures import Mark, glyph
+from ckptctl.cli.rendering import finding_lines
 from ckptctl.cli.text import EMPTY, Line, Span, line, padded
 from ckptctl.formatting import counted, duration, listed
 from ckptctl.goodput.history import RootHistory, RunHistory
@@ -21,6 +22,7 @@ from ckptctl.options import StorageOptions
 
 EXAMPLES = (
     "ckptctl history /shared/ckpt/run-1234",
+    "ckptctl history /shared/ckpt/run-1234 --log train.log",
     "ckptctl history /shared/ckpt/* --metrics /var/lib/node_exporter/ckptctl.prom --quiet",
 )
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -37,6 +39,15 @@ def history(
         str | None,
         option(
             "--state", metavar="DIR", help="Where run --state kept the state; default: the root."
+        ),
+    ] = None,
+    log: Annotated[
+        list[str] | None,
+        option(
+            "--log",
+            metavar="FILE",
+            help="A log of the job, or a folder of logs, in which NVRx or Megatron report slow "
+            "ranks; may be given several times.",
         ),
     ] = None,
     metrics: Annotated[
@@ -57,7 +68,7 @@ def history(
     ckptctl run. The rest of the time is divided into what was trained again, restarts, loads,
     first steps and saves. With --quiet only the goodput is printed, as a share.
     """
-    found = ckptctl.run_history(*roots, state=state, storage=storage)
+    found = ckptctl.run_history(*roots, state=state, logs=log or (), storage=storage)
     if metrics is not None:
         replace_file(metrics, metrics_text(found), "the metrics")
     share = found.goodput.goodput
@@ -94,6 +105,9 @@ def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[L
         own = [attempt for attempt in found.attempts if attempt.root == each.root]
         yield EMPTY
         yield from _root_lines(each, own, width, unicode=unicode, alone=len(found.roots) == 1)
+    if found.findings:
+        yield EMPTY
+        yield from finding_lines(found.findings)
 
 
 def _root_lines(
@@ -233,5 +247,7 @@ def _end(attempt: PastAttempt) -> Iterator[Span]:
         yield Span(f" ({listed(at_fault)})")
     if attempt.failed and attempt.decision:
         yield Span(f", {attempt.decision}")
+    if attempt.slow:
+        yield Span(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
     if attempt.allocation:
         yield Span(f" on {attempt.allocation}")

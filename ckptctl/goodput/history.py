@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.failures.slow_ranks import slow_in_logs, slow_ranks_finding
+from ckptctl.findings import Finding
 from ckptctl.formatting import counted, duration
 from ckptctl.goodput.records import read_records
 from ckptctl.goodput.timeline import Goodput, PastAttempt, attempts_of, goodput_of
@@ -44,6 +46,8 @@ class RunHistory:
     """What became of the time of all of them; of several roots the sum."""
     roots: tuple[RootHistory, ...]
     """The roots, in the order in which they were given."""
+    findings: tuple[Finding, ...]
+    """Ranks that are slow: in the last attempt of each root, and in the logs that were given."""
     message: str
     """The answer in one line."""
     exit_code: ExitCode
@@ -55,13 +59,15 @@ class RunHistory:
 def run_history(
     *roots: str,
     state: str | None = None,
+    logs: Sequence[str] = (),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> RunHistory:
     """The attempts of one run or several, and what became of their time.
 
     Reads the ledgers that `ckptctl.train` keeps in a root, and the state of `ckptctl run`; either
-    is enough. `state` is the folder or URL where `run --state` kept it. Of several roots, one
+    is enough. `state` is the folder or URL where `run --state` kept it. `logs` are logs of the
+    job, or folders of them, in which NVRx or Megatron report slow ranks. Of several roots, one
     that cannot be read does not keep the others from being reported: the exit code is its.
 
     Raises `UsageError` without a root, and the error of a single root that cannot be read.
@@ -86,10 +92,19 @@ def run_history(
         attempts += own
         histories.append(RootHistory(root, goodput_of(own), tuple(warnings)))
     goodput = goodput_of(attempts)
+    last = {each.root: each for each in attempts}
+    findings = [
+        slow_ranks_finding(each.slow, f"{root} attempt {each.number}")
+        for root, each in last.items()
+        if each.slow
+    ]
+    if slow := slow_in_logs(logs, storage):
+        findings.append(slow_ranks_finding(slow, ", ".join(logs)))
     return RunHistory(
         attempts=tuple(attempts),
         goodput=goodput,
         roots=tuple(histories),
+        findings=tuple(findings),
         message="; ".join(_message(attempts, goodput)),
         exit_code=exit_code,
         next_command=None,

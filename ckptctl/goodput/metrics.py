@@ -7,11 +7,11 @@ https://prometheus.io/docs/instrumenting/exposition_formats/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.goodput.history import RunHistory
-from ckptctl.goodput.timeline import BUCKETS, Goodput
+from ckptctl.goodput.timeline import BUCKETS, Goodput, PastAttempt
 
 
 class _Family(NamedTuple):
@@ -37,6 +37,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "ckptctl_run_disruptions_total": _Family("How often training had to start again.", "counter"),
     "ckptctl_run_failures_total": _Family("Attempts that failed.", "counter"),
     "ckptctl_run_mtbf_seconds": _Family("Running time per failure.", "gauge"),
+    "ckptctl_run_slow_ranks": _Family("Ranks that were slow when the last attempt ended.", "gauge"),
     "ckptctl_run_max_productive_step": _Family("Newest training step that is kept.", "gauge"),
 }
 
@@ -45,7 +46,8 @@ def metrics_text(found: RunHistory) -> str:
     """The metrics of every root, grouped by name as the format demands."""
     samples: dict[str, list[str]] = {name: [] for name in _FAMILIES}
     for each in found.roots:
-        for name, labels, value in _values(each.goodput):
+        own = [attempt for attempt in found.attempts if attempt.root == each.root]
+        for name, labels, value in _values(each.goodput, own):
             if value is not None:
                 samples[name].append(f"{name}{_labels({'root': each.root, **labels})} {value:.12g}")
     return "".join(
@@ -56,7 +58,9 @@ def metrics_text(found: RunHistory) -> str:
     )
 
 
-def _values(goodput: Goodput | None) -> Iterator[tuple[str, dict[str, str], float | None]]:
+def _values(
+    goodput: Goodput | None, attempts: Sequence[PastAttempt]
+) -> Iterator[tuple[str, dict[str, str], float | None]]:
     yield "ckptctl_run_up", {}, float(goodput is not None)
     if goodput is None:
         return
@@ -70,6 +74,8 @@ def _values(goodput: Goodput | None) -> Iterator[tuple[str, dict[str, str], floa
     yield "ckptctl_run_disruptions_total", {}, float(goodput.disruptions)
     yield "ckptctl_run_failures_total", {}, float(goodput.mtbf.failures)
     yield "ckptctl_run_mtbf_seconds", {}, goodput.mtbf.mean_s
+    if attempts:
+        yield "ckptctl_run_slow_ranks", {}, float(len(attempts[-1].slow))
     step = goodput.max_productive_step
     yield "ckptctl_run_max_productive_step", {}, None if step is None else float(step)
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
-from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.failures.slow_ranks import SlowRank
+from ckptctl.formats.own.supervision import AttemptDocument, SlowRankDocument, SupervisorDocument
 from ckptctl.goodput.timeline import Record
 from ckptctl.selection.history import Row, read_attempts
 from ckptctl.storage.contract import Store
@@ -230,6 +231,17 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[R
     return [record for _, record in sorted(keyed, key=lambda each: each[0])]
 
 
+def _slow(document: SlowRankDocument) -> SlowRank:
+    relative, individual = document["relative_percent"], document["individual_percent"]
+    return SlowRank(
+        document["rank"],
+        document["node"][:200],
+        None if relative is None else min(1.0, relative / 100),
+        None if individual is None else min(1.0, individual / 100),
+        "heartbeats",
+    )
+
+
 _Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
 
 
@@ -266,6 +278,7 @@ def _supervised(
         "decision": attempt["decision"],
         "nodes": tuple(attempt["nodes"]),
         "ranks": tuple(attempt["ranks"]),
+        "slow": tuple(_slow(each) for each in attempt.get("slow", ())),
     }
     if last is None:
         yield Record(

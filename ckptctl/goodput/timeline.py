@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from ckptctl.data_classes import dataclass, replace
+from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formatting import rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time
 
@@ -59,6 +60,7 @@ class Record:
     decision: str | None = None
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    slow: tuple[SlowRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class PastAttempt:
     """The nodes at fault, as far as the evidence decides."""
     ranks: tuple[int, ...]
     """The ranks at fault, as far as the evidence decides."""
+    slow: tuple[SlowRank, ...]
+    """The ranks that were slow when it ended, as far as `ckptctl run` saw their heartbeats."""
     failed: bool
     """It ended, and not as planned."""
     restart_s: NonNegative | None
@@ -303,6 +307,7 @@ def _divided(
         decision=record.decision,
         nodes=record.nodes,
         ranks=record.ranks,
+        slow=record.slow,
         failed=ended,
         restart_s=gap_s,
         idle_s=idle_s,

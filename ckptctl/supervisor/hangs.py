@@ -25,6 +25,7 @@ from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.naming import name_ranks
 from ckptctl.supervisor.processes import Process
+from ckptctl.supervisor.step_times import StepTimes
 from ckptctl.supervisor.watching import Hang, Running
 
 GAP_S = 5.0
@@ -66,13 +67,19 @@ class HangWatcher:
     """
 
     def __init__(
-        self, limits: SectionLimits, tell: Callable[[str], None], folder: str | None = None
+        self,
+        limits: SectionLimits,
+        tell: Callable[[str], None],
+        folder: str | None = None,
+        *,
+        step_times: StepTimes | None = None,
     ) -> None:
         self._limits = limits
         self._folder = Folder()
         self._logs = LogGrowth()
         self._kept_in = folder
         self._tell = tell
+        self._step_times = step_times or StepTimes()
         self._explained = False
         self._reset(0)
 
@@ -85,10 +92,12 @@ class HangWatcher:
         self._folder.clear()
         self._logs.follow(logs)
         self._reset(attempt)
+        self._step_times.reset()
         return self._folder.variables
 
     def finish(self) -> None:
-        """Nothing is left to keep: the limits have learned while the attempt ran."""
+        """Take the last step times; the limits have learned while the attempt ran."""
+        self._step_times.close(self._folder.read())
 
     def _reset(self, attempt: int) -> None:
         self._attempt = attempt
@@ -107,7 +116,9 @@ class HangWatcher:
         elif now_s - self._polled_s > GAP_S or self._folder.mend():
             self._restart_timers(now_s)
         self._polled_s = now_s
-        self._take_in(self._folder.read(), now_s)
+        beats = self._folder.read()
+        self._take_in(beats, now_s)
+        self._step_times.take(beats, now_s)
         if not self._ranks:
             return self._check_logs(running, now_s)
         if self._late(now_s) is not None:

@@ -48,6 +48,7 @@ from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.roots import WatchedRoots
 from ckptctl.supervisor.state import STATE_FOLDER, LocalCopy, Revisions
+from ckptctl.supervisor.step_times import StepTimes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,6 +126,7 @@ class _Supervisor:
             options.wait_s,
         )
         self._sections = SectionLimits(options.section_timeouts)
+        self._step_times = StepTimes()
         self._copy = LocalCopy(roots.first, phase)
         self._signals = Signals()
         self._attempts: list[Attempt] = []
@@ -149,7 +151,7 @@ class _Supervisor:
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
             self._sections.recall(held.state["sections"])
-            hangs = HangWatcher(self._sections, self._tell)
+            hangs = HangWatcher(self._sections, self._tell, step_times=self._step_times)
             stack.callback(hangs.close)
             runner = AttemptRunner(
                 self._options.output, self._log_folder, (held, hangs), self._signals, self._tell
@@ -255,6 +257,8 @@ class _Supervisor:
         budget = self._options.budget
         verdict = decide(() if progress else before, ended, seen, best, budget)
         attempt = closed(attempt, ended, seen, verdict, progress=progress)
+        if slow := self._step_times.documents():
+            attempt["slow"] = slow
         state = {
             **held.state,
             "best": seen.step if progress else best,

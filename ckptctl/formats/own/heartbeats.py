@@ -37,7 +37,14 @@ _NAME = re.compile(r"rank-([0-9]{1,7})\.json")
 _LARGEST_SIGNAL = 64
 
 
-class Heartbeat(TypedDict):
+class _HeartbeatOptions(TypedDict, total=False):
+    steps: int
+    """How many steps `work_ms` is of; absent without one."""
+    work_ms: int
+    """What these steps took this rank, in milliseconds."""
+
+
+class Heartbeat(_HeartbeatOptions):
     """The state of one rank when it wrote last."""
 
     rank: int

@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 1_000
 """Attempts that a state holds; the oldest are dropped first."""
 MAX_STATE_BYTES = 4 << 20
 MAX_LEASE_BYTES = 4 << 10
-_MAX_OBJECTS = 8 * MAX_ATTEMPTS
+_MAX_OBJECTS = 16 * MAX_ATTEMPTS
 
 
 class OwnerDocument(TypedDict):
@@ -39,7 +39,25 @@ class OwnerDocument(TypedDict):
     """The root, as that machine names it."""
 
 
-class AttemptDocument(TypedDict):
+class SlowRankDocument(TypedDict):
+    """A rank that was slow when the attempt ended."""
+
+    rank: int
+    """The rank."""
+    node: str
+    """Its node."""
+    relative_percent: int | None
+    """The fastest rank's step time as a share of its own; null where it was the only one."""
+    individual_percent: int | None
+    """Its own best step time as a share of the last."""
+
+
+class _AttemptOptions(TypedDict, total=False):
+    slow: list[SlowRankDocument]
+    """The ranks of the supervisor's node that were slow when it ended; absent in older states."""
+
+
+class AttemptDocument(_AttemptOptions):
     """One attempt of the job."""
 
     number: Positive
