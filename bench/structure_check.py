@@ -1,10 +1,11 @@
-"""What does it cost to look at the structure of a whole root, and to count 100,000 chunks?
+"""Measure inspecting the structure of a whole root, and counting 100,000 chunks.
 
 The root is one step of records that torch.save really wrote, for a small transformer
 sharded over 64 ranks, with a `.metadata` of torch's own classes; the other steps are
 hard links to it. So all reads but the first come from the page cache, for ckptctl and
 for its peer alike: the peer lists the same folders with `os.scandir` and reads the same
-bytes with `os.pread`, one span after the other, and looks at none of them.
+bytes with `os.pread`, one span after the other, and inspects none of them. Times are of the
+processor.
 
     python bench/structure_check.py [--steps 200] [--shards 64] [--rounds 1]
 """
@@ -162,12 +163,12 @@ def elements_in_chunks(tensor: TensorEntry) -> int:
 
 
 def seconds(work: Callable[[], object], n_rounds: int) -> float:
-    """The median of several rounds."""
+    """The median of several rounds, in seconds of processor: the machine may be busy."""
     taken = []
     for _ in range(n_rounds):
-        began = time.perf_counter()
+        began = time.process_time()
         work()
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
     return statistics.median(taken)
 
 

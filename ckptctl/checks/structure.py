@@ -27,9 +27,9 @@ from ckptctl.records.opening import (
     is_before_archives,
     is_plain_pickle,
     open_before_archives,
-    open_record,
 )
 from ckptctl.records.ranges import Owner, Ranges
+from ckptctl.records.templates import Templates
 from ckptctl.records.zstd import ZSTD, ZSTD_MAGIC, check_transforms
 
 MAX_ELEMENT_BYTES = 64
@@ -107,6 +107,7 @@ class StructureCheck:
         self._part_path = part_path
         self._wanted = {id(entry) for entry in ranges.entries if wanted(entry.fqn)}
         self._n_without_crcs = self._n_transformed = self._n_plain = 0
+        self._templates = Templates()
         self._alike: dict[tuple[int, str], _Alike] = {}
         self._by_order: dict[str, list[int]] = {}
         self.n_records = 0
@@ -148,18 +149,24 @@ class StructureCheck:
             return None
         wanted = id(owner.entry) in self._wanted
         expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
-        found = open_record(view, expected, with_pickle=wanted)
+        alike = None if expected is None or wanted else self._templates.like(view, expected)
+        if alike is not None:
+            self._keep(number, alike.template.opened.byte_order, alike.crc)
+            return None
+        found = self._templates.open(view, expected, with_pickle=wanted)
         if isinstance(found, Need):
             return found
         self._n_without_crcs += not found.directory.has_crcs
-        if found.byte_order is not None:
-            self._by_order.setdefault(found.byte_order, []).append(number)
-        crc = found.crc
-        if crc is not None:
-            self.crcs[number] = crc
+        self._keep(number, found.byte_order, found.crc)
         if wanted:
             self._hand_out(number, found, view)
         return None
+
+    def _keep(self, number: int, byte_order: str | None, crc: int | None) -> None:
+        if byte_order is not None:
+            self._by_order.setdefault(byte_order, []).append(number)
+        if crc is not None:
+            self.crcs[number] = crc
 
     def _inspect_transformed(self, owner: Owner, view: View) -> None:
         check_transforms(owner.transforms)

@@ -26,7 +26,6 @@ from ckptctl.records.opening import (
     OpenRecord,
     Unfit,
     WrongChecksum,
-    open_record,
     open_whole,
 )
 from ckptctl.records.reads import open_one_record
@@ -40,6 +39,7 @@ from ckptctl.records.slices import (
     position,
     row_major,
 )
+from ckptctl.records.templates import Templates
 from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.selection.verifying import OpenTarget
@@ -110,6 +110,7 @@ class SourceFiles:
         self._folder = folder
         self._part_path = part_path
         self._opened: dict[tuple[str, int], Opened] = {}
+        self._templates = Templates()
         self._near = (1 << 20) if store.kind is Kind.OBJECT else (64 << 10)
 
     def in_store(self, name: str) -> str:
@@ -156,7 +157,7 @@ class SourceFiles:
             found = open_one_record(
                 lambda start, n: self._read(record, start, n),
                 record.length,
-                lambda view: open_record(view, expected),
+                lambda view: self._templates.open(view, expected),
             )
             opened = _described(found)
         except (RecordUnreadable, Unfit) as error:

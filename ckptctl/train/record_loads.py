@@ -35,11 +35,11 @@ from ckptctl.records.opening import (
     OpenRecord,
     Unfit,
     is_plain_pickle,
-    open_record,
 )
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, open_records
 from ckptctl.records.slices import TensorSlice, dense_order
+from ckptctl.records.templates import Templates
 from ckptctl.records.verification import ElementChecksum
 from ckptctl.records.zstd import unpack, unpacked_limit
 from ckptctl.storage.contract import Kind, ShortRead
@@ -131,6 +131,7 @@ class RecordLoads:
         self._jobs = jobs
         self._most_waiting = most_waiting
         self._damage = Damage(opened, ranges)
+        self._templates = Templates()
         self._reach = _REACH[opened.store.kind]
         self._waiting: list[_Waiting] = []
         self._n_waiting = 0
@@ -194,7 +195,7 @@ class RecordLoads:
                     "it is a planner's own pickle, which cannot be read without running it",
                 )
             expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
-            found = open_record(view, expected)
+            found = self._templates.open(view, expected)
             if isinstance(found, Need):
                 return found
             if found.stub is not None:

@@ -265,6 +265,26 @@ def _read_trailer(tail: bytes, length: int) -> tuple[int, int]:
     return n_members, size
 
 
+def crc_offsets(directory: RecordDirectory, of: Member, view: Readable) -> tuple[int, ...]:
+    """Where the CRC-32 of a member is stored: in its descriptor and in the directory.
+
+    The directory was read. A member without bytes has no descriptor.
+    """
+    data = view.get(directory.at, directory.length - _TRAILER) or b""
+    pos = 0
+    for member in directory.members:
+        if member is of:
+            break
+        n_path, n_extra = _CENTRAL.unpack_from(data, pos)[10:12]
+        pos += _CENTRAL.size + n_path + n_extra
+    in_directory = directory.at + pos + _CENTRAL_CRC
+    return (of.end + _DESCRIPTOR_CRC, in_directory) if of.size else (in_directory,)
+
+
+_CENTRAL_CRC = 16
+_DESCRIPTOR_CRC = 4
+"""Offsets of the CRC-32 in an entry of the directory and in a descriptor."""
+
 _Entry = tuple[str, str, bytes, int, int, int, int]
 """Folder, name, path, flags, CRC, size, offset of the local header."""
 
