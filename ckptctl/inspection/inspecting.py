@@ -36,6 +36,7 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.frameworks.layouts import is_own, step_name
 from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.part_files import MAX_QUICK_READS
 from ckptctl.inspection.stages import HELPER_STAGES, STAGES, Found, contradicted
 from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
@@ -109,9 +110,10 @@ def why_not_deeper(inspection: Inspection) -> str:
         n_bytes = sum(file.size for part in inspection.parts for file in part.part.files)
         return f"the checksums of its {n_bytes:,} bytes were not compared"
     n_reads = inspection.opened.n_structure_reads
+    many = f"more than {MAX_QUICK_READS:,}" if n_reads > MAX_QUICK_READS else f"{n_reads:,}"
     if inspection.opened.store.kind is Kind.OBJECT:
-        return f"--level structure would send {n_reads:,} more requests"
-    return f"--level structure would take {n_reads:,} reads"
+        return f"--level structure would send {many} further requests"
+    return f"--level structure would take {many} reads"
 
 
 def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Finding:

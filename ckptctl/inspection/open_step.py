@@ -287,9 +287,9 @@ class OpenPart:
             archives=self.part.format is PartFormat.RANK_FILES,
         )
 
-    @property
+    @cached_property
     def n_structure_reads(self) -> int:
-        """How many reads the structure takes."""
+        """How many reads the structure takes, counted as `n_structure_reads` does."""
         return n_structure_reads(self.ranges) if self.metadata else 0
 
     @property

@@ -247,9 +247,19 @@ def read_structure(
     )
 
 
+MAX_QUICK_READS = 10_000
+"""Up to so many reads on a file system, `structure` is the default level."""
+
+
 def n_structure_reads(ranges: Ranges) -> int:
-    """How many reads `read_structure` takes if no file is missing; none are made here."""
-    return 0 if holds_safetensors(ranges) else n_reads(ranges, ranges.by_file())
+    """How many reads `read_structure` takes if no file is missing; none are made here.
+
+    Counts to `MAX_QUICK_READS` and one more: planning the reads of two million records takes
+    as long as decoding their metadata.
+    """
+    if holds_safetensors(ranges):
+        return 0
+    return n_reads(ranges, ranges.by_file(), MAX_QUICK_READS + 1)
 
 
 def optimizer_steps(metadatas: Sequence[Metadata]) -> Mapping[str, Sequence[str | int]]:

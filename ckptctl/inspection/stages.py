@@ -32,7 +32,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import read_named, steps_by_optimizer
+from ckptctl.inspection.part_files import MAX_QUICK_READS, read_named, steps_by_optimizer
 from ckptctl.inspection.sidecars import check_documents
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
@@ -99,10 +99,6 @@ def metadata(opened: OpenStep, found: Found) -> Iterator[Finding]:
     yield from check_holds_anything(sharded)
     if found.chooses_level:
         found.level = cheap_level(opened)
-
-
-MAX_QUICK_READS = 10_000
-"""Up to so many reads on a file system, `structure` is the default level."""
 
 
 def cheap_level(opened: OpenStep) -> Level:

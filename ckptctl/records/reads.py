@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from ckptctl.data_classes import dataclass
@@ -66,9 +67,9 @@ class _Read(NamedTuple):
     windows: Sequence[_Window]
 
 
-def n_reads(ranges: Ranges, by_file: Iterable[Sequence[int]]) -> int:
-    """How many reads opening the records in `by_file` usually takes."""
-    return sum(1 for _ in _plan(ranges, by_file, {}, LONGEST))
+def n_reads(ranges: Ranges, by_file: Iterable[Sequence[int]], most: int) -> int:
+    """How many reads opening the records in `by_file` usually takes; counts up to `most`."""
+    return sum(1 for _ in islice(_plan(ranges, by_file, {}, LONGEST), most))
 
 
 def open_records(

@@ -15,7 +15,12 @@ from made_records import Made, archive, members_of
 from ckptctl.findings import Finding, Verdict, verdict_of
 from ckptctl.formats.archive.directory import parse_directory
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.part_files import Structure, n_structure_reads, read_structure
+from ckptctl.inspection.part_files import (
+    MAX_QUICK_READS,
+    Structure,
+    n_structure_reads,
+    read_structure,
+)
 from ckptctl.model import ByteRange, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
@@ -490,6 +495,12 @@ def test_the_tail_of_a_record_and_the_head_of_the_next_are_one_read(tmp_path: Pa
     between = store.spans[1:-1]
     assert all(span.offset % len(record) == len(record) - 1_024 for span in between)
     assert all(span.length == 2_048 for span in between)
+
+
+def test_reads_are_counted_as_far_as_decides_the_level():
+    far_apart = [ByteRange(FILE, 1_000_000 * n, 500_000) for n in range(MAX_QUICK_READS)]
+    part = metadata(*(BytesEntry(f"b{n}", one) for n, one in enumerate(far_apart)))
+    assert n_structure_reads(Ranges([part])) == MAX_QUICK_READS + 1
 
 
 def test_small_records_are_read_together_in_pieces_of_64_kilobytes(tmp_path: Path):
