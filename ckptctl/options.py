@@ -11,7 +11,7 @@ A public function that takes such an object takes each of its fields as a keywor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, overload
 
 from ckptctl.data_classes import dataclass, field, fields, replace
@@ -41,6 +41,31 @@ class StorageOptions:
     timeout_s: float = TIMEOUT_S
     retries: int = 4
     retry_for_s: float = 0.0
+
+    def arguments(self) -> list[str]:
+        """The options of a command line that reaches the same storage; defaults are left out."""
+        import json  # most commands need no such words, and start sooner without
+
+        words = ["--endpoint-url", self.endpoint_url] if self.endpoint_url else []
+        for key, value in (self.storage_options or {}).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--storage-option", f"{key}={text}"]
+        if self.timeout_s != TIMEOUT_S:
+            words += ["--timeout", f"{self.timeout_s:g}"]
+        return words
+
+
+_SECRETS = ("key", "secret", "token", "password")
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with the values of what looks like a secret as `***`."""
+    return [_without_secret(word) for word in words]
+
+
+def _without_secret(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
 
 
 class StorageKeywords(TypedDict, total=False):

@@ -19,8 +19,8 @@ from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, parse
-from ckptctl.cli.values import without_secrets
 from ckptctl.errors import CkptctlError, OutOfMemory, StorageUnavailable, UsageError
+from ckptctl.options import without_secrets
 
 VERSION = f"ckptctl {ckptctl.__version__}"
 

@@ -25,9 +25,8 @@ from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Declared, Off
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.text import Line, line
-from ckptctl.cli.values import without_secrets
 from ckptctl.errors import UsageError
-from ckptctl.options import TIMEOUT_S
+from ckptctl.options import TIMEOUT_S, without_secrets
 from ckptctl.storage.waiting import Watchdog
 
 

@@ -133,19 +133,6 @@ def parse_size(name: str, text: str) -> int:
     raise UsageError(f"--{name} is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G")
 
 
-_SECRETS = ("key", "secret", "token", "password")
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Words of a command line, with the values of what looks like a secret as `***`."""
-    return [_without_secret(word) for word in words]
-
-
-def _without_secret(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
-
-
 def only_model(only: str | None) -> bool:
     """Whether all but the model is left out."""
     from ckptctl.errors import UsageError

@@ -161,15 +161,21 @@ def measure_level(before: Sequence[Row], after: Sequence[Row]) -> Level:
 
 
 def is_above(after: Sequence[Row], before: Sequence[Row], noise: float) -> bool:
-    """Whether the first rows `after` are above the last rows `before`, by more than noise."""
+    """Whether the first rows `after` are above the last rows `before`, by more than noise.
+
+    The rise may begin within the longest of the windows.
+    """
     y = [number.value for _, number in finite(before)][-WINDOWS[0] :]
-    z = [number.value for _, number in finite(after)][: WINDOWS[0]]
+    z = [number.value for _, number in finite(after)][: WINDOWS[-1]]
     if not y or not z:
         return False
     measure = measure_for([*y, *z])
-    rise = median(map(measure, z)) - median(map(measure, y))
-    error = noise * math.sqrt(_MEDIAN_LOSS / len(y) + _MEDIAN_LOSS / len(z))
-    return rise > max(4 * error, LEAST_RISE)
+    for n in WINDOWS:
+        rise = median(map(measure, z[:n])) - median(map(measure, y))
+        error = noise * math.sqrt(_MEDIAN_LOSS / len(y) + _MEDIAN_LOSS / min(n, len(z)))
+        if rise > max(4 * error, LEAST_RISE):
+            return True
+    return False
 
 
 def placebos(y: Sequence[float], n: int) -> list[float]:

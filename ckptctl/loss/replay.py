@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import pairwise
 from statistics import fmean, median
 
 from ckptctl.data_classes import dataclass
@@ -51,6 +52,9 @@ _SAME_SHAPE = 0.9
 _SURE = 3.0  # standard errors
 _MAD = 1.4826
 _MEDIAN_LOSS = 1.57
+
+# No process ends, starts, loads a checkpoint and trains a step in less time.
+_LEAST_START_S = 5.0
 
 # Values vary where they would repeat by chance less often than this.
 _BY_CHANCE_LOSS, _BY_CHANCE_TIME = 1e-2, 1e-3
@@ -193,7 +197,7 @@ def compare_replay(resume: Resume) -> Replay:
         z_score=median(d) / _error(d, noise if other else rounding),
         not_compared=not_compared,
         origin=_origin(resume, rows, earlier[-_N_AMONG - len(rows) :]),
-        varies=_vary(shapes[0], recent, _BY_CHANCE_LOSS, max(_EXACT, 2 * rounding, most)),
+        varies=_varies(shapes[0], recent, max(_EXACT, 2 * rounding, most)),
         fine_enough=rounding <= FINE or _norms_repeat(rows, rounding),
         same_first_norm=same_norm,
     )
@@ -206,6 +210,8 @@ def _origin(resume: Resume, rows: Sequence[Replayed], earlier: Sequence[Row]) ->
         return Origin.RETRAINED
     if any(row.difference or _norms_differ(row) for row in rows):
         return Origin.RETRAINED
+    if _starts_at_once(resume):
+        return Origin.COPIED
     differs = False
     for time in _TIMES:
         pairs = [
@@ -221,6 +227,20 @@ def _origin(resume: Resume, rows: Sequence[Replayed], earlier: Sequence[Row]) ->
     if is_tail and resume.boundary is not Boundary.CANARY:
         return Origin.COPIED
     return Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN
+
+
+def _starts_at_once(resume: Resume) -> bool:
+    """Whether the rows follow those before with no time for a start, and nothing marks one.
+
+    A log shipper that sends lines again stamps them with its own clock.
+    """
+    if resume.boundary in (Boundary.FILE, Boundary.MARKER, Boundary.CANARY):
+        return False
+    times = [row.at for row in (*resume.overwritten, resume.after[0]) if row.at is not None]
+    if len(times) < MIN_ROWS or resume.after[0].at is None:
+        return False
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return 0 <= gaps[-1] <= min(2 * median(gaps), _LEAST_START_S)
 
 
 Time = Callable[[Row], "float | None"]
@@ -251,6 +271,13 @@ def _time_repeats(
     values = [a for a, _ in pairs if a is not None]
     among = [value for row in earlier if (value := time(row)) is not None]
     return _vary(values, among, _BY_CHANCE_TIME)
+
+
+def _varies(losses: Sequence[float], among: Sequence[float], within: float) -> bool:
+    """Whether equal losses are evidence: a loss that only goes to and fro would repeat."""
+    levels = sorted(losses)
+    n_levels = 1 + sum(b - a > within for a, b in pairwise(levels))
+    return n_levels >= MIN_ROWS and _vary(losses, among, _BY_CHANCE_LOSS, within)
 
 
 def _vary(

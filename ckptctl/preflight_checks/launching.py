@@ -7,7 +7,6 @@ a node; what it prints is one line of JSON for each process. The reports are tho
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -249,11 +248,4 @@ def arguments(
     words = [absolute_url(root) for root in roots]
     words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
-    if storage.endpoint_url:
-        words += ["--endpoint-url", storage.endpoint_url]
-    for key, value in (storage.storage_options or {}).items():
-        words += [
-            "--storage-option",
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}",
-        ]
-    return [*words, "--timeout", f"{storage.timeout_s}"]
+    return [*words, *storage.arguments()]

@@ -307,7 +307,7 @@ def _check_resharding(
         return None
     root = _root_of(stores, chosen)
     name = name_below(root, chosen.url)
-    return check_resharding(advice, command(root, name, advice.world_size, storage.endpoint_url))
+    return check_resharding(advice, command(root, name, advice.world_size, storage))
 
 
 def _check_recomputed(

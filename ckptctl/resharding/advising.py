@@ -22,7 +22,7 @@ from ckptctl.formatting import size
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import Level, Positive
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, StorageOptions, without_secrets
 from ckptctl.resharding.mesh import Mesh
 from ckptctl.resharding.planning import Wanted, one_writer, slices_for
 from ckptctl.resharding.sources import Source, source_of
@@ -121,9 +121,8 @@ def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
                     yield n_taken, whole * item_bytes, len(one.ranks)
 
 
-def command(root: str, name: str, world_size: int, endpoint_url: str | None = None) -> str:
+def command(root: str, name: str, world_size: int, storage: StorageOptions) -> str:
     """The command that reshards a step of `root`, into a root beside it."""
     target = join_url(f"{root.rstrip('/')}-for-{world_size}", name)
     words = ["ckptctl", "reshard", join_url(root, name), target, "--world-size", str(world_size)]
-    endpoint = [] if endpoint_url is None else ["--endpoint-url", endpoint_url]
-    return shlex.join([*words, *endpoint, "--apply"])
+    return shlex.join([*words, *without_secrets(storage.arguments()), "--apply"])

@@ -18,7 +18,7 @@ from ckptctl.data_classes import dataclass
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.options import StorageKeywords, StorageOptions, options_from, without_secrets
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
@@ -261,6 +261,4 @@ def _reject_since(
 
 def _command_for(words: list[str], storage: StorageOptions) -> str:
     """A ckptctl command line for the same storage."""
-    url = storage.endpoint_url
-    endpoint = [] if url is None else ["--endpoint-url", url]
-    return shlex.join(["ckptctl", *words, *endpoint])
+    return shlex.join(["ckptctl", *words, *without_secrets(storage.arguments())])

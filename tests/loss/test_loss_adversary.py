@@ -113,6 +113,12 @@ def changed(log: Log, since: int, **change: Callable[[Record], float]) -> Log:
     ]
 
 
+def stamped(log: Log) -> Log:
+    """The log with the clock of a log shipper, which sends a row each second."""
+    rows = untimed(log)[0]
+    return [{**row, "timestamp": 1.7e9 + i} for i, row in enumerate(rows)]
+
+
 def every(log: Log, **values: float) -> Log:
     return [{**row, **values} for row in log]
 
@@ -170,6 +176,12 @@ WRONG: dict[str, Maker] = {
         ],
         claim=job.saved,
     ),
+    "the tail twice, stamped by the shipper as it sends it": lambda job: Case(
+        [stamped(job.before() + job.before()[-AGAIN:])]
+    ),
+    "the tail twice, stamped by the shipper, the step named": lambda job: Case(
+        [stamped(job.before() + job.before()[-AGAIN:] + job.since(job.died + 1))], claim=job.saved
+    ),
     "each row twice": lambda job: Case([[row for row in job.before() for _ in "12"]]),
     "a copy of the whole log": lambda job: Case([job.before(), job.before()]),
     "a canary of copies": lambda job: Case([job.before()], canary=job.before()[-8:]),
@@ -179,6 +191,13 @@ WRONG: dict[str, Maker] = {
     ),
     "a constant loss": lambda job: Case(
         [every(job.before(), loss=0.6931), every(job.after(), loss=0.6931)], claim=job.saved
+    ),
+    "a loss that goes to and fro": lambda job: Case(
+        [
+            changed(log, 0, loss=lambda row: 0.6931 + 1e-3 * (row["step"] % 2))
+            for log in (job.before(), job.after())
+        ],
+        claim=job.saved,
     ),
     "a loss that varies less than it may differ": lambda job: Case(
         [
@@ -223,6 +242,10 @@ WRONG: dict[str, Maker] = {
     # Faults behind steps that agree.
     "a loss that doubles": lambda job: Case(
         [job.before(), changed(job.after(), AGAIN, loss=lambda row: 2 * row["loss"])],
+        claim=job.saved,
+    ),
+    "a loss that doubles later": lambda job: Case(
+        [job.before(), changed(job.after(), AGAIN + 6, loss=lambda row: 2 * row["loss"])],
         claim=job.saved,
     ),
     "tokens that jump": lambda job: Case(

@@ -145,6 +145,15 @@ def test_a_mark_that_cannot_be_written_does_not_keep_the_training_going(root: Pa
     assert verdict.next_command.startswith(f"ckptctl reject {root}/step_300 --reason '")
 
 
+def test_the_next_command_repeats_every_option_of_the_storage_and_no_secret(root: Path):
+    options = {"anon": True, "secret": "hunter2", "cache_dir": "a b"}
+    guard = LossGuard("stop", root=root, storage_options=options, timeout_s=7.5)
+    assert guard.check(400, math.nan).next_command == (
+        f"ckptctl pick {root} --storage-option anon=true --storage-option 'secret=***' "
+        "--storage-option 'cache_dir=a b' --timeout 7.5"
+    )
+
+
 # Several ranks
 
 
