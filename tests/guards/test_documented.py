@@ -171,3 +171,9 @@ def test_every_module_that_a_document_names_exists(path):
     named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|toml))`", path.read_text()))
     places = (REPOSITORY, REPOSITORY / "ckptctl")
     assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_every_document_has_its_place_in_the_site():
+    contents = (REPOSITORY / "docs" / "site" / "contents.md").read_text().split()
+    pages = (REPOSITORY / "docs").glob("*.md")
+    assert [page.name for page in pages if f"docs/{page.stem}" not in contents] == []

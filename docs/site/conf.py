@@ -1,0 +1,52 @@
+"""The documentation as a site: `make docs` builds it from the same Markdown that the tree shows.
+
+The source is the repository, so every link between documents, code and pages of findings is
+the one that is checked and clicked in the tree.
+"""
+
+import re
+from pathlib import Path
+
+project = "ckptctl"
+author = "the ckptctl developers"
+copyright = "the ckptctl developers"
+repository = Path(__file__).resolve().parents[2]
+release = re.search(r'^version = "(.+)"', (repository / "pyproject.toml").read_text(), re.M)[1]
+
+extensions = ["myst_parser", "sphinx_copybutton"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/*/*.md",
+    "ckptctl/pages/*.md",
+    "runbooks/*.md",
+    "fixtures/*.md",
+]
+exclude_patterns = ["docs/site"]
+root_doc = "README"
+nitpicky = True
+
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+suppress_warnings = [
+    "misc.highlighting_failure",  # the screens of a console hold pictures
+    "toc.not_included",
+]
+
+html_theme = "furo"
+html_title = f"ckptctl {release}"
+html_copy_source = False
+html_show_sphinx = False
+html_extra_path = ["index.html"]  # leads to README.html
+copybutton_prompt_text = "$ "
+
+
+def setup(app):
+    """Add the table of contents to the README, which is the first page of the site."""
+    contents = (Path(__file__).parent / "contents.md").read_text()
+
+    def add(_, document, source):
+        if document == root_doc:
+            source[0] += contents
+
+    app.connect("source-read", add)
