@@ -135,7 +135,6 @@ _NAMES = {
     "connect": "T2 connecting",
     "load": "T3 loading",
     "compile": "T4 compiling",
-    "lost": "T0 trained again",
     "step": "size of a step",
 }
 
@@ -146,15 +145,15 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
     yield EMPTY
     for one in found.given:
         value = size(round(one.value)) if one.unit == "B" else duration(one.value, digits=3)
-        if one.value or one.source != "given":
+        if one.name in _NAMES and (one.value or one.source != "given"):
             yield _row(_NAMES[one.name], value, _origin(one))
     if found.unknown and found.per_failure_s is not None:
         names = listed([_NAMES[name] for name in found.unknown])
         yield line(f"  not counted, because unknown: {names}", hang=4)
     yield EMPTY
     if found.rollback_s is not None and found.per_failure_s is not None:
-        lost = any(one.name == "lost" for one in found.given)
-        source = "as it was recorded" if lost else "half an interval"
+        lost = next((one for one in found.given if one.name == "lost"), None)
+        source = "half an interval" if lost is None else _origin(lost)
         yield _row("T0 trained again", duration(found.rollback_s, digits=3), source)
         yield _row(
             "a failure costs", duration(found.per_failure_s, digits=3), "T0 + T1 + T2 + T3 + T4"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -25,7 +25,7 @@ EXAMPLES = (
     "ckptctl history /shared/ckpt/run-1234 --log train.log",
     "ckptctl history /shared/ckpt/* --metrics /var/lib/node_exporter/ckptctl.prom --quiet",
 )
-EXIT_CODES = (0, 2, 10, 11, 75, 77)
+EXIT_CODES = (0, 2, 75, 77)
 
 MOST_ROWS = 20
 """Attempts in the table; the newest. JSON has all."""
@@ -103,11 +103,18 @@ def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[L
     yield line(Span(found.message, "strong"), hang=2)
     for each in found.roots:
         own = [attempt for attempt in found.attempts if attempt.root == each.root]
-        yield EMPTY
-        yield from _root_lines(each, own, width, unicode=unicode, alone=len(found.roots) == 1)
-    if found.findings:
-        yield EMPTY
-        yield from finding_lines(found.findings)
+        yield from _parted(
+            _root_lines(each, own, width, unicode=unicode, alone=len(found.roots) == 1)
+        )
+    yield from _parted(finding_lines(found.findings))
+
+
+def _parted(lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines after an empty one; nothing where there are none."""
+    for place, each in enumerate(lines):
+        if place == 0:
+            yield EMPTY
+        yield each
 
 
 def _root_lines(
@@ -213,6 +220,7 @@ def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
         f"  {'#':>{width}}  {'started (UTC)':<16} {'ran':>8} {'step':>9} {'exit':>4}  ended",
         solid=True,
     )
+    allocation = ""
     for each in shown:
         step = "-" if each.step is None else f"{each.step:,}"
         code = "-" if each.exit_code is None else str(each.exit_code)
@@ -221,8 +229,10 @@ def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
             padded(duration(each.seconds), 8, right=True),
             f" {step:>9} {code:>4}  ",
             *_end(each),
+            "" if each.allocation == allocation else f" on {each.allocation}",
             hang=46 + width,
         )
+        allocation = each.allocation
     if len(attempts) > len(shown):
         yield line(f"  {len(attempts) - len(shown):,} earlier attempts: --json has all", hang=2)
 
@@ -249,5 +259,3 @@ def _end(attempt: PastAttempt) -> Iterator[Span]:
         yield Span(f", {attempt.decision}")
     if attempt.slow:
         yield Span(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
-    if attempt.allocation:
-        yield Span(f" on {attempt.allocation}")

@@ -215,10 +215,11 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[R
         for state in states
         for attempt in state["attempts"]
     }
+    spans = [*_spans(attempts)]
     of: dict[str, list[_Ledger]] = defaultdict(list)
     for ledger in ledgers:
-        name = ledger.supervised
-        of[name if name in attempts else _by_time(ledger.record, attempts)].append(ledger)
+        name = ledger.supervised or _by_time(ledger.record, spans)
+        of[name if name in attempts else ""].append(ledger)
     sequences = [[ledger.record for ledger in of[""]]]
     for state in states:
         sequences.append([])
@@ -245,15 +246,24 @@ def _slow(document: SlowRankDocument) -> SlowRank:
 _Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
 
 
-def _by_time(record: Record, attempts: _Attempts) -> str:
-    """The attempt during which a ledger was begun; empty for none."""
+_Span = tuple[float, float, str]
+
+
+def _spans(attempts: _Attempts) -> Iterator[_Span]:
+    """The attempts of `run` with when they began and ended; one without an end may still run."""
     for name, (_, attempt) in attempts.items():
         began_s = _moment({"at": attempt["started_at"]})
-        if began_s is not None and began_s - 1 <= record.began_s:
+        if began_s is not None:
             ran_s = attempt["milliseconds"] / 1000
-            if record.began_s <= began_s + ran_s or (attempt["decision"] is None and not ran_s):
-                return name
-    return ""
+            runs = attempt["decision"] is None and not ran_s
+            # Older states have the time of the start to the second.
+            yield began_s - 1, math.inf if runs else began_s + ran_s, name
+
+
+def _by_time(record: Record, spans: Sequence[_Span]) -> str:
+    """The attempt during which a ledger was begun that names none; empty for none."""
+    found = (name for began_s, ended_s, name in spans if began_s <= record.began_s <= ended_s)
+    return next(found, "")
 
 
 def _supervised(
