@@ -36,12 +36,13 @@ _COLLECTIVE = re.compile(
     r"|(?:^|/)deepspeed/comm/|(?:^|/)horovod/"
 )
 _WAITS_INSIDE = re.compile(r"(?:^|/)torch/distributed/(?!checkpoint/)")
-_TORCH = re.compile(r"(?:^|/)torch/")
+# A save runs its writes inside methods that are named as collectives.
+_TORCH = re.compile(r"(?:^|/)torch/(?!distributed/checkpoint/)")
 _WAITING = re.compile(
     r"(?:.*\.)?(?:synchronize|wait|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|"
     r"all_to_all\w*|broadcast|recv|irecv|item|_engine_run_backward)$"
 )
-_DECORATOR = re.compile(r"wrapper|decorate_context|_wrapped|_fn$")
+_DECORATOR = re.compile(r"wrapper|decorate_context|inner_func|_wrapped|_fn$")
 # Frames that are no place of the program: the interpreter's library, torch, installed packages.
 _LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages|lib/python3\.\d+)/|^<")
 _TOP = 12
@@ -92,11 +93,11 @@ class Stack:
         frame = self.frames[self._own]
         return f"{frame.name} ({frame.file}:{frame.line})"
 
-    @property
-    def place_and_call(self) -> str:
-        """The place, and the function of a library that it called."""
-        inner = reversed(self.frames[: self._own])
-        called = next((each.name for each in inner if not _DECORATOR.search(each.name)), None)
+    def described(self, *, innermost: bool) -> str:
+        """The place, and the function of a library that it called, or the innermost one."""
+        inner = self.frames[: self._own]
+        frames = inner if innermost else inner[::-1]
+        called = next((each.name for each in frames if not _DECORATOR.search(each.name)), None)
         return self.place if called is None else f"{self.place}, in {called}"
 
 
@@ -156,14 +157,17 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
     if not others:
         return
     first = others[min(others)]
-    places = Counter(each.place_and_call for each in others.values()).most_common(1)
-    waits_at = Counter(each.place_and_call for each in waiting.values()).most_common(1)
+    # Inside one call of the program, only the innermost functions differ.
+    same = {each.place for each in others.values()} & {each.place for each in waiting.values()}
+    here, there = (
+        Counter(each.described(innermost=bool(same)) for each in of.values()).most_common(1)[0][0]
+        for of in (others, waiting)
+    )
     yield Evidence(
         rule="collective.stacks-differ",
         failure="hang",
         role=Role.SUSPECT,
-        says=f"the main thread is at {places[0][0]}, and {len(waiting):,} other ranks wait at "
-        f"{waits_at[0][0]}",
+        says=f"the main thread is at {here}, and {len(waiting):,} other ranks wait at {there}",
         file=first.file,
         line=first.line,
         text=first.place,

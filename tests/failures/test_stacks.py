@@ -82,6 +82,7 @@ STOPPED = {
         "train (train.py:58), in _BaseDataLoaderIter.__next__",
         "train (train.py:60), in Tensor.backward",
     ),
+    "dcp-save": ("save_dcp (train.py:50), in Path.open", "save_dcp (train.py:50), in all_gather"),
     "save": ("SlowDisk.__reduce__ (train.py:33)", "save (train.py:42), in barrier"),
 }
 
