@@ -106,7 +106,7 @@ class PastAttempt:
     slow: tuple[SlowRank, ...]
     """The ranks that were slow when it ended, as far as `ckptctl run` saw their heartbeats."""
     failed: bool
-    """It ended, and not as planned."""
+    """It ended, not as planned and not by a signal to `ckptctl run`."""
     restart_s: NonNegative | None
     """T1: from the end of the attempt before to its start; null for the first."""
     idle_s: NonNegative
@@ -308,7 +308,7 @@ def _divided(
         nodes=record.nodes,
         ranks=record.ranks,
         slow=record.slow,
-        failed=ended,
+        failed=ended and record.decision != "stopped",
         restart_s=gap_s,
         idle_s=idle_s,
         startup_s=startup_s,

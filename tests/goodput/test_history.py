@@ -186,6 +186,15 @@ def test_an_attempt_that_never_resumed_is_startup_where_others_keep_ledgers(made
     assert (second.startup_s, second.lost_s) == (pytest.approx(50), None)
 
 
+def test_a_stop_by_a_signal_is_no_failure_and_what_it_had_not_saved_is_lost(made: Made):
+    made.ledger(0, None, trained(1, 25, 30), number=made.attempt(0, 325, 143, "stopped"))
+    found = made.history()
+    assert (found.goodput.mtbf.failures, found.attempts[0].kept) == (0, 20)
+    assert found.attempts[0].lost_s > 0
+    assert found.goodput.mtbf.mean_s is None
+    assert found.goodput.mtbf.low_s == pytest.approx(325 / 3.6889, rel=1e-3)
+
+
 def test_a_job_that_never_saved_kept_nothing(made: Made):
     made.ledger(0, None, [(60.0, "progress", {"step": 1}), (90.0, "progress", {"step": 4})])
     made.ledger(200, None, [(60.0, "progress", {"step": 1}), (90.0, "progress", {"step": 4})])
@@ -210,6 +219,7 @@ def test_a_root_in_a_bucket_gives_the_same_as_one_in_a_folder(made: Made, s3: S3
     assert [each.cause for each in there.attempts] == ["infra-node", None]
 
 
+@pytest.mark.slow
 def test_a_thousand_attempts_of_run_and_as_many_ledgers_without_its_name(made: Made):
     for place in range(1000):
         made.ledger(place * 100, place, trained(place + 1, place + 2, 30), startup_s=1, load_s=1)
@@ -322,6 +332,7 @@ def test_a_damaged_state_is_a_warning(made: Made):
     assert found.attempts[0].exit_code is None
 
 
+@pytest.mark.slow
 def test_three_thousand_attempts_are_read_and_the_table_shows_the_newest(made: Made):
     for place in range(3000):
         made.ledger(place * 100, place, trained(place + 1, place + 2, 30), startup_s=1, load_s=1)
