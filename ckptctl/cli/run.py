@@ -211,6 +211,23 @@ def run(
             help="Wait for capacity (94) rather than run with fewer ranks.",
         ),
     ] = 1,
+    hosts_file: Annotated[
+        str | None,
+        option(
+            "--hosts-file",
+            metavar="FILE",
+            help="Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
+            "for a launcher such as mpirun --hostfile FILE.",
+        ),
+    ] = None,
+    allow_missing_state: Annotated[
+        bool,
+        option(
+            "--allow-missing-state",
+            help="Count a step that lacks train state of older ones as progress, and run with a "
+            "number of ranks at which required state is lost.",
+        ),
+    ] = False,
     *,
     requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
@@ -249,8 +266,9 @@ def run(
             max_excluded=max_excluded,
             world_sizes=_sizes(world_sizes),
             min_world_size=min_world_size,
+            hosts_file=hosts_file,
         ),
-        policy=PickPolicy(level=progress_level),
+        policy=PickPolicy(level=progress_level, allow_missing_state=allow_missing_state),
         requirements=requirements,
         storage=storage,
         optional_roots=optional_root or (),

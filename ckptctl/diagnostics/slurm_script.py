@@ -17,8 +17,9 @@ _LAUNCH = re.compile(
     r"(?:^|[\s;&|(]|\bexec\s+)(?P<launcher>srun|torchrun|mpirun|mpiexec|ft_launcher|deepspeed|"
     r"accelerate\s+launch|python3?(?:\.\d+)?\s+(?:-\w\s+)*(?:-m\s+torch\.distributed\.\w+|\S+\.py))(?![\w-])"
 )
+_SUBSTITUTED = re.compile(r"\$\([^()]*\)")
 _NOT_TRAINING = re.compile(
-    r"\bckptctl\b|nvidia-smi|hostname|--version|\bpip\b|preflight|\becho\b|\bsbcast\b|health|"
+    r"\bckptctl\s+(?!run\b)|nvidia-smi|hostname|--version|\bpip\b|preflight|\becho\b|\bsbcast\b|health|"
     r"^\s*\w+=\$\("
 )
 
@@ -131,8 +132,10 @@ def _without_comment(line: str) -> str:
 
 def _trainings(commands: tuple[Command, ...]) -> Iterator[Training]:
     for each in commands:
-        match = _LAUNCH.search(each.text)
-        if match is None or _NOT_TRAINING.search(each.text):
+        # What a substitution runs is not the training: --resume-from "$(ckptctl pick ROOT)".
+        plain = _SUBSTITUTED.sub("$()", each.text)
+        match = _LAUNCH.search(plain)
+        if match is None or _NOT_TRAINING.search(plain):
             continue
         bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", each.text)
         yield Training(

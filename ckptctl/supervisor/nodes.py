@@ -7,6 +7,7 @@ cluster. What is left of the nodes decides how many ranks can run.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -55,7 +56,8 @@ class NodeOptions:
     `exclude_command` excludes `{node}` for `{cause}`; it is split into words as a shell does,
     and no shell runs it. At most `max_excluded` nodes are excluded without a person.
     `world_sizes` are the numbers of ranks that the job can run with, the first for all its
-    nodes; none below `min_world_size` is used.
+    nodes; none below `min_world_size` is used. Before each attempt the nodes that it gets are
+    written to `hosts_file`, one a line, as `mpirun --hostfile` reads them.
     """
 
     nodes: Sequence[str] = ()
@@ -63,6 +65,7 @@ class NodeOptions:
     max_excluded: int = 1
     world_sizes: Sequence[int] = ()
     min_world_size: int = 1
+    hosts_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.nodes:
@@ -198,18 +201,22 @@ class Nodes:
         that is required; it is not asked about the largest size.
         """
         excluded = self._excluded(state)
+        left = [node for node in self._nodes if node not in excluded]
         filling = {"{excluded}": ",".join(excluded)}
         variables = {EXCLUDED: ",".join(excluded)}
         size = None
         if self._options.world_sizes:
             largest = max(self._options.world_sizes)
             per_node = self._gpus_per_node or -(-largest // max(len(self._nodes), 1))
-            most = per_node * (len(self._nodes) - len(excluded))
+            most = per_node * len(left)
             size = self._size(most, loads)
             if size is None:
                 return None
-            filling |= {"{world_size}": str(size), "{nodes}": str(-(-size // per_node))}
+            left = left[: -(-size // per_node)]
+            filling |= {"{world_size}": str(size), "{nodes}": str(len(left))}
             variables[WORLD_SIZE] = str(size)
+        if self._options.hosts_file is not None:
+            self._write_hosts(self._options.hosts_file, left)
         words = [word for word in self._command if excluded or "{excluded}" not in word]
         for placeholder, value in filling.items():
             words = [word.replace(placeholder, value) for word in words]
@@ -255,5 +262,18 @@ class Nodes:
                 state = {**state, "excluded": [*state["excluded"], entry]}
         return state
 
+    @staticmethod
+    def _write_hosts(path: str, nodes: Sequence[str]) -> None:
+        """Replace the host file; raises `UsageError` where it cannot be written."""
+        aside = f"{path}.{os.getpid()}"
+        try:
+            with open(aside, "w", encoding="ascii") as file:
+                file.writelines(f"{node}\n" for node in nodes)
+            os.replace(aside, path)
+        except OSError as error:
+            raise UsageError(f"--hosts-file {path}: {error.strerror}") from error
+
     def _launcher_excludes(self) -> bool:
-        return any("{excluded}" in word for word in self._command)
+        return self._options.hosts_file is not None or any(
+            "{excluded}" in word for word in self._command
+        )

@@ -66,6 +66,7 @@ def start(folder: Path, script: str, **environment: str) -> subprocess.Popen[byt
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_NODELIST": "node001",
         "SLURM_NNODES": "4",
+        "CKPTCTL_WAIT_STORAGE": "0",
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
     }
     return subprocess.Popen(
@@ -140,7 +141,8 @@ def test_no_training_starts_over_steps_that_are_gone(script, folder):
     for name in ("step_10", "step_20"):
         shutil.rmtree(folder / "ckpt" / name)
     job = start(folder, script, HEAD="node001:29400")
-    assert job.wait() == 11
+    # `run` does not start: the storage may have been replaced.
+    assert job.wait() == (75 if script == "slurm_run.sbatch" else 11)
     assert "train.py" not in calls(folder)
     assert not (folder / "started").exists()
 
@@ -169,6 +171,68 @@ def test_a_job_that_was_stopped_is_requeued_and_one_that_failed_is_not(said, req
     job = start(folder, "slurm_torchrun.sbatch")
     assert job.wait() == 1
     assert ("scontrol requeue 88123" in calls(folder)) is requeued
+
+
+# As srun does, the stand-in starts its command, takes nodes for the step, and ends with the code.
+SRUN = (
+    RECORD
+    + """\
+until [[ $1 == bash ]]; do shift; done
+export SLURM_STEP_NODELIST=node001 SLURM_STEP_NUM_NODES=1
+exec "$@"
+"""
+)
+XID = "node002 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+
+
+def step_of_run(folder: Path, ends: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start the script with `ckptctl run`, whose torchrun does what `ends` says."""
+    command(folder, "srun", SRUN)
+    command(folder, "torchrun", RECORD + ends + "\n")
+    given = {"SLURM_JOB_NODELIST": "node[001-004]", "ROOT": str(folder / "new")}
+    return start(folder, "slurm_run.sbatch", **{**given, **environment})
+
+
+def lines_of(folder: Path, word: str) -> list[str]:
+    return [line for line in calls(folder).splitlines() if line.startswith(word)]
+
+
+def test_run_excludes_a_node_and_restarts_with_fewer_ranks_in_the_allocation(folder):
+    ends = f'[[ $CKPTCTL_RESTART_COUNT == 1 ]] && exit 0; echo "{XID}"; exit 1'
+    assert step_of_run(folder, ends).wait() == 0
+    first, second = lines_of(folder, "srun ")
+    assert "--nodes=4" in first
+    assert "--exclude" not in first
+    assert "--nodes=3 --exclude=node002 " in second
+    assert lines_of(folder, "scontrol update") == [
+        "scontrol update NodeName=node002 State=DRAIN Reason=infra-node"
+    ]
+    assert not lines_of(folder, "scontrol requeue")
+    assert lines_of(folder, "torchrun ")[0].endswith(
+        f"--rdzv-endpoint=node001:29400 --rdzv-id=88123 train.py --root {folder}/new "
+        "--resume-from auto"
+    )
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(94, True), (17, False), (75, True)])
+def test_run_is_requeued_only_where_waiting_helps(code, requeued, folder):
+    # After 75 `run` waits for the storage itself, and ends with 75 where that is in vain.
+    ends = f'[[ {code} == 75 ]] && rm -r "$ROOT"; exit {code}'
+    assert step_of_run(folder, ends).wait() == code
+    assert bool(lines_of(folder, "scontrol requeue 88123")) is requeued
+
+
+def test_run_passes_the_end_of_the_time_on_and_is_requeued_with_its_budget(folder):
+    job = step_of_run(folder, 'shift 5; exec python train.py "$@"')
+    wait_for(folder / "started")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == 143
+    assert (folder / "saved").exists()
+    assert lines_of(folder, "scontrol requeue 88123")
+    again = step_of_run(folder, "exit 0", SLURM_RESTART_COUNT="1")
+    assert again.wait() == 0
+    logs = folder / "logs-88123"
+    assert sorted(path.name for path in logs.iterdir()) == ["1", "2", "run.log"]
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)

@@ -197,3 +197,20 @@ def test_the_command_line_takes_nodes_and_sizes(root: Path, tmp_path: Path):
     )
     assert done.returncode == 0
     assert (tmp_path / "size").read_text() == "8 2\n"
+
+
+def test_the_launcher_gets_the_nodes_that_are_left_in_a_host_file(root: Path, tmp_path: Path):
+    hosts = tmp_path / "hosts"
+    job = f'cat {hosts} >> {tmp_path}/had; echo - >> {tmp_path}/had; echo "{XID.strip()}"; exit 1'
+    ckptctl.keep_running(
+        ["sh", "-c", f"{job}"],
+        str(root),
+        backoff_s=0,
+        max_restarts=1,
+        log_dir=str(tmp_path / "logs"),
+        nodes=NodeOptions(nodes=NODES, hosts_file=str(hosts), world_sizes=(16, 8)),
+    )
+    assert (tmp_path / "had").read_text().split() == [*NODES, "-", "gpu-001", "gpu-003", "-"]
+    unwritable = NodeOptions(nodes=NODES, hosts_file=str(tmp_path / "no" / "hosts"))
+    with pytest.raises(UsageError, match="--hosts-file"):
+        ckptctl.keep_running(["true"], str(root), nodes=unwritable)
