@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
 FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
 	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 
@@ -73,6 +73,9 @@ golden: $(READY) ## Record again what the commands answer for every sound, damag
 dist: $(READY) ## Build wheel, source archive, ckptctl.pyz, its components and checksums into dist/
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group dist
 	@$(BIN)/python tools/dist.py
+
+pictures: $(READY) ## Draw the pictures of the documents from what the commands print
+	@$(BIN)/python tools/pictures.py
 
 docs: $(READY) ## Build the documentation as a site into build/site; a dead link is an error
 	@$(BIN)/python -m pip install -qq -c constraints.txt --group docs

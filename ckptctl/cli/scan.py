@@ -118,7 +118,7 @@ class _Shown:
             self._out.lines(table.row(report, reason))
 
 
-_WIDE = 100
+_WIDE = 108
 """From so many cells on, the table has columns for the ranks and for the time in UTC."""
 
 
@@ -177,6 +177,7 @@ class StepTable:
         mark = STEP_MARKS[state]
         unknown = report.verdict is Verdict.UNKNOWN
         written = "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC")
+        words = state_words(report.state)
         cells = (
             step_name(report),
             self._root_of(report),
@@ -186,18 +187,22 @@ class StepTable:
             _ranks(report.world_size),
             age(report.written_s, self.now_s),
             written,
-            state_words(report.state),
         )
         glyph = step_mark(state, unicode=self.unicode)
-        row = line(glyph, *self._cells(cells, mark.style), *self._pointer(report))
+        pointer = self._pointer(report)
+        row = line(glyph, *self._cells((*cells, words), mark.style), *pointer)
+        below = ""
+        if self.width is not None and row.width > self.width:
+            short, below = words.partition(" ")[0], words
+            row = line(glyph, *self._cells((*cells, f"{short} …"), mark.style), *pointer)
         complete = report.verdict is Verdict.COMPLETE
         reason = passed_over if passed_over and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
-        if self.width is None or beside.width <= self.width:
+        if not below and (self.width is None or beside.width <= self.width):
             yield beside
-        else:
-            yield row
-            yield line("    ", reason, hang=4)
+            return
+        yield row
+        yield from (line("    ", text, hang=4) for text in (below, reason) if text)
 
     def _root_of(self, report: Report) -> str:
         under = [i for i, root in enumerate(self.roots, 1) if report.url.startswith(f"{root}/")]
@@ -282,7 +287,7 @@ def _ranks(world_size: WorldSize | None) -> str:
 
 
 def state_words(state: TrainState) -> str:
-    """The train state of a step in a few words: all of it, the little that it lacks, or holds."""
+    """The train state of a step in a few words: all of it, or what it lacks."""
     held = state.held
     missing = [kind for kind in STATE_KINDS if kind not in held]
     if not held:
@@ -291,4 +296,4 @@ def state_words(state: TrainState) -> str:
         return "all"
     if held == ("model",):
         return "weights only"
-    return f"no {', '.join(missing)}" if len(missing) <= 2 else ", ".join(held)
+    return f"lacks {', '.join(missing)}"

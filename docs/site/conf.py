@@ -5,6 +5,7 @@ the one that is checked and clicked in the tree.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 project = "ckptctl"
@@ -49,4 +50,9 @@ def setup(app):
         if document == root_doc:
             source[0] += contents
 
+    def copy_pictures(app, _):
+        # Sphinx copies the pictures of Markdown, and not those of `<picture>`.
+        shutil.copytree(repository / "docs/images", app.outdir / "docs/images", dirs_exist_ok=True)
+
     app.connect("source-read", add)
+    app.connect("build-finished", copy_pictures)
