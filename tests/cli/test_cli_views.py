@@ -96,6 +96,15 @@ def test_the_table_fits_the_terminal(width):
     assert all(len(each.rstrip()) <= width for each in lines if not each.startswith("    "))
 
 
+@pytest.mark.parametrize("width", [80, 100, 107, 108, 140])
+def test_what_a_step_lacks_is_named_at_every_width(width):
+    step = report(1200, state=state("model", "optimizer"))
+    _, *lines = rows(width, step, chosen=step.url)
+    assert all(len(each) <= width for each in lines)
+    assert lines[0].endswith("← pick")
+    assert "lacks scheduler, rng, dataloader, step, tokens" in "".join(lines)
+
+
 def test_a_root_without_steps_says_so():
     message = f"{ROOT} holds no step at all: this is a fresh run"
     assert text(none_lines(scan(exit_code=10, message=message))) == [message]
@@ -141,8 +150,8 @@ def test_quiet_scan_gives_the_chosen_step_and_usable_older_ones():
         ((), "-"),
         (STATE_KINDS, "all"),
         (("model",), "weights only"),
-        (("model", "optimizer", "scheduler", "rng", "step"), "no dataloader, tokens"),
-        (("model", "optimizer"), "model, optimizer"),
+        (("model", "optimizer", "scheduler", "rng", "step"), "lacks dataloader, tokens"),
+        (("model", "optimizer"), "lacks scheduler, rng, dataloader, step, tokens"),
     ],
 )
 def test_train_state_is_told_in_few_words(held, said):
