@@ -393,6 +393,35 @@ def test_saves_that_are_too_rare_after_the_failure_are_a_decision(root, tmp_path
     assert watched(root, tmp_path, *logs, MTBF="1000d")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("apart_s", "word", "code"), [(100, "short-enough", 0), (7200, "longer-than-best", 32)]
+)
+def test_the_failures_that_the_run_recorded_need_no_mtbf(root, tmp_path, apart_s, word, code):
+    folder = root / ".ckptctl" / "attempts"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        name = f"2026010{number + 1}T000000.000000Z-0000000{number}"
+        lines = [
+            (10, "started", {}),
+            (20, "resumed", {"step": 100 * number, "load_s": 5}),
+            (20 + apart_s, "saving", {"step": 100 * number + 100, "stalled_s": 0}),
+            (21 + apart_s, "saved", {"step": 100 * number + 100, "stalled_s": 1}),
+            (8000, "progress", {"step": 100 * number + 150, "stalled_s": 1}),
+        ]
+        rows_of = [
+            {"at": f"2026-01-0{number + 1}T{age // 3600:02}:{age // 60 % 60:02}:{age % 60:02}Z"}
+            | {"event": event, "attempt": name, "process_s": age, **fields}
+            for age, event, fields in lines
+        ]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows_of)
+        (folder / f"{name}.jsonl").write_text(text)
+    logs = rows(401, 540), rows(501, 600)
+    exit_code, ended, document = watched(root, tmp_path, *logs)
+    assert ended["recorded"]["says"] == [word]
+    assert exit_code == code, document["reason"]
+    assert "mtbf" not in ended
+
+
 def test_a_probe_that_was_not_run_does_not_lead_to_a_rescue(root, tmp_path):
     flip(root / "step_500")
     done = run_ckptctl(
