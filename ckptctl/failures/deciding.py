@@ -100,6 +100,8 @@ def _decisive(
     suspects = [each for each in alive if each.role is Role.SUSPECT]
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
+    # An exception only names what the lines about it explain.
+    strong = [each for each in strong if not each.rule.startswith("python.")] or strong
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the reverse.
     return _first(

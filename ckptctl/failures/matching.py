@@ -61,7 +61,7 @@ _IS_ZERO = re.compile(
     re.IGNORECASE,
 )
 _RETRIED = re.compile(
-    r"\b(?:retry(?:ing)?(?! (?:counter|count))|retried|will retry|re-?try|attempt \d+|recovered|"
+    r"\b(?:retry(?:ing)?(?! (?:counter|count))|retried|will retry|re-try|attempt \d+|recovered|"
     r"succeeded|reconnect\w*|ignor(?:ed|ing)|handled|skipp(?:ed|ing)|falling back|fallback|"
     r"continuing|will continue|(?:now )?restored|back "
     r"?off|backing off|resum(?:ed|ing) (?:normal|after)|"

@@ -171,3 +171,17 @@ def test_where_nothing_is_known_the_advice_names_what_to_collect(tmp_path):
     answer = ckptctl.classify(str(log))
     assert answer.failure == "unknown"
     assert "dmesg -T" in answer.advice
+
+
+def test_a_line_about_the_network_explains_the_exception_around_it(tmp_path: Path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "[rank508]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:70\n"
+        "[rank508]: ncclRemoteError: A call failed possibly due to a network error or a remote "
+        "process exiting prematurely.\n"
+        "[rank508]: Last error:\n"
+        "[rank508]: socketPollConnect: connect to 10.2.2.174<42307> returned Connection timed out, "
+        "exceeded error retry count after 35 attempts\n"
+    )
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.confidence) == ("infra-fabric", "low")
