@@ -244,6 +244,9 @@ def _open_holes() -> Hole:
 REFERENCE = r"(?:h.|j.{4})"
 """BINGET or LONG_BINGET."""
 
+REFERENCE_BYTES = 5
+"""The length of a reference at most."""
+
 INT = (
     r"(?:K.|M..|J...[\x00-\x7f]"
     r"|\x8a(?:\x05.{4}|\x06.{5}|\x07.{6}|\x08.{7})[\x00-\x7f])"
@@ -258,7 +261,7 @@ DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}
 
 MAX_KNOWN = 65_536
 
-_BINGET, _LONG1, _MARK, _SHORT_BINUNICODE = 0x68, 0x8A, 0x28, 0x8C
+_BINGET, _LONG1, _MARK, SHORT_BINUNICODE = 0x68, 0x8A, 0x28, 0x8C
 _INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
 _DIMENSIONLESS = len(b")\x85\x94R\x94")
@@ -341,12 +344,12 @@ def slot_of(reference: bytes) -> int:
 
 def is_new_text(part: bytes) -> bool:
     """Whether a text is written here, and put into the memo."""
-    return part[0] == _SHORT_BINUNICODE
+    return part[0] == SHORT_BINUNICODE
 
 
 def is_new_size(part: bytes) -> bool:
     """Whether a size is made here, and not referred to or missing."""
-    return len(part) > 5
+    return len(part) > REFERENCE_BYTES
 
 
 def n_size_slots(part: bytes, size_reference: bytes) -> int:

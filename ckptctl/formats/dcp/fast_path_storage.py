@@ -23,7 +23,9 @@ from ckptctl.formats.dcp.fast_path import (
     INT,
     NEW,
     REFERENCE,
+    REFERENCE_BYTES,
     SET,
+    SHORT_BINUNICODE,
     TEXT,
     Dims,
     FastPathShape,
@@ -93,21 +95,25 @@ class MemoTexts:
         self._slots = array("q")
         self._texts: list[str] = []
         slot = window.first_slot
+        # Short runs of ranks make this half of a window's cost: no call for each row.
         for row, (fqn, _, offset, file, *_) in enumerate(window.rows):
             try:
-                slot += _OWN_SLOTS + self._add(row, slot + 2, fqn, known)
-                slot += n_size_slots(offset, size_reference)
-                slot += self._add(row, slot, file, known)
+                if fqn[0] == SHORT_BINUNICODE:
+                    self._add(row, slot + 2, known[fqn])
+                    slot += 1
+                if len(offset) > REFERENCE_BYTES:
+                    slot += n_size_slots(offset, size_reference)
+                slot += _OWN_SLOTS
+                if file[0] == SHORT_BINUNICODE:
+                    self._add(row, slot, known[file])
+                    slot += 1
             except Unfit:
                 return
 
-    def _add(self, row: int, slot: int, part: bytes, known: Known[str]) -> int:
-        if not is_new_text(part):
-            return 0
-        self._texts.append(known[part])
+    def _add(self, row: int, slot: int, text: str) -> None:
+        self._texts.append(text)
         self._slots.append(slot)
         self._rows.append(row)
-        return 1
 
     def at(self, slot: int, *, before: int | None = None) -> str | None:
         """The text in a slot of the memo, if it is of a row `before` that one."""
