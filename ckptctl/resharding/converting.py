@@ -5,9 +5,10 @@
   safetensors.
 - A `torch.save` file, a safetensors file, an index of such files, or a folder that holds
   them and no DCP, becomes a step of sharded DCP called DST.
+- The shards of verl and DeepSpeed become a step, or one file if DST is named as one.
 
-One of the two is always a step of DCP. Ambiguous names are refused with the command that
-states the intent. `importing` and `exporting` do the work.
+Ambiguous names are refused with the command that
+states the intent. `importing`, `exporting` and `shard_files` do the work.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from ckptctl.resharding.importing import (
     import_file,
     import_flat,
     import_folder,
+    import_shards,
     one_file,
 )
 from ckptctl.resharding.reading import Damage, SourceFiles, source_files
 from ckptctl.resharding.results import Converted, not_converted
+from ckptctl.resharding.shard_files import can_be_read, left_beside, read_shards
 from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
     inspect_whole,
@@ -94,6 +97,9 @@ def convert(
     tensors of safetensors are put below the key `under`. Nothing in a file runs. The step
     is verified, sealed (with `key` if one is given) and published as by `reshard`.
 
+    Where `source` is a step that ranks of verl or DeepSpeed ZeRO saved, its tensors are put
+    together, and `target` is the path of the new step or of one file; see `shard_files`.
+
     `only_model` leaves out all but the model. Safetensors have no checksums: without a
     seal they are taken with `accept_unverifiable` only.
 
@@ -134,6 +140,8 @@ def convert(
             return _from_file(asked, OneFile(found.store, found.files[0]), storage)
         looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
+        if can_be_read(looked):
+            return _from_shards(asked, found, looked, storage)
         if any(part.safetensors for part in looked.parts) and not formats & SHARDED:
             return _from_folder(asked, found, looked, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
@@ -235,6 +243,28 @@ def _from_folder(
         )
     with target_place(asked.target, storage) as place:
         return import_folder(found, looked, _into(asked, place))
+
+
+def _from_shards(
+    asked: _Asked, found: OpenTarget, looked: Inspection, storage: StorageOptions
+) -> Converted:
+    """Put the shards of ranks together: in a step, or in one file."""
+    with target_place(asked.target, storage) as place:
+        if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
+            return not_converted(found.url, place.url, looked.report)
+        try:
+            shards = read_shards(looked, found.store)
+            source = Source(found.url, looked.report, tuple(one.part for one in shards), ())
+            files = {one.part.path: one.files for one in shards}
+            if not asked.is_file:
+                return import_shards(source, found, files, left_beside(looked), _into(asked, place))
+            room = asked.options.budget(found.store, place.store)
+            export = _export(asked, source, files)
+            write_export(source, export, files, place, room, asked.options.on_progress)
+        except Damage as damage:
+            report = with_finding(looked.report, damage.finding)
+            return not_converted(found.url, place.url, report)
+        return _written(asked, found.url, place.url, export, looked.report)
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
@@ -67,12 +68,44 @@ def read_flat(store: Store, file: FileInfo, url: str, *, only_model: bool = Fals
     not match what was saved, `UsageError` if it holds anything that a step cannot. Cost:
     three small reads, and two per storage.
     """
+    files = _FlatFiles(store, file.path, url)
+    opened = open_flat(store, file, url)
+    try:
+        leaves = flattened(opened.state)
+        part, held = _part(_of_model(leaves) if only_model else leaves, opened, files)
+    except NotPlain as error:
+        raise UsageError(f"{url}: {error}") from error
+    return FlatFile(part, held, opened.has_crcs)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFlat:
+    """A file of `torch.save` whose directory and pickle are sound, and the state in it."""
+
+    path: str
+    state: Any
+    directory: RecordDirectory
+    members: Mapping[str, Member]
+
+    @property
+    def has_crcs(self) -> bool:
+        """The file has checksums of its storages."""
+        return self.directory.has_crcs
+
+
+def open_flat(
+    store: Store, file: FileInfo, url: str, decode: Callable[[bytes], object] = decode_state
+) -> OpenFlat:
+    """Read everything but the elements of a `torch.save` file, and decode its pickle.
+
+    Raises `Damage`, and `UsageError` for a format that is not read. Cost: three small reads,
+    and two per storage.
+    """
     whole = ByteRange(file.path, 0, file.size)
     files = _FlatFiles(store, file.path, url)
     try:
         directory, read = _sound(store, whole)
-        pickled = _pickle(directory, read)
-        state = decode_state(pickled)
+        state = decode(_pickle(directory, read))
     except RecordUnreadable as error:
         raise Damage(files.finding("record.framing", whole, error.message)) from error
     except MetadataUnreadable as error:
@@ -85,12 +118,8 @@ def read_flat(store: Store, file: FileInfo, url: str, *, only_model: bool = Fals
         raise Damage(files.finding("record.crc", whole, message))
     if read_member(directory, "byteorder", read) == b"big":
         raise UsageError(f"{url} was written on a big-endian machine, which is not supported")
-    try:
-        leaves = flattened(state)
-        part, held = _part(_of_model(leaves) if only_model else leaves, directory, files)
-    except NotPlain as error:
-        raise UsageError(f"{url}: {error}") from error
-    return FlatFile(part, held, directory.has_crcs)
+    members = {member.name: member for member in directory.members}
+    return OpenFlat(file.path, state, directory, members)
 
 
 class _Read(dict[tuple[int, int], bytes]):
@@ -190,9 +219,9 @@ def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
 
 
 def _part(
-    leaves: Sequence[Leaf], directory: RecordDirectory, files: _FlatFiles
+    leaves: Sequence[Leaf], opened_file: OpenFlat, files: _FlatFiles
 ) -> tuple[SourcePart, SourceFiles]:
-    members = {member.name: member for member in directory.members}
+    directory, members = opened_file.directory, opened_file.members
     views: dict[str, Opened] = {}
     ranges: dict[str, ByteRange] = {}
     stubs: dict[str, TensorStub] = {}
@@ -201,7 +230,7 @@ def _part(
     for leaf in leaves:
         stub = leaf.value
         if isinstance(stub, TensorStub):
-            member = _storage(leaf.fqn, stub, members)
+            member = storage_of(leaf.fqn, stub, members)
             opened = opened_at(stub, member, member.crc)
             # What is held is verified when it is read; otherwise once for each storage.
             answers = not opened.is_row_major or member.name not in proven
@@ -235,7 +264,7 @@ def _part(
     return part, files.holding(views, bytes(values))
 
 
-def _storage(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
+def storage_of(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
     """The member that holds all elements of a tensor."""
     n_elements = prod(stub.shape)
     if stub.dtype not in WRITABLE:

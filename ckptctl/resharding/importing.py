@@ -145,6 +145,17 @@ def import_folder(found: OpenTarget, looked: Inspection, into: Into) -> Converte
     return _import(step, found, {one.part.path: one.files for one in read}, notes, into)
 
 
+def import_shards(
+    read: Source,
+    found: OpenTarget,
+    files: Mapping[str, SourceFiles],
+    left: Sequence[str],
+    into: Into,
+) -> Converted:
+    """Write a step from the shards of ranks; `left` are the files of which nothing is taken."""
+    return _import(read, found, files, [*_left_out(left, "of train state of each rank")], into)
+
+
 def _import(
     read: Source,
     source: OneFile | OpenTarget,

@@ -122,7 +122,7 @@ def decode_state(data: bytes) -> object:
     What would not come out as it went in is an `Opaque`: paths, which are strings to
     `decode_value`, and tensors whose elements are conjugated or negated when they are read.
     """
-    value = read_pickle(data, _FAITHFUL)
+    value = read_pickle(data, FAITHFUL)
     _check_extent(value, len(data))
     return value
 
@@ -337,7 +337,7 @@ def _as_stored(
     return rebuilt
 
 
-_FAITHFUL = Grammar(
+FAITHFUL = Grammar(
     {
         **{key: value for key, value in TOLERANT.names.items() if "pathlib" not in key[0]},
         ("torch._utils", "_rebuild_tensor_v2"): Function(
