@@ -7,6 +7,7 @@ read it, and break only what `copy_of` gives. Servers are not here but in
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
@@ -33,7 +34,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The local copies of the states of `ckptctl run`, which outlive the folders of the tests.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
+_STATES = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ckptctl-tests-state-")
+atexit.register(shutil.rmtree, _STATES, ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
