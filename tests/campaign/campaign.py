@@ -32,7 +32,7 @@ for folder in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "f
 from made_checkpoints import name_of_checkpoints  # noqa: E402
 from table import published, summary  # noqa: E402
 
-CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q")
+CATEGORIES = ("A", "B", "C", "D", "F", "G", "I", "J", "K", "L", "M", "N", "O", "P", "Q", "R")
 
 
 def planned(category: str, seed: int, share: float) -> list[int]:

@@ -30,6 +30,8 @@ from made_checkpoints import name_of_checkpoints
 from made_roots import make_templates
 from oracle import Case, Outcome, Watch, judge
 from peers import load, outcome_of_load
+from rank_file_steps import N_CASES as N_RANK_FILES
+from rank_file_steps import rank_file_step
 from retained_roots import N_CASES as N_RETAINED
 from retained_roots import retained
 from short_memory import N_CASES as N_SHORTAGES
@@ -55,6 +57,7 @@ N_CASES = {
     "O": N_SOUND,
     "P": N_RETAINED,
     "Q": N_RECORDS,
+    "R": N_RANK_FILES,
 }
 """How many cases of each category a whole campaign has."""
 
@@ -100,7 +103,7 @@ class Bench:
                 self._sound(number, chance, outcome)
             elif category == "Q":
                 self._found_record(number, chance, outcome)
-            elif category in "GIP":
+            elif category in "GIPR":
                 self._in_processes(category, number, chance, subject, outcome)
             else:
                 self._watched(category, number, chance, subject, outcome)
@@ -179,6 +182,9 @@ class Bench:
                 self._templates = self._templates or make_templates(self._folder / "templates")
                 retained(chance, self._templates, self._root, outcome)
                 return
+            if category == "R":
+                rank_file_step(chance, _rank_files(), self._root, outcome)
+                return
             if category == "G":
                 self._starved = self._starved or Starved(self._folder / "starved")
                 short_of_memory(number, chance, subject, self._root, self._starved, outcome)
@@ -216,6 +222,12 @@ def _library(folder: Path) -> Library:
     shutil.copytree(made, copies / "made")
     shutil.copytree(versions, copies / "versions")
     return Library(copies / "made", copies / "versions", folder)
+
+
+def _rank_files() -> Path:
+    """The roots of rank files that frameworks wrote, where the tests unpacked them."""
+    (roots,) = (REPOSITORY / ".cache").glob("rank-files-*[0-9a-f]/rank-files")
+    return roots
 
 
 def _load_all_modules() -> None:

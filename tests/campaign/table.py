@@ -25,6 +25,7 @@ ABOUT = {
     "O": "sound steps",
     "P": "retention of random roots",
     "Q": "records of a runbook found under a root",
+    "R": "rank-file steps of frameworks",
 }
 HEAD = (
     "| category | cases | harmed | listing | structure | content | a seal alone | "

@@ -25,13 +25,13 @@ PARTS = (
     ("A", "B"),
     ("C", "L", "O"),
     ("D", "G", "J"),
-    ("F", "K", "M", "N", "P", "Q"),
+    ("F", "K", "M", "N", "P", "Q", "R"),
     pytest.param(("I",), marks=[pytest.mark.server, pytest.mark.slow]),
 )
 
 
 @pytest.fixture(scope="session", autouse=True)
-def made(checkpoints: Path, dcp_versions: Path) -> None:
+def made(checkpoints: Path, dcp_versions: Path, rank_files: Path) -> None:
     """The sound steps are there before the campaign looks for them."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,28 @@ def test_a_step_that_lacks_a_kind_of_rank_file_of_the_one_before_is_passed_over(
     chosen = ckptctl.pick(str(tmp_path))
     assert chosen.path == str(tmp_path / "global_step_10")
     assert "critic/optimizer" in str(chosen.passed_over)
+
+
+def universal(root: Path) -> Path:
+    step = root / "global_step6_universal"
+    for name in ("a", "b"):
+        for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+            save(step / "zero" / name / f"{kind}.pt", {"param": torch.ones(4)})
+    stated = {"param_shapes": [{"a": (4,), "b": (4,)}], "dp_world_size": 2, "mp_world_size": 1}
+    save(step / "mp_rank_00_model_states.pt", {"global_steps": 6, **stated})
+    return step
+
+
+def test_a_universal_checkpoint_loads_on_any_number_of_ranks(tmp_path):
+    report = ckptctl.verify(str(universal(tmp_path)), level="content", world_size=4)
+    assert (report.exit_code, faults(report)) == (0, set())
+    assert {"model", "optimizer", "step"} <= set(report.state.held)
+
+
+@pytest.mark.parametrize("gone", ["zero/a/exp_avg.pt", "zero/b"])
+def test_a_universal_checkpoint_has_every_file_of_every_parameter(tmp_path, gone):
+    step = universal(tmp_path)
+    shutil.rmtree(step / gone) if (step / gone).is_dir() else (step / gone).unlink()
+    report = ckptctl.verify(str(step), level="structure", grace_s=0)
+    assert (report.exit_code, faults(report)) == (20, {"file.missing"})
+    assert gone in " ".join(finding.where for finding in report.findings)
