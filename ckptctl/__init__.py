@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ckptctl.selection.scanning import scan
     from ckptctl.selection.sealing import seal
     from ckptctl.selection.verifying import show, verify
+    from ckptctl.selection.watching import Watched, watch
     from ckptctl.supervisor.nodes import NodeOptions
     from ckptctl.supervisor.restarting import keep_running
     from ckptctl.supervisor.results import Attempt, Supervised
@@ -110,6 +111,7 @@ __all__ = [
     "TrainState",
     "UsageError",
     "Verdict",
+    "Watched",
     "WorldSize",
     "check_loss",
     "classify",
@@ -129,6 +131,7 @@ __all__ = [
     "seal",
     "show",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -158,6 +161,7 @@ _HOMES = {
     "ckptctl.selection.scanning": "scan",
     "ckptctl.selection.sealing": "seal",
     "ckptctl.selection.verifying": "show verify",
+    "ckptctl.selection.watching": "Watched watch",
     "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions TrainOptions",
     "ckptctl.loss.checking": "LossReport check_loss",
     "ckptctl.loss.verdict": "LossVerdict",

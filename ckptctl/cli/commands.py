@@ -16,6 +16,7 @@ SUMMARIES: Mapping[str, str] = {
     "pick": "Choose the step to resume from.",
     "show": "Show the contents of a step: tensors, sizes, ranks, and what a resume restores.",
     "seal": "Verify a step and record its digests.",
+    "watch": "Verify and seal each step that a job finishes, from a process beside it.",
     "reject": "Reject a step, so that nothing resumes from it.",
     "accept": "Lift a rejection, so that the step may be used again.",
     "pin": "Pin a step, so that retention keeps it.",

@@ -143,6 +143,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "pick": Kind("ckptctl pick --json", ("cli.documents:Chosen", "selection.results:Pick")),
     "show": Kind("ckptctl show --json", ("selection.results:Contents",)),
     "sealed": Kind("ckptctl seal --json", ("selection.results:Sealed",)),
+    "watched": Kind("ckptctl watch --json", ("selection.watching:Watched",)),
     "marked": Kind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
     "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
@@ -163,6 +164,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "seal": _own_file("A seal: .ckptctl/seal.json of a step", "SealDocument", "seals"),
     "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "MarkDocument"),
     "proof": _own_file("A proof: .ckptctl/proof.json of a step", "ProofDocument"),
+    "watch": _own_file("What a watch saw: .ckptctl/watch.json of a root", "WatchDocument"),
     "root": _own_file("The sentinel of a root: .ckptctl/root.json", "RootDocument"),
     "fence": _own_file("A token: .ckptctl/fence/NUMBER.json of a root", "FenceDocument"),
     "branch": _own_file(

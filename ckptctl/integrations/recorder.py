@@ -13,10 +13,13 @@ from threading import Thread
 from typing import TextIO
 
 from ckptctl.data_classes import dataclass
+from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.own.documents import ResumeDocument
 from ckptctl.formats.own.files import utc_now
 from ckptctl.loss.checking import LossReport, check_loss
+from ckptctl.loss.resume_points import SCHEMA
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.selection.sealing import seal
@@ -119,16 +122,26 @@ class Recorder:
         # `loss` reads the words as the boundary between two attempts in this file.
         words = "this is a fresh start" if step is None else f"resuming from step {step}"
         self._write({"time": utc_now(), "attempt": self._attempt, "message": words})
-        report = {
-            "schema": "ckptctl.resume/1",
+        cluster = cluster_context().placed(self._group.rank, self._group.size)
+        report: ResumeDocument = {
             "attempt": self._attempt,
             "at": utc_now(),
             "root": self._root,
             "step": step,
+            "path": None if step is None else f"{self._root}@{step}",
+            "tokens": None,
+            "fell_back": False,
+            "rejected": [],
+            "superseded": [],
             "world_size": self._group.size,
+            "saved_world_size": None,
+            "previous_attempt": None,
+            # The framework does not report what it restored.
+            "state": {"restored": [], "derived": [], "lost": []},
+            "cluster": cluster.document(),
         }
         with open_store(self._root) as store:
-            put_report(store, self._attempt, report)
+            put_report(store, self._attempt, {"schema": SCHEMA, **report})
 
     def _write(self, row: dict[str, object]) -> None:
         assert self._file is not None  # noqa: S101 - asked for where there is one

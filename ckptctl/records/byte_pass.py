@@ -95,14 +95,35 @@ class Stop:
         return self._asked.is_set()
 
 
+class Pace:
+    """Keeps reads below a number of bytes per second, over all threads and passes that use it."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def wait(self, n_bytes: int) -> None:
+        """Wait until `n_bytes` that were read have taken their time."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(self._free_s, now_s) + n_bytes / self._bytes_per_s
+            wait_s = self._free_s - now_s
+        time.sleep(wait_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a pass. `until_s` is by `time.monotonic`; `jobs` None chooses a suitable number."""
+    """Limits of a pass. `until_s` is by `time.monotonic`; `jobs` None chooses a suitable number.
+
+    `pace` bounds the rate of the reads.
+    """
 
     jobs: int | None = None
     until_s: float | None = None
     stop: Stop = field(default_factory=Stop)
     on_progress: OnProgress | None = None
+    pace: Pace | None = None
 
 
 @dataclass(slots=True)
@@ -120,6 +141,12 @@ class _Board:
         until_s = self.limits.until_s
         late = until_s is not None and time.monotonic() > until_s
         return self.given_up or late or self.limits.stop.asked
+
+    def count(self, number: int, piece: Piece) -> None:
+        """Count a piece that thread `number` has read, and wait if the pace demands it."""
+        self.n_read[number] += 0 if piece.ahead else piece.length
+        if self.limits.pace is not None:
+            self.limits.pace.wait(piece.length)
 
     def runs(self) -> Iterator[Run]:
         with suppress(Empty):
@@ -210,7 +237,7 @@ def _read_files(store: Store, board: _Board, number: int) -> None:
                 data = buffer[: piece.length] if piece.into is None else piece.into
                 file.read_into(piece.start, data)
                 run.take(piece, data)
-                board.n_read[number] += 0 if piece.ahead else piece.length
+                board.count(number, piece)
 
 
 def _read_objects(store: Store, board: _Board, number: int) -> None:
@@ -233,4 +260,4 @@ def _read_objects(store: Store, board: _Board, number: int) -> None:
             piece.into[:] = taken
             taken = piece.into
         run.take(piece, taken)
-        board.n_read[number] += 0 if piece.ahead else piece.length
+        board.count(number, piece)

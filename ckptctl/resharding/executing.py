@@ -296,10 +296,9 @@ class _Work:
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),
             Requirements(saved_world_size=saved, key=options.key),
+            Limits(self._budget.jobs, on_progress=on_progress),
             replace=True,
             accept_unverifiable=options.accept_unverifiable,
-            jobs=self._budget.jobs,
-            on_progress=on_progress,
         )
         return sealed.report
 

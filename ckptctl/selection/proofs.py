@@ -12,6 +12,7 @@ are detected only when read again (`--level content`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from ckptctl import __version__
 from ckptctl.checks.seals import written_ms
@@ -22,7 +23,7 @@ from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.model import Step
+from ckptctl.model import FileInfo, Step
 from ckptctl.storage.contract import Store, TooLarge
 
 PROOF = f"{OWN_FOLDER}/proof.json"
@@ -81,17 +82,18 @@ def _noted(store: Store, looked: Inspection) -> bool:
     return was == (now["number"], now["metadata"], now["files"])
 
 
+def files_digest(files: Iterable[FileInfo]) -> str:
+    """A SHA-256 over the files of a step by path, each with its size and write time."""
+    saved = {f.path: [f.size, written_ms(f)] for f in files if not is_own(f.path)}
+    return hashlib.sha256(canonical(saved)).hexdigest()
+
+
 def _fields(looked: Inspection) -> ProofDocument:
     report = looked.report
-    files = {
-        file.path: [file.size, written_ms(file)]
-        for file in looked.step.files
-        if not is_own(file.path)
-    }
     return {
         "tool": f"ckptctl {__version__}",
         "at": time_now(),
         "number": report.number,
         "metadata": metadata_digest(report.digests),
-        "files": hashlib.sha256(canonical(files)).hexdigest(),
+        "files": files_digest(looked.step.files),
     }

@@ -86,30 +86,28 @@ def seal(
         return seal_found(
             found,
             requirements,
+            Limits(jobs, on_progress=on_progress),
             replace=replace,
             accept_unverifiable=accept_unverifiable,
-            jobs=jobs,
-            on_progress=on_progress,
         )
 
 
 def seal_found(
     found: OpenTarget,
     requirements: Requirements,
+    limits: Limits,
     *,
     replace: bool = False,
     accept_unverifiable: bool = False,
-    jobs: int | None = None,
-    on_progress: OnProgress | None = None,
 ) -> Sealed:
-    """Seal a step whose store is open; see `seal`."""
+    """Seal a step whose store is open; see `seal`. `limits` apply to each of its two passes."""
     had_one = _check_place(found, replace=replace)
-    first, second = _halves(on_progress)
+    first, second = _halves(limits)
     looked = inspect_step(
         found,
         requirements,
         level=LEVEL,
-        content=Asked(Limits(jobs, on_progress=first)),
+        content=Asked(first),
     )
     unproven = looked.report.verdict is Verdict.UNVERIFIABLE
     if not (looked.report.usable or (accept_unverifiable and unproven)):
@@ -117,9 +115,8 @@ def seal_found(
     key = requirements.key
     algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
     sealed = [file for file in found.files if is_sealed(file)]
-    limits = Limits(jobs, on_progress=second)
     try:
-        files, unequal = digested(found.store, found.folder, sealed, algorithm, limits)
+        files, unequal = digested(found.store, found.folder, sealed, algorithm, second)
     except (PathNotFound, ShortRead) as error:
         gone = inspection_failed(found, error)
         return _refused(_with_findings(looked.report, [gone]))
@@ -156,13 +153,14 @@ def _sealed_already(found: OpenTarget) -> UsageError:
     )
 
 
-def _halves(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgress | None]:
-    """Progress of the first and of the second of two passes, as one."""
+def _halves(limits: Limits) -> tuple[Limits, Limits]:
+    """The limits of the first and of the second of two passes, with their progress as one."""
+    on_progress = limits.on_progress
     if on_progress is None:
-        return None, None
+        return limits, limits
     return (
-        lambda done, total: on_progress(done, 2 * total),
-        lambda done, total: on_progress(total + done, 2 * total),
+        replace(limits, on_progress=lambda done, total: on_progress(done, 2 * total)),
+        replace(limits, on_progress=lambda done, total: on_progress(total + done, 2 * total)),
     )
 
 

@@ -9,7 +9,7 @@ import ckptctl
 PUBLIC = {
     *("doctor", "Advice", "Diagnosis"),
     *("classify", "Classification", "Evidence"),
-    *("mark", "pick", "scan", "seal", "show", "verify"),
+    *("mark", "pick", "scan", "seal", "show", "verify", "watch", "Watched"),
     *("Answer", "Contents", "Mark", "Marked", "PassedOver", "Pick", "Report", "Scan", "Sealed"),
     "MarkKind",
     *("PruneDecision", "Pruned", "prune"),

@@ -61,6 +61,28 @@ class ProofDocument(TypedDict):
     """A SHA-256 over the files by path, each with its size and write time."""
 
 
+class WatchedStep(TypedDict):
+    """One step as a watch saw it."""
+
+    name: str
+    """Its folder or file under the root."""
+    files: Sha256
+    """A SHA-256 over the files by path, each with its size and write time."""
+    seen: Time
+    """When these files were first listed."""
+    verdict: str | None
+    """What became of the step; null until it is inspected."""
+
+
+class WatchDocument(TypedDict):
+    """What `ckptctl watch` saw of the steps of a root."""
+
+    tool: str
+    """The program that made it, with its version."""
+    steps: list[WatchedStep]
+    """The steps, newest first."""
+
+
 class _RootOptions(TypedDict, total=False):
     began_empty: bool
     """The root held no step when ckptctl first wrote to it."""

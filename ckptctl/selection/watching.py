@@ -1,0 +1,304 @@
+"""Verify and seal each step that a job finishes, from a process beside it.
+
+The watch holds no token and writes nothing into a step but its seal. A step is read once it
+has not changed between two listings, `grace_s` apart. What was seen of each step is kept in
+`.ckptctl/watch.json` of the root, so that a later watch reads nothing again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ckptctl import __version__
+from ckptctl.data_classes import dataclass
+from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
+from ckptctl.findings import EXIT_STATE_MISSING, Report, Verdict
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
+from ckptctl.formats.own.documents import WatchDocument, WatchedStep
+from ckptctl.formats.own.files import as_stored, read_back, time_now
+from ckptctl.formats.own.seals import SEAL
+from ckptctl.model import ExitCode, Level
+from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.records.byte_pass import Limits, Pace
+from ckptctl.selection.choosing import Candidate, refusal, why_not
+from ckptctl.selection.proofs import files_digest
+from ckptctl.selection.roots import list_all
+from ckptctl.selection.sealing import seal_found
+from ckptctl.selection.searching import CachingInspector, candidates_of
+from ckptctl.selection.tiers import Tier, open_tiers, roots_in
+from ckptctl.selection.verifying import OpenTarget
+from ckptctl.storage.contract import Store, TooLarge
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckptctl.options import StepKeywords
+
+STATE = f"{OWN_FOLDER}/watch.json"
+SCHEMA = "ckptctl.watch/1"
+_MAX_BYTES = 4 << 20
+MAX_STEPS = 4_096
+"""The newest steps that are watched; older ones are left out."""
+
+INTERVAL_S = 60.0
+BYTES_PER_S = 100 << 20
+"""The default rate of the reads: a quarter or less of what one node reads from shared storage."""
+
+_RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
+_EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
+
+
+class Event(str, Enum):
+    """What was found."""
+
+    SEALED = "sealed"
+    DAMAGED = "damaged"
+    UNVERIFIABLE = "unverifiable"
+    NO_ANSWER = "no-answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One event of a watch."""
+
+    event: Event
+    """What was found."""
+    root: str
+    """The root as given."""
+    url: str | None
+    """The address of the step; null for an event of the root."""
+    number: int | None
+    """The number of the step."""
+    message: str
+    """What was found, in one line."""
+    report: Report | None
+    """The report of the step; null for an event of the root."""
+    exit_code: ExitCode
+    """0 for a step that was sealed; else that of the step or of the storage."""
+    next_command: str | None
+    """The command to run next; null where there is nothing to do."""
+
+
+def watch(
+    root: str,
+    *,
+    once: bool = False,
+    interval_s: float = INTERVAL_S,
+    bytes_per_s: int = BYTES_PER_S,
+    accept_unverifiable: bool = False,
+    jobs: int | None = None,
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[StepKeywords],
+) -> Iterator[Watched]:
+    """Yield an event for each step that was sealed or found damaged, newest first.
+
+    A step is read if two listings, `grace_s` apart, show the same files. It is sealed if
+    `content` calls it complete and it holds the train state that its predecessors hold; with
+    `accept_unverifiable` also if nothing in it can prove it, as safetensors. A step that is
+    rejected, superseded, sealed or still being written is left alone. Each state of a step
+    is reported once, also over several watches.
+
+    The root is listed every `interval_s` seconds, forever; with `once` a single time, which
+    finishes what an earlier watch saw. Reads are kept below `bytes_per_s`. A storage that
+    does not answer is an event, once until it answers; with `once` it raises
+    `StorageError`. `AccessDenied` is always raised.
+
+    Cost: each new step twice, to verify and to digest it; one listing of each other step.
+    """
+    requirements, storage = options_from(keywords, requirements, storage)
+    watcher = _Watcher(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
+    answers = True
+    while True:
+        try:
+            yield from watcher.look_over()
+            answers = True
+        except AccessDenied:
+            raise
+        except StorageError as error:
+            if once:
+                raise
+            if answers:
+                yield _no_answer(root, error)
+            answers = False
+        if once:
+            return
+        time.sleep(interval_s)
+
+
+class _Watcher:
+    """A root, and how its steps are read."""
+
+    def __init__(
+        self,
+        root: str,
+        requirements: Requirements,
+        storage: StorageOptions,
+        bytes_per_s: int,
+        jobs: int | None,
+        accept_unverifiable: bool,
+    ) -> None:
+        self._root = root
+        self._requirements = requirements
+        self._storage = storage
+        self._limits = Limits(jobs, pace=Pace(bytes_per_s))
+        self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
+        self._pattern = compile_pattern(requirements.pattern)
+
+    def look_over(self) -> Iterator[Watched]:
+        """List the root once, and finish the steps that did not change."""
+        with ExitStack() as stack:
+            (tier,) = open_tiers(
+                stack,
+                roots_in(self._root),
+                lambda store: list_all(store, self._pattern),
+                self._storage,
+            )
+            before = _read_state(tier.store)
+            inspector = CachingInspector((tier,), self._requirements, self._policy.level)
+            candidates = candidates_of((tier,))[:MAX_STEPS]
+            seen: dict[str, WatchedStep] = {}
+            for place, candidate in enumerate(candidates):
+                name = candidate.named.name
+                with suppress(PathNotFound):  # removed since the root was listed
+                    step = self._seen(tier, candidate, before.get(name))
+                    seen[name] = step
+                    # Listed before, with the same files, at least `grace_s` ago.
+                    unchanged = step is before.get(name)
+                    if unchanged and step["verdict"] is None and self._is_due(step):
+                        found = self._finish(tier, candidate, candidates[place + 1 :], inspector)
+                        # Kept before it is reported: an event is never repeated.
+                        seen[name] = {**step, "verdict": found.verdict}
+                        _write_state(tier.store, [*seen.values(), *_later(before, seen)])
+                        yield from found.events
+            if seen != before:
+                _write_state(tier.store, seen.values())
+
+    def _seen(self, tier: Tier, candidate: Candidate, before: WatchedStep | None) -> WatchedStep:
+        """A step as it is now: since when it has these files, and what became of it."""
+        opened = OpenTarget(tier.store, candidate.named, tier.trees.get(candidate.named.name))
+        files = files_digest(opened.files)
+        if before is not None and before["files"] == files and _age_s(before) >= 0:
+            return before
+        verdict = None
+        if any(file.path == SEAL for file in opened.files):
+            report = opened.inspect(self._requirements, Level.LISTING).report
+            verdict = "sealed" if report.seal is not None and report.usable else None
+        name = candidate.named.name
+        return {"name": name, "files": files, "seen": time_now(), "verdict": verdict}
+
+    def _is_due(self, step: WatchedStep) -> bool:
+        return _age_s(step) >= self._requirements.grace_s
+
+    def _finish(
+        self,
+        tier: Tier,
+        candidate: Candidate,
+        older: Sequence[Candidate],
+        inspector: CachingInspector,
+    ) -> _Finished:
+        """Verify and seal a step."""
+        report = inspector(candidate, Level.STRUCTURE)
+        if report.verdict in _RUNNING:
+            return _Finished(None)
+        if report.verdict in _EXCLUDED:
+            return _Finished(report.verdict.value)
+        if report.verdict is Verdict.UNKNOWN:
+            return _Finished(None, self._event(Event.NO_ANSWER, report))
+        reason = why_not(report, older, inspector, self._policy)
+        if reason is not None:
+            return self._refused(report, reason)
+        found = OpenTarget(tier.store, candidate.named, None, self._pattern)
+        outdated = any(finding.code == "seal.outdated" for finding in report.findings)
+        has_seal = any(file.path == SEAL for file in found.files)
+        if has_seal and not outdated:
+            return self._refused(report, "its seal does not prove it; a person decides")
+        sealed = seal_found(
+            found,
+            self._requirements,
+            self._limits,
+            replace=outdated,
+            accept_unverifiable=self._policy.accept_unverifiable,
+        )
+        if sealed.path is not None:
+            return _Finished("sealed", self._event(Event.SEALED, sealed.report, sealed.message))
+        return self._unsealed(sealed.report)
+
+    def _unsealed(self, report: Report) -> _Finished:
+        """What follows from the report of a step that was not sealed."""
+        if report.verdict in _RUNNING:
+            return _Finished(None)
+        if report.verdict is Verdict.UNKNOWN:
+            return _Finished(None, self._event(Event.NO_ANSWER, report))
+        return self._refused(report, refusal(report, self._policy) or report.verdict.value)
+
+    def _refused(self, report: Report, reason: str) -> _Finished:
+        unproven = report.verdict is Verdict.UNVERIFIABLE
+        event = Event.UNVERIFIABLE if unproven else Event.DAMAGED
+        return _Finished(event.value, self._event(event, report, reason))
+
+    def _event(self, event: Event, report: Report, message: str | None = None) -> Watched:
+        exit_code = 0 if event is Event.SEALED else report.exit_code or EXIT_STATE_MISSING
+        path = shlex.quote(report.url)
+        next_command = {
+            Event.DAMAGED: f"ckptctl verify {path} --level content",
+            Event.UNVERIFIABLE: f"ckptctl seal {path} --accept-unverifiable",
+            Event.NO_ANSWER: f"ckptctl verify {path}",
+        }.get(event)
+        if message is None:
+            message = report.findings[0].message if report.findings else report.verdict.value
+        return Watched(
+            event, self._root, report.url, report.number, message, report, exit_code, next_command
+        )
+
+
+class _Finished:
+    """What became of a step; a `verdict` of None means that it is read again later."""
+
+    def __init__(self, verdict: str | None, *events: Watched) -> None:
+        self.verdict = verdict
+        self.events = events
+
+
+def _no_answer(root: str, error: StorageError) -> Watched:
+    message = f"{error.message}; its steps are unknown"
+    next_command = error.next_command or f"ckptctl scan {shlex.quote(root)}"
+    return Watched(Event.NO_ANSWER, root, None, None, message, None, error.exit_code, next_command)
+
+
+def _later(before: dict[str, WatchedStep], seen: dict[str, WatchedStep]) -> Iterator[WatchedStep]:
+    return (step for name, step in before.items() if name not in seen)
+
+
+def _age_s(step: WatchedStep) -> float:
+    seen = datetime.datetime.fromisoformat(step["seen"].replace("Z", "+00:00"))
+    return time.time() - seen.timestamp()
+
+
+def _read_state(store: Store) -> dict[str, WatchedStep]:
+    """What earlier watches saw, by name; nothing if that is missing or damaged."""
+    try:
+        data = store.read(STATE, limit=_MAX_BYTES)
+        found = read_back(data, SCHEMA, WatchDocument, max_objects=MAX_STEPS + 2)
+        return {step["name"]: step for step in found["steps"] if _is_read(step)}
+    except (OwnFileUnreadable, PathNotFound, TooLarge):
+        return {}
+
+
+def _is_read(step: WatchedStep) -> bool:
+    try:
+        _age_s(step)
+    except ValueError:
+        return False
+    return True
+
+
+def _write_state(store: Store, steps: Iterable[WatchedStep]) -> None:
+    fields: WatchDocument = {"tool": f"ckptctl {__version__}", "steps": [*steps][:MAX_STEPS]}
+    store.put(STATE, as_stored(SCHEMA, fields), replace=True)
