@@ -30,6 +30,10 @@ test: lint ## Everything that CI runs: lint, types, tests
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m long
 
+.PHONY: frameworks
+frameworks: $(READY) ## Install transformers, accelerate and Lightning for the tests of the integrations
+	@$(BIN)/python tools/install_frameworks.py
+
 lint: $(READY) ## Check style and types
 	@echo "== ruff"
 	@$(BIN)/ruff check -q .

@@ -117,7 +117,7 @@ def watch(
     answers = True
     while True:
         try:
-            yield from watcher.look_over()
+            yield from watcher.events()
             answers = True
         except AccessDenied:
             raise
@@ -151,7 +151,7 @@ class _Watcher:
         self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
         self._pattern = compile_pattern(requirements.pattern)
 
-    def look_over(self) -> Iterator[Watched]:
+    def events(self) -> Iterator[Watched]:
         """List the root once, and finish the steps that did not change."""
         with ExitStack() as stack:
             (tier,) = open_tiers(
