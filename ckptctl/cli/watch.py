@@ -21,7 +21,7 @@ from ckptctl.selection.watching import BYTES_PER_S, INTERVAL_S, Event, Watched
 EXAMPLES = (
     "ckptctl watch /shared/ckpt/run-1234 --notify 'curl -sS --data-binary @- https://example.org'",
     "ckptctl watch s3://bucket/run-1234 --bandwidth 400M --accept-unverifiable",
-    "ckptctl watch /shared/ckpt/run-1234 --once --grace 300   # every five minutes, from cron",
+    "ckptctl watch /shared/ckpt/run-1234 --once --grace 300 --notify /usr/local/bin/page",
 )
 EXIT_CODES = (0, 2, 20, 21, 22, 23, 25, 75, 77)
 
