@@ -13,12 +13,21 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-__all__ = ["dataclass", "field", "fields", "replace"]
+__all__ = ["dataclass", "field", "fields", "finish", "replace"]
 
 if TYPE_CHECKING:
     from dataclasses import dataclass, field, fields, replace
+
+    def finish() -> None:
+        """Compile every `__init__` that was not used yet."""
 else:
     _NONE_GIVEN = object()
+    _UNFINISHED = []
+
+    def finish():
+        """Compile every `__init__` that was not used yet: before a process forbids `exec`."""
+        while _UNFINISHED:
+            _UNFINISHED.pop().__init__  # noqa: B018 - the first use
 
     def dataclass(*, slots, frozen=False, kw_only=False):
         """`dataclasses.dataclass`."""
@@ -88,6 +97,7 @@ else:
         )
         made.__qualname__ = cls.__qualname__
         made.__init__ = _OnFirstUse("__init__", made, _init)
+        _UNFINISHED.append(made)
         made.__dataclass_fields__ = _OnFirstUse("__dataclass_fields__", made, _standard_fields)
         return made
 

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from ckptctl.data_classes import finish
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.pickles.values import decode_tensor_pickle, decode_value
@@ -38,6 +39,7 @@ def main() -> None:
         if watching and event not in _OUR_OWN:
             events.append(event)
 
+    finish()
     sys.addaudithook(note)
     resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
     for path in sorted(folder.iterdir()):

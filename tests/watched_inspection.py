@@ -19,6 +19,7 @@ from pathlib import Path
 
 import ckptctl
 from ckptctl import Level, Report, Severity
+from ckptctl.data_classes import finish
 from ckptctl.errors import CkptctlError
 
 _NEVER = (
@@ -67,6 +68,7 @@ def main() -> None:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     importlib.import_module("zstandard")
+    finish()
     ask(folder / "sound")
     with open("/proc/self/statm") as file:
         n_mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -21,6 +21,7 @@ from sound_steps import Harm, Sound
 import ckptctl
 from ckptctl import Level, Verdict
 from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.data_classes import finish
 from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
@@ -111,6 +112,7 @@ class Watch:
             self.events.append(event)
 
     def __enter__(self) -> Watch:
+        finish()
         self.events.clear()
         self.on = True
         return self

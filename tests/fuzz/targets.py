@@ -14,6 +14,7 @@ import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
 
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.presence import check_presence, check_sizes
+from ckptctl.data_classes import finish
 from ckptctl.errors import (
     MetadataUnreadable,
     MetadataUnsafe,
@@ -137,6 +138,7 @@ class Watch:
 
     def feed(self, name: str, data: bytes) -> bool:
         """Feed bytes to a target; whether they were read, and not refused."""
+        finish()
         self._events.clear()
         self._on = True
         try:
