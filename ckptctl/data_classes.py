@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from dataclasses import dataclass, field, fields, replace
 
     def finish() -> None:
-        """Compile every `__init__` that was not used yet."""
+        """Compile what was not used yet of every class."""
 else:
     _NONE_GIVEN = object()
     _UNFINISHED = []
 
     def finish():
-        """Compile every `__init__` that was not used yet: before a process forbids `exec`."""
+        """Compile what was not used yet of every class: before a process forbids `exec`."""
         while _UNFINISHED:
-            _UNFINISHED.pop().__init__  # noqa: B018 - the first use
+            made = _UNFINISHED.pop()
+            made.__init__, made.__dataclass_fields__  # noqa: B018 - the first use
 
     def dataclass(*, slots, frozen=False, kw_only=False):
         """`dataclasses.dataclass`."""
