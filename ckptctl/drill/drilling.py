@@ -274,6 +274,7 @@ class _Trial:
             "LOG": str(job.log(1)),
             "NEW_LOG": str(log),
             "SEEN_BY": "the drill has this node only",
+            "CADENCE": "the drill injects its failures",
             "RESUME": job.resume_command(),
             "WAIT": f"{job.options.patience_s:.0f}",
         }

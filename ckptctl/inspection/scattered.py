@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from ckptctl.errors import PathNotFound
-from ckptctl.formats.frameworks.layouts import StepName, may_hold_scattered, scattered_steps
+from ckptctl.formats.frameworks.layouts import (
+    NO_RUN_BELOW,
+    StepName,
+    may_hold_scattered,
+    scattered_steps,
+)
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Store
 
@@ -31,7 +36,11 @@ def list_scattered(
 
 def _below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo]:
     yield from entries
-    folders = (entry.path for entry in entries if entry.kind == "dir" and entry.path[0] != ".")
+    folders = (
+        entry.path
+        for entry in entries
+        if entry.kind == "dir" and entry.path[0] != "." and entry.path not in NO_RUN_BELOW
+    )
     for folder in islice(folders, MAX_FOLDERS):
         inside = _listed(store, folder)
         yield from inside
