@@ -17,6 +17,7 @@ from ckptctl.formats.own.seals import SEAL, Seal, parse_seal, seal_bytes
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import Checksum, Kept
 from ckptctl.options import Requirements
+from ckptctl.records.byte_pass import Limits
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store
@@ -239,7 +240,7 @@ def test_a_checksum_is_sealed_where_the_bytes_come_to_it(
     with open_store(root, storage_options=step.server.options) as store:
         saying = Saying(store, SHARD, checksum)
         found = OpenTarget(saying, "step_200", list_step(store, "step_200"))
-        done = seal_found(found, Requirements())
+        done = seal_found(found, Requirements(), Limits())
     assert done.exit_code == exit_code
     if sealed is None:
         assert faults(done.report) == [("store.contradicts", SHARD)]
