@@ -82,7 +82,11 @@ def test_a_loss_guard_rejects_steps_in_a_bucket(s3: S3Server, root: str):
     guard = LossGuard("stop", root=root, storage_options=keys_only, endpoint_url=s3.endpoint)
     verdict = guard.check(7, math.nan)
     assert verdict.rejected == (f"{root}/step_6.attempt-1",), verdict.message
-    assert verdict.next_command == f"ckptctl pick {root} --endpoint-url {s3.endpoint}"
+    assert verdict.next_command == (
+        f"ckptctl pick {root} --endpoint-url {s3.endpoint} --storage-option 'key=***' "
+        "--storage-option 'secret=***' "
+        """--storage-option 'client_kwargs={"region_name": "us-east-1"}'"""
+    )
     assert ckptctl.pick(root, storage_options=s3.options).step == 3
 
 
