@@ -47,6 +47,7 @@ try:
         if step % options.save_every == 0:
             checkpoints.save_state(step)
     checkpoints.close()
+    accelerator.end_training()
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -76,6 +76,7 @@ trainer = lightning.Trainer(
 try:
     path = resolve(trainer, "auto", options.root)
     trainer.fit(Module(), loader, ckpt_path=path)
+    torch.distributed.destroy_process_group()
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
