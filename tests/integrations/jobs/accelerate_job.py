@@ -50,4 +50,6 @@ try:
     accelerator.end_training()
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)
+    if options.stop:  # on every rank: torchrun ends the others once one has left
+        torch.distributed.barrier()
     sys.exit(error.exit_code)

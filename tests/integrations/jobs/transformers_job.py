@@ -69,4 +69,6 @@ try:
     trainer.train(resume_from_checkpoint=path)
 except CkptctlError as error:
     print(f"error: {error}", file=sys.stderr)
+    if options.stop:  # on every rank: torchrun ends the others once one has left
+        torch.distributed.barrier()
     sys.exit(error.exit_code)
