@@ -77,7 +77,7 @@ def watch(
     rate = parse_size("bandwidth", bandwidth)
     if rate < 1:
         raise UsageError(f"--bandwidth is {bandwidth}; it must be 1 or more")
-    exit_code = 0
+    exit_code, n_events = 0, 0
     try:
         for found in ckptctl.watch(
             root,
@@ -89,6 +89,7 @@ def watch(
             requirements=requirements,
             storage=storage,
         ):
+            n_events += 1
             exit_code = exit_code or found.exit_code
             _print(found, out)
             if command and found.event is Event.DAMAGED:
@@ -97,6 +98,8 @@ def watch(
         if once:
             raise
         return 0
+    if out.talks and not n_events:
+        out.lines([line("nothing to report; a step is read once it has not changed for --grace")])
     return exit_code
 
 

@@ -147,7 +147,7 @@ def _check(command: Sequence[str], root: str, options: DrillOptions) -> Path:
         raise UsageError(
             "the command does not say where its root belongs, and would train in the real one: "
             "write {root} in it, or give --root-env NAME",
-            instead="ckptctl drill --root ckpt -- torchrun train.py --root {root}",
+            next_command="ckptctl drill --help",
         )
     work = Path(options.work).resolve()
     if work.exists():

@@ -50,6 +50,7 @@ def test_what_could_reach_the_real_root_is_refused(
     done = run_ckptctl("drill", "--root", "ckpt", *words)
     assert done.returncode == 2
     assert message in done.stderr
+    assert done.stderr.count("ckptctl drill") == 1, done.stderr  # one command comes next
     assert fingerprint(str(root), StorageOptions()) == before
 
 
