@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 from next_commands import follow
 
@@ -67,3 +69,13 @@ def validated(text: str) -> dict:
 
 def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version on the path, or of pyenv."""
+    found = shutil.which(f"python{version}")
+    if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
+        return found
+    for path in sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")):
+        return str(path)
+    pytest.skip(f"no Python {version} on this machine")

@@ -1,10 +1,13 @@
 """What `parsing` makes of a command line is what typer makes of it."""
 
 import random
+import subprocess
+import sysconfig
 from enum import EnumMeta
 
 import pytest
 import typer
+from command_line import REPOSITORY, interpreter
 
 from ckptctl.cli.binding import Bound, with_common
 from ckptctl.cli.commands import COMMANDS, load
@@ -117,3 +120,16 @@ def test_variables_mean_the_same_to_typer(name, monkeypatch):
                 n_parsed += 1
                 assert repr(found) == repr(by_typer(command, argv)), (environment, argv)
     assert n_parsed > 20
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_every_python_reads_the_declarations(version):
+    """The annotations of parameters are not the same in all of them."""
+    packages = sysconfig.get_path("purelib")
+    done = subprocess.run(
+        [interpreter(version), "-m", "ckptctl", "explain", "20", "--quiet"],
+        env={"PYTHONPATH": f"{REPOSITORY}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "incomplete\n"), done.stderr

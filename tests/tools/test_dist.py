@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from command_line import interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -32,16 +32,6 @@ def built(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
     return built(tmp_path_factory.mktemp("built"))
-
-
-def interpreter(version: str) -> str:
-    """A Python of that version on the path, or of pyenv."""
-    found = shutil.which(f"python{version}")
-    if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
-        return found
-    for path in sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")):
-        return str(path)
-    pytest.skip(f"no Python {version} on this machine")
 
 
 def start(pyz: Path, *words: str, python: str = sys.executable, **variables: str):
