@@ -24,7 +24,7 @@ def test_a_training_is_watched_until_sigterm(tmp_path):
     root.mkdir()
     watching = subprocess.Popen(
         [
-            *(*COMMAND, "watch", str(root), "--grace", "10", "--interval", "0.2s", "--json"),
+            *(*COMMAND, "watch", str(root), "--grace", "4", "--interval", "0.2s", "--json"),
             *("--notify", f"tee -a {notified}"),
         ],
         stdout=subprocess.PIPE,
