@@ -6,7 +6,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.main import Stopped
+from ckptctl.cli.main import Stopped, ignore_signals
 from ckptctl.cli.options import LevelOpt, argument, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line
@@ -69,7 +69,12 @@ def prune(
     is removed. Pinned steps are kept, and so is the step that the newest attempt resumed from. With
     --quiet the paths to remove are printed.
     """
-    interrupted: list[Pruned] = []
+    results: list[Pruned] = []
+
+    def ended(result: Pruned) -> None:
+        ignore_signals()  # nothing is left to stop, and what was removed must be said
+        results.append(result)
+
     try:
         found = ckptctl.prune(
             root,
@@ -82,13 +87,13 @@ def prune(
             requirements=requirements,
             on_looked=lambda done, total: out.progress(f"{done:,} of {total:,} steps", done, total),
             on_bytes=lambda done, total: out.progress("compared", done, total, unit="B"),
-            on_interrupted=interrupted.append,
+            on_ended=ended,
             storage=storage,
         )
     except Stopped as stopped:
-        if not interrupted:
+        if not results:
             raise
-        found = replace(interrupted[0], exit_code=stopped.exit_code)
+        found = replace(results[-1], exit_code=stopped.exit_code)
     out.answer(
         lambda: document("pruned", found),
         lambda: prune_lines(found),

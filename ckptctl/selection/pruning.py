@@ -94,7 +94,7 @@ def prune(
     other_roots: Sequence[str] = (),
     on_looked: OnLooked | None = None,
     on_bytes: OnBytes | None = None,
-    on_interrupted: Callable[[Pruned], None] | None = None,
+    on_ended: Callable[[Pruned], None] | None = None,
     requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StepKeywords],
@@ -110,8 +110,8 @@ def prune(
 
     `other_roots` are other roots of the run: steps that `pick` over all of them would
     refuse do not count. Nothing is removed in them, and each must answer. `on_looked` gets
-    the number of inspected steps, `on_bytes` the progress of reading one. If an exception
-    such as `KeyboardInterrupt` ends the removal, `on_interrupted` gets the result so far,
+    the number of inspected steps, `on_bytes` the progress of reading one, `on_ended` the
+    result; if an exception such as `KeyboardInterrupt` ends the removal, the result so far,
     and the exception is raised. Each field of the two options objects is also a keyword of
     this function.
 
@@ -156,17 +156,25 @@ def prune(
         try:
             plan.carry_out(partial(_remove, store, marks_before) if apply else None)
             not_aborted = _aborted(store, uploads) if apply else None
+            retained = plan.retained()
+            if retained.failures and not any(one.removed for one in retained.decisions):
+                raise retained.failures[0]
+            pruned = _pruned(root, keep, retained, again, apply)
+            if uploads:
+                pruned = _with_uploads(pruned, len(uploads), not_aborted, again, apply)
+            if on_ended is not None:
+                on_ended(pruned)
         except BaseException:
-            if on_interrupted is not None:
-                on_interrupted(_interrupted(root, keep, plan.retained(), again))
+            if on_ended is not None:
+                on_ended(_interrupted(root, keep, plan.retained(), again))
             raise
-    retained = plan.retained()
-    if retained.failures and not any(one.removed for one in retained.decisions):
-        raise retained.failures[0]
-    pruned = _pruned(root, keep, retained, again, apply)
-    if not uploads:
-        return pruned
-    n = len(uploads)
+    return pruned
+
+
+def _with_uploads(
+    pruned: Pruned, n: int, not_aborted: StorageError | None, again: str, apply: bool
+) -> Pruned:
+    """The result with the unfinished uploads of killed saves."""
     done = "aborted" if apply else "to be aborted"
     if not_aborted is not None:
         done = f"not all aborted: {not_aborted.message}"

@@ -161,11 +161,28 @@ def test_a_python_caller_that_is_interrupted_is_told_and_gets_the_exception(
     monkeypatch.setattr(pruning, "remove_step", removed)
     told: list[ckptctl.Pruned] = []
     with pytest.raises(KeyboardInterrupt):
-        ckptctl.prune(str(root), 1, apply=True, on_interrupted=told.append)
+        ckptctl.prune(str(root), 1, apply=True, on_ended=told.append)
     (found,) = told
     assert [one.number for one in found.decisions if one.removed] == [200, 100]
     assert found.exit_code == 130
     assert found.next_command == f"ckptctl prune {root} --keep 1"
+
+
+def test_an_interruption_behind_the_last_removal_loses_no_name(
+    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from ckptctl.selection import pruning
+
+    def aborted(store: object, uploads: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pruning, "_aborted", aborted)
+    root = shutil.copytree(sealed, tmp_path / "run")
+    told: list[ckptctl.Pruned] = []
+    with pytest.raises(KeyboardInterrupt):
+        ckptctl.prune(str(root), 3, apply=True, on_ended=told.append)
+    (found,) = told
+    assert [one.number for one in found.decisions if one.removed] == [200, 100]
 
 
 JOB = """
