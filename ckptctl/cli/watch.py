@@ -91,9 +91,10 @@ def watch(
         ):
             n_events += 1
             exit_code = exit_code or found.exit_code
-            _print(found, out)
+            # First the command: whoever reads the line may end the watch.
             if command and found.event is Event.DAMAGED:
                 _notify(command, document("watched", found), out)
+            _print(found, out)
     except Stopped:
         if once:
             raise

@@ -17,7 +17,6 @@ import ckptctl
 TRAINING = Path(__file__).with_name("watched_training.py")
 
 
-@pytest.mark.long  # unsteady beside busy neighbours; the cause is not known yet
 @pytest.mark.torch
 @pytest.mark.slow
 def test_a_training_is_watched_until_sigterm(tmp_path):
