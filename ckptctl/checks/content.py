@@ -17,9 +17,9 @@ from ckptctl.findings import Finding, Proven
 from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
 from ckptctl.model import FileInfo
 from ckptctl.records.not_finite import Values
+from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.verification import NO_ZSTD, Checked
-from ckptctl.records.zstd import ZSTD
 
 Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""

@@ -20,17 +20,19 @@ from ckptctl.formatting import at_most_few, counted, inside
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
     MAX_PICKLE_BYTES,
+    ZSTD,
+    ZSTD_MAGIC,
     Expected,
     Need,
     OpenRecord,
     Unfit,
+    check_transforms,
     is_before_archives,
     is_plain_pickle,
     open_before_archives,
 )
 from ckptctl.records.ranges import Owner, Ranges
 from ckptctl.records.templates import Templates
-from ckptctl.records.zstd import ZSTD, ZSTD_MAGIC, check_transforms
 
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""

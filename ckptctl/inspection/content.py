@@ -23,9 +23,8 @@ from ckptctl.formats.own.seals import Seal
 from ckptctl.formatting import counted, inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import FileInfo, Part
-from ckptctl.records.byte_pass import Limits, Run, read_runs
+from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
 from ckptctl.records.content_runs import record_runs
-from ckptctl.records.digest_runs import BlockDigests, RecordRun
 
 
 @dataclass(frozen=True, slots=True)

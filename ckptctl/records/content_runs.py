@@ -19,7 +19,14 @@ from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.not_finite import FORMS, Form
-from ckptctl.records.opening import is_before_archives, is_plain_pickle
+from ckptctl.records.opening import (
+    FRAME_BYTES,
+    Unpacker,
+    is_before_archives,
+    is_plain_pickle,
+    require_zstd,
+    unpacked_limit,
+)
 from ckptctl.records.ranges import Owner
 from ckptctl.records.reads import RecordSource
 from ckptctl.records.verification import (
@@ -31,7 +38,6 @@ from ckptctl.records.verification import (
     check_parts,
     check_whole,
 )
-from ckptctl.records.zstd import FRAME_BYTES, Unpacker, require_zstd, unpacked_limit
 from ckptctl.storage.contract import read_range
 
 _MAGIC_BYTES = 32

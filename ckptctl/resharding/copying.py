@@ -21,11 +21,10 @@ from ckptctl.errors import PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import RecordDirectory, read_directory
 from ckptctl.formats.bounded_json import read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.digest_runs import CrcRun
+from ckptctl.records.byte_pass import CrcRun, Limits, read_runs
+from ckptctl.records.elements import Block, block_of, record_of
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.records.verification import CrcPart, Passing, check_parts, combined_crc
-from ckptctl.records.writing import Block, block_of, record_of
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Buffers, Damage, Opened, Piece, SliceReader, SourceFiles
 from ckptctl.resharding.sources import SourceBytes, SourcePart, SourceTensor

@@ -26,7 +26,10 @@ from ckptctl.records.opening import (
     OpenRecord,
     Unfit,
     WrongChecksum,
+    check_transforms,
     open_whole,
+    tensor_limit,
+    unpack,
 )
 from ckptctl.records.reads import open_one_record
 from ckptctl.records.slices import (
@@ -40,7 +43,6 @@ from ckptctl.records.slices import (
     row_major,
 )
 from ckptctl.records.templates import Templates
-from ckptctl.records.zstd import check_transforms, tensor_limit, unpack
 from ckptctl.resharding.sources import SourceBytes, SourceChunk, SourcePart, SourceTensor
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Kind, OpenFile, Span, Store, read_range

@@ -16,8 +16,7 @@ from typing import Protocol
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.inspection.open_step import list_step
-from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
-from ckptctl.records.digest_runs import CrcRun
+from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.copying import FileCopy, prove, work_folder
 from ckptctl.resharding.executing import Place, check_space

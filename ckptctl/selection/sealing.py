@@ -36,8 +36,7 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_f
 from ckptctl.inspection.stages import contradicted
 from ckptctl.model import FileInfo, Level, WorldSize
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
-from ckptctl.records.byte_pass import Limits, OnProgress, read_runs
-from ckptctl.records.digest_runs import DigestRun, Stretch
+from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, read_runs
 from ckptctl.selection.results import Sealed
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead, Store

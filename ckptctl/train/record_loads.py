@@ -2,7 +2,7 @@
 
 First the frame of every record is read, and short records whole, many with one read; then
 several threads read the elements of the long ones. torch plans what is needed;
-`records.element_reads` maps that to bytes.
+`records.elements` maps that to bytes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from ckptctl.formatting import inside
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, read_runs
-from ckptctl.records.element_reads import ElementRun, element_runs
+from ckptctl.records.elements import ElementRun, element_runs
 from ckptctl.records.opening import (
     Expected,
     Need,
     OpenRecord,
     Unfit,
     is_plain_pickle,
+    unpack,
+    unpacked_limit,
 )
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import Reading, RecordSource, open_records
 from ckptctl.records.slices import TensorSlice, dense_order
 from ckptctl.records.templates import Templates
 from ckptctl.records.verification import ElementChecksum
-from ckptctl.records.zstd import unpack, unpacked_limit
 from ckptctl.storage.contract import Kind, ShortRead
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import TensorSink, elements, is_plain, memory_of

@@ -2,7 +2,7 @@
 
 They are read directly into a tensor's memory if it has the same layout as the record;
 otherwise torch copies (and casts) them from a buffer. They are written directly from a
-tensor's memory in the same way. `records.element_reads` decides which bytes are read, and
+tensor's memory in the same way. `records.elements` decides which bytes are read, and
 verifies them.
 """
 

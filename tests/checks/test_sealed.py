@@ -14,8 +14,7 @@ from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.inspection.content import Comparison
 from ckptctl.model import Step
-from ckptctl.records.byte_pass import Limits, Piece, read_runs
-from ckptctl.records.digest_runs import DigestRun, Stretch
+from ckptctl.records.byte_pass import DigestRun, Limits, Piece, Stretch, read_runs
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
 

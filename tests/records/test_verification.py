@@ -26,9 +26,9 @@ from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs
 from ckptctl.records.content_runs import RecordRun, record_runs
+from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
-from ckptctl.records.zstd import ZSTD
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.local import LocalStore
 
@@ -430,7 +430,7 @@ def _ends64(data: bytes) -> list[int]:
 _LITTLE_MEMORY = """
 import resource, zstandard
 from ckptctl.errors import OutOfMemory
-from ckptctl.records.zstd import Unpacker
+from ckptctl.records.opening import Unpacker
 
 window = zstandard.ZstdCompressionParameters(window_log=25)
 packed = zstandard.ZstdCompressor(compression_params=window).compress(bytes(48 << 20))

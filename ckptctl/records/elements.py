@@ -1,16 +1,18 @@
-"""Read the elements of large records with several threads, and verify them on the way.
+"""Read and write the elements of large records, block by block.
 
-The elements of a record are divided into runs, which `byte_pass` reads into an
-`ElementSink`. If all bytes of a record are read, the checksums of the runs are combined and
-compared with the record's own.
+To read, the elements of a record are divided into runs, which `byte_pass` reads into an
+`ElementSink` with several threads. If all bytes of a record are read, the checksums of the
+runs are combined and compared with the record's own. To write, `record_of` frames the blocks
+of a tensor without holding its elements in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from ckptctl.data_classes import dataclass
+from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, byte_slices
 from ckptctl.records.verification import CrcPart, ElementChecksum
@@ -133,3 +135,66 @@ def element_runs(
     elements = sink.wanted if checksum is None else TensorSlice.whole(sink.shape)
     for run in byte_slices(sink.shape, elements, sink.item_bytes, most=RUN_BYTES, skip=_ANY_GAP):
         yield ElementRun(path, first_byte, run.elements, run.length, sink, skip, checksum)
+
+
+_JOINED_BYTES = 256 << 10
+"""Short pieces are joined up to this length: what was joined is still in the cache."""
+
+
+class Block(NamedTuple):
+    """Consecutive elements of a tensor in the order of the record, and their CRC-32."""
+
+    data: memoryview
+    crc: int
+
+
+def block_of(data: memoryview) -> Block:
+    """A block of bytes whose checksum is not known yet."""
+    from zlib_ng.zlib_ng import crc32
+
+    return Block(data, crc32(data))
+
+
+def record_of(
+    dtype: str,
+    shape: tuple[int, ...],
+    blocks: Iterable[Block],
+    strides: tuple[int, ...] | None = None,
+) -> Iterator[memoryview]:
+    """The bytes of a tensor's record, in order, as `torch.save` would write them.
+
+    `blocks` are all elements of the tensor, in row-major order or in that of `strides`.
+    Each piece is consumed before the next block is requested, so blocks may share one
+    buffer. The size of the record is `tensor_frame(dtype, shape, strides).length`.
+    """
+    from zlib_ng.zlib_ng import crc32_combine
+
+    frame = tensor_frame(dtype, shape, strides)
+    yield memoryview(frame.before)
+    crc = 0
+    for block in blocks:
+        crc = crc32_combine(crc, block.crc, len(block.data))
+        yield block.data
+    yield memoryview(frame.after(crc))
+
+
+def joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes with short pieces put together, in one buffer that is used again."""
+    buffer = memoryview(bytearray(_JOINED_BYTES))
+    used = 0
+    for piece in pieces:
+        end = used + len(piece)
+        if end <= _JOINED_BYTES:
+            buffer[used:end] = piece
+            used = end
+            continue
+        if used:
+            yield buffer[:used]
+        if len(piece) > _JOINED_BYTES:
+            yield piece
+            used = 0
+        else:
+            used = len(piece)
+            buffer[:used] = piece
+    if used:
+        yield buffer[:used]
