@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ckptctl
-from ckptctl.failures.classes import CLASSES
 from ckptctl.failures.deciding import decide
 from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.results import CLASSES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "classify.md"

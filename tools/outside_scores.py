@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ckptctl.failures.classes import CLASSES
 from ckptctl.failures.deciding import decide
 from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.results import CLASSES
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "failures" / "outside.tsv"
 _FILE = re.compile(

@@ -13,9 +13,8 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import next_line, section
 from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
 from ckptctl.cli.values import parse_duration
-from ckptctl.failures.classes import Domain
 from ckptctl.failures.classifying import DEADLINE_S
-from ckptctl.failures.results import Classification, Evidence, Role, Suspect
+from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
 from ckptctl.failures.stalled_collectives import described, listed
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions

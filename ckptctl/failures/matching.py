@@ -17,10 +17,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.data_classes import replace
-from ckptctl.failures.literals import find_literals
 from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
 from ckptctl.failures.results import Evidence, Role
-from ckptctl.failures.rules import RULES, Rule
+from ckptctl.failures.rules import RULES, Rule, find_literals
 from ckptctl.failures.stacks import StackReader
 from ckptctl.storage.log_lines import MAX_MATCHED
 

@@ -1,15 +1,23 @@
-"""The rules that turn lines of a log into evidence.
+"""The rules that turn lines of a log into evidence, and a search for the lines they may match.
 
 The rules are data: `rules/*.toml` are edited by hand, `tools/failure_rules.py` writes
 `rules.json` from them, and a test compares the two.
+
+Each rule has literals, hundreds in all, and nearly every line contains none. A block is
+searched as one text: the set of its words shows which literals it can contain, and only those
+are searched for. A line that is returned need not match: `matching` tries the patterns.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import accumulate
 
 from ckptctl.data_classes import dataclass
 from ckptctl.failures.results import Role
@@ -66,3 +74,91 @@ def _rules() -> tuple[Rule, ...]:
 
 RULES = _rules()
 """Every rule in the order in which they are tried: the first that matches a line decides."""
+
+
+# Frequent text of healthy logs that contains a literal. All patterns require `inf` as
+# a word, or `infinity`; the others are columns of Megatron-LM's line of a step.
+_ONLY_SEEMS = {
+    b"inf": b"info",
+    b"nan": b"number of nan iterations:",
+    b"batch size": b"global batch size:",
+    b"sample": b"consumed samples:",
+}
+_FRAMES = (
+    *(b"traceback (most recent", b"root cause (first", b"(most recent call first)"),
+    b"fatal python error",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """The matches in the lines of a block, by index in it.
+
+    `rules`: the rules of which the line contains a literal; empty if the literal is part of
+    healthy output. `frames`: lines that may begin a traceback or a report. `losses`: lines
+    that mention a loss.
+    """
+
+    rules: Mapping[int, frozenset[int]]
+    frames: frozenset[int]
+    losses: frozenset[int]
+    inits: frozenset[int]
+
+
+def _by_literal() -> Mapping[bytes, frozenset[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for number, rule in enumerate(RULES):
+        for literal in rule.literals:
+            found[literal].add(number)
+    return {literal.encode(): frozenset(numbers) for literal, numbers in found.items()}
+
+
+def _by_word(literals: Mapping[bytes, frozenset[int]]) -> Mapping[bytes, tuple[bytes, ...]]:
+    """The literals by the longest run of letters in each; `b""` for those without letters."""
+    found: dict[bytes, list[bytes]] = defaultdict(list)
+    for literal in literals:
+        found[max(re.findall(b"[a-z]*", literal), key=len)].append(literal)
+    return {word: tuple(each) for word, each in found.items()}
+
+
+_LITERALS = _by_literal()
+_BY_WORD = _by_word(_LITERALS)
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+_ONLY_LETTERS = bytes(byte if byte in _LETTERS else 32 for byte in range(256))
+
+
+def find_literals(texts: Sequence[str]) -> Hits:
+    """Return what `matching` has to try on these lines; no text contains a line end.
+
+    Cost: finding the words of the block, and one search per literal whose word occurs.
+    """
+    block = "\n".join(texts).lower().encode("utf-8", "surrogatepass")
+    ends = tuple(accumulate(len(line) + 1 for line in block.split(b"\n")))
+    words = b" ".join({*block.translate(_ONLY_LETTERS).split()})
+    rules: dict[int, frozenset[int]] = defaultdict(frozenset)
+    for word, literals in _BY_WORD.items():
+        if word not in words:
+            continue
+        for literal in literals:
+            for line in _lines_with(literal, block, ends):
+                only_seems = literal in _ONLY_SEEMS and _only_seems(literal, block, line, ends)
+                rules[line] |= frozenset() if only_seems else _LITERALS[literal]
+    return Hits(
+        rules,
+        frozenset(line for frame in _FRAMES for line in _lines_with(frame, block, ends)),
+        frozenset(_lines_with(b"loss", block, ends)),
+        frozenset(_lines_with(b" nranks ", block, ends)),
+    )
+
+
+def _lines_with(literal: bytes, block: bytes, ends: Sequence[int]) -> Iterator[int]:
+    at = block.find(literal)
+    while at >= 0:
+        line = bisect_right(ends, at)
+        yield line
+        at = block.find(literal, ends[line])
+
+
+def _only_seems(literal: bytes, block: bytes, line: int, ends: Sequence[int]) -> bool:
+    within = (ends[line - 1] if line else 0, ends[line])
+    return block.count(literal, *within) == block.count(_ONLY_SEEMS[literal], *within)

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from ckptctl.data_classes import dataclass
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import UsageError
-from ckptctl.failures.classes import CLASSES, Domain
-from ckptctl.failures.results import Classification
+from ckptctl.failures.results import CLASSES, Classification, Domain
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
     AttemptDocument,

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.failures.classes import Domain, Restart
-from ckptctl.failures.results import Classification
+from ckptctl.failures.results import Classification, Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
 from ckptctl.options import not_negative

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.failures.classes import CLASSES
+from ckptctl.failures.results import CLASSES
 
 OUTSIDE = Path(__file__).parent / "outside.tsv"
 

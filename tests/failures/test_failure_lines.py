@@ -9,7 +9,7 @@ import pytest
 
 import ckptctl
 from ckptctl import errors
-from ckptctl.failures.classes import CLASSES
+from ckptctl.failures.results import CLASSES
 
 HERE = Path(__file__).parent
 

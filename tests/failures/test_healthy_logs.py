@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.failures.classes import Action
+from ckptctl.failures.results import Action
 
 PROGRESS = "".join(f"step {step} loss {4 - step / 100:.4f}\n" for step in range(10, 14))
 HEALTHY = {

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptctl
-from ckptctl.failures.literals import _ONLY_SEEMS, find_literals
 from ckptctl.failures.matching import LogReader
-from ckptctl.failures.rules import RULES
+from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
 from ckptctl.storage.log_lines import read_blocks
 
 HERE = Path(__file__).parent

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_calibration import FORMS
 
-from ckptctl.failures.classes import CLASSES
 from ckptctl.failures.matching import LogReader
+from ckptctl.failures.results import CLASSES
 from ckptctl.failures.rules import RULES, Rule
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
