@@ -1,17 +1,28 @@
-"""Find known mistakes in a job script, an environment or a storage."""
+"""Find known mistakes in a job script, an environment or a storage.
+
+The mistakes in a script and a storage are found by modules of their own, those in an
+environment here. Versions are read from the metadata of the installed packages; nothing is
+imported, because importing torch takes seconds.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING
 
-from ckptctl.diagnostics.environment import check_environment
-from ckptctl.diagnostics.results import Diagnosis, diagnosis
+import ckptctl
+from ckptctl.diagnostics.results import Advice, Diagnosis, diagnosis
 from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.diagnostics.storage_traits import check_storage
 from ckptctl.errors import UsageError
+from ckptctl.findings import Severity
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.log_lines import read_text
 from ckptctl.storage.opening import absolute_url
@@ -64,3 +75,196 @@ def doctor(
     advice, facts = check_storage(target, storage)
     following = f"ckptctl scan {shlex.quote(absolute_url(target))}"
     return diagnosis(what, target, advice, facts, following)
+
+
+_PACKAGES = ("torch", "torchdata", "fsspec", "s3fs", "obstore", "zstandard", "botocore")
+_LEAST = {"torch": (2, 4), "fsspec": (2024, 6), "s3fs": (2024, 6), "obstore": (0, 12)}
+_EXTRAS = {"torch": "torch", "s3fs": "s3", "obstore": "obstore", "zstandard": "zstd"}
+_LEAST_FILES = 4096
+_LEAST_SHM = 1 << 30
+_OFF = ("0", "false", "no", "off")
+
+# Variable, harmful values (empty: any), severity, effect, fix.
+_VARIABLES: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ("0",),
+        Severity.FAULT,
+        "a rank whose peer died waits forever",
+        "unset it: 3 is torch's default",
+    ),
+    (
+        "NCCL_ASYNC_ERROR_HANDLING",
+        ("0",),
+        Severity.FAULT,
+        "a rank whose peer died waits forever",
+        "unset it",
+    ),
+    (
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+        ("1", "y", "yes", "true"),
+        Severity.FAULT,
+        "torch.load runs code from checkpoints",
+        "unset it",
+    ),
+    (
+        "PYTHONOPTIMIZE",
+        (),
+        Severity.WARNING,
+        "assert is disabled, including torch's checks during a load",
+        "unset it",
+    ),
+    (
+        "CUDA_LAUNCH_BLOCKING",
+        ("1",),
+        Severity.WARNING,
+        "every kernel launch blocks: training is slow, and hangs show up differently",
+        "unset it after debugging",
+    ),
+    (
+        "NCCL_DEBUG",
+        ("TRACE",),
+        Severity.WARNING,
+        "NCCL logs every call",
+        "NCCL_DEBUG=WARN",
+    ),
+    (
+        "TORCHELASTIC_USE_AGENT_STORE",
+        _OFF,
+        Severity.NOTE,
+        "the rendezvous store ends with rank 0",
+        "unset it",
+    ),
+)
+
+
+def check_environment(
+    environment: Mapping[str, str], known: frozenset[str]
+) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
+    """The mistakes in the environment, and its facts. `known` are ckptctl's own variables."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    installed = ((name, version or "not installed") for name, version in versions.items())
+    facts = (
+        ("ckptctl", ckptctl.__version__),
+        ("python", platform.python_version()),
+        *installed,
+    )
+    advice = (
+        *_versions(versions),
+        *_variables(environment),
+        *_own_variables(environment, known),
+        *_limits(environment),
+    )
+    return advice, facts
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+", maxsplit=1)[0].split(".")
+    return tuple(int(part) for part in parts if part.isdecimal())
+
+
+def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
+    for name, least in _LEAST.items():
+        version = versions[name]
+        if version is not None and _numbers(version) < least:
+            wanted = ".".join(map(str, least))
+            yield Advice(
+                "package.old",
+                Severity.FAULT,
+                name,
+                f"{name} {version} is older than {wanted}, the oldest supported version",
+                f"pip install '{name}>={wanted}'",
+            )
+    fsspec, s3fs = versions["fsspec"], versions["s3fs"]
+    if fsspec and s3fs and _numbers(fsspec)[:2] != _numbers(s3fs)[:2]:
+        yield Advice(
+            "package.pair",
+            Severity.FAULT,
+            "s3fs",
+            f"s3fs {s3fs} requires fsspec {s3fs}, but fsspec {fsspec} is installed",
+            f"pip install 's3fs=={fsspec}'",
+        )
+    for name, extra in _EXTRAS.items():
+        if versions[name] is None:
+            yield Advice(
+                "package.absent",
+                Severity.NOTE,
+                name,
+                f"{name} is not installed; commands that need it fail with an error that names it",
+                f"pip install 'ckptctl[{extra}]'",
+            )
+
+
+def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
+    for name, values, severity, does, fix in _VARIABLES:
+        value = environment.get(name)
+        if value and (not values or value.lower() in [each.lower() for each in values]):
+            yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", fix)
+    if environment.get("RANK") and not environment.get("WORLD_SIZE"):
+        yield Advice(
+            "variable.half",
+            Severity.FAULT,
+            "RANK",
+            f"RANK={environment['RANK']} without WORLD_SIZE: each process acts as a job of its own",
+            "unset RANK, or start with torchrun",
+        )
+    if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
+        yield Advice(
+            "variable.buffered",
+            Severity.NOTE,
+            "PYTHONUNBUFFERED",
+            "Python buffers its output: the last lines before a kill are lost",
+            "export PYTHONUNBUFFERED=1",
+        )
+    folder = environment.get("TMPDIR")
+    if folder and not os.access(folder, os.W_OK):
+        yield Advice(
+            "variable.tmpdir",
+            Severity.FAULT,
+            "TMPDIR",
+            f"TMPDIR={folder} cannot be written to",
+            "export TMPDIR=/tmp",
+        )
+
+
+def _own_variables(environment: Mapping[str, str], known: frozenset[str]) -> Iterator[Advice]:
+    for name in sorted(environment):
+        if name.startswith("CKPTCTL_") and name not in known:
+            yield Advice(
+                "variable.unknown",
+                Severity.FAULT,
+                name,
+                f"ckptctl has no variable {name}: it has no effect",
+                "correct it: docs/reference.md lists them all",
+            )
+
+
+def _limits(environment: Mapping[str, str]) -> Iterator[Advice]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        yield Advice(
+            "limit.files",
+            Severity.WARNING,
+            "ulimit -n",
+            f"a process may open {files:,} files; data loaders and sharded saves need more",
+            "ulimit -n 65536",
+        )
+    try:
+        shared = shutil.disk_usage("/dev/shm").total  # noqa: S108 - its size is asked for
+    except OSError:
+        return
+    if shared < _LEAST_SHM and "KUBERNETES_SERVICE_HOST" in environment:
+        yield Advice(
+            "limit.shm",
+            Severity.WARNING,
+            "/dev/shm",  # noqa: S108
+            f"shared memory is {shared >> 20:,} MiB: workers of data loaders end with a bus error",
+            "an emptyDir volume with medium: Memory at /dev/shm",
+        )

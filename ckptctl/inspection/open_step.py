@@ -4,14 +4,19 @@ Every command that works on a step takes this handle, so that its listing, its m
 and its sidecars are read and decoded once, however many checks, plans or loads use them.
 It never hides a second read of the storage: code that must detect that the step
 changed calls `list_again`, which reads again and caches nothing.
+
+Some steps have no folder of their own: NVRx writes the file of each rank into a folder of
+that rank, with those of other steps, and Composer's ranks write theirs side by side. Such a
+step is named `ROOT@1200`.
 """
 
 from __future__ import annotations
 
 import shlex
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptctl.checks.shape import own_number, sidecars_of
@@ -20,7 +25,12 @@ from ckptctl.errors import PathNotFound
 from ckptctl.findings import Finding
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.layouts import StepName
+from ckptctl.formats.frameworks.layouts import (
+    NO_RUN_BELOW,
+    StepName,
+    may_hold_scattered,
+    scattered_steps,
+)
 from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formatting import inside
 from ckptctl.inspection.part_files import (
@@ -34,7 +44,6 @@ from ckptctl.inspection.part_files import (
     read_structure,
     safetensors_in,
 )
-from ckptctl.inspection.scattered import list_scattered
 from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
@@ -348,3 +357,41 @@ def _beside(store: Store, name: str) -> tuple[FileInfo, ...]:
 
 def _below(file: FileInfo, prefix: str, instead: str = "") -> FileInfo:
     return replace(file, path=instead + file.path.removeprefix(prefix))
+
+
+MAX_FOLDERS = 2_000
+"""So many folders are listed; a node has a folder for each of its ranks."""
+
+
+def list_scattered(
+    store: Store, entries: Sequence[FileInfo]
+) -> Mapping[StepName, tuple[FileInfo, ...]]:
+    """The steps of a root without folders of their own, and the files of each.
+
+    `entries` is the listing of the root. Cost: one listing for each folder in it, and for
+    each folder of a rank in those.
+    """
+    return scattered_steps(_files_below(store, entries))
+
+
+def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo]:
+    yield from entries
+    folders = (
+        entry.path
+        for entry in entries
+        if entry.kind == "dir" and entry.path[0] != "." and entry.path not in NO_RUN_BELOW
+    )
+    for folder in islice(folders, MAX_FOLDERS):
+        inside = _listed(store, folder)
+        yield from inside
+        ranks = (one.path for one in inside if one.kind == "dir")
+        of_ranks = (path for path in ranks if may_hold_scattered(path.rpartition("/")[2]))
+        for rank in islice(of_ranks, MAX_FOLDERS):
+            yield from _listed(store, rank)
+
+
+def _listed(store: Store, folder: str) -> Sequence[FileInfo]:
+    try:
+        return store.list_dir(folder)
+    except PathNotFound:
+        return ()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from ckptctl.checks.rank_files import check_fewer
 from ckptctl.checks.shape import own_number, wrong_step
 from ckptctl.checks.stale_shards import StaleShardCheck, has_moved, stale
+from ckptctl.checks.without_metadata import check_fewer
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, StorageError
 from ckptctl.findings import Finding

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.checks.coverage import check_part_coverage
 from ckptctl.checks.presence import check_holds_anything, check_presence, check_sizes
+from ckptctl.checks.requirements import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.checks.shape import (
     check_identity,
     check_shape,
@@ -23,7 +24,6 @@ from ckptctl.checks.shape import (
     earlier_step,
     sidecars_of,
 )
-from ckptctl.checks.state import NO_STATE, Sources, check_optimizer_steps, train_state
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import PathNotFound
 from ckptctl.findings import ByStore, Finding, Severity
@@ -111,7 +111,7 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part)
     if part.part.format is PartFormat.RANK_FILES:
-        from ckptctl.checks.rank_files import check_named, check_rank_files
+        from ckptctl.checks.without_metadata import check_named, check_rank_files
 
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
         yield from check_named(opened.step, part.part, read_named(part))
@@ -129,7 +129,7 @@ def inspect_safetensors(store: Store, folder: str, part: Part) -> Iterator[Findi
     `folder` is where the part is in the store. Storage errors pass through. Cost: one
     read for each file and each index; a second one for headers of more than 64 KiB.
     """
-    from ckptctl.checks.safetensors import check_safetensors
+    from ckptctl.checks.without_metadata import check_safetensors
     from ckptctl.records.reads import read_headers, read_indexes
 
     headers = read_headers(store, folder, part.files)
@@ -211,7 +211,7 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
 def _check_stated_ranks(
     opened: OpenStep, part: OpenPart, contents: Mapping[str, object], found: Found
 ) -> Iterator[Finding]:
-    from ckptctl.checks.rank_files import check_stated_ranks
+    from ckptctl.checks.without_metadata import check_stated_ranks
 
     known = {one.where for one in found.findings}
     for finding in check_stated_ranks(opened.step, part.part, contents):

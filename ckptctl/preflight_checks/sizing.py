@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from ckptctl.checks.world_size import check_world_size
+from ckptctl.checks.requirements import check_world_size
 from ckptctl.data_classes import replace
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import PathNotFound, StorageError

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ckptctl.checks.state import NO_STATE
+from ckptctl.checks.requirements import NO_STATE
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict

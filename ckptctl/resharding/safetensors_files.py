@@ -3,7 +3,7 @@
 The files hold whole tensors, or the slices that DCP's Hugging Face writer puts into
 each shard. Headers give the position of the elements; no checksum verifies them, so a
 file that is written to in the meantime is detected by its size and time. Whether the
-files are complete is checked in `checks.safetensors`.
+files are complete is checked in `checks.without_metadata`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ckptctl.formats.frameworks.layouts import (
     step_name,
     unfinished_beside,
 )
-from ckptctl.inspection.scattered import list_scattered
+from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.storage.contract import Kind, Store
 

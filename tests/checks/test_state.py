@@ -1,6 +1,6 @@
 """What a resume would restore, by keys and by files."""
 
-from ckptctl.checks.state import (
+from ckptctl.checks.requirements import (
     NO_STATE,
     Sources,
     check_optimizer_steps,

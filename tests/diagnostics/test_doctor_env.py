@@ -6,7 +6,7 @@ import pytest
 from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 
-from ckptctl.diagnostics.environment import check_environment
+from ckptctl.diagnostics.diagnosing import check_environment
 
 KNOWN = frozenset({"CKPTCTL_JSON"})
 

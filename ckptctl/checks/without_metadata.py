@@ -1,7 +1,12 @@
-"""Check that a rank-file step has one file of each kind for every rank.
+"""Check parts without `.metadata`: safetensors files by their headers, rank files by their names.
 
-Only names are compared: the grid that they state (`formats.frameworks.rank_files`), and
-the files that an index lists. Whether the files are whole is checked as for records.
+The header of a safetensors file states bounds, offsets and shapes of its tensors. It carries
+no checksums, and DCP's Hugging Face writer states neither the number of ranks nor the shape of
+the whole tensor: a shard that held the end of all its tensors can be lost without a trace.
+
+A rank-file step has one file of each kind for every rank. Only names are compared: the grid
+that they state (`formats.frameworks.rank_files`), and the files that an index lists. Whether
+the files are whole is checked as for records.
 """
 
 from __future__ import annotations
@@ -9,18 +14,201 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptctl.checks.safetensors import check_index, check_numbers
+from ckptctl.checks.coverage import check_coverage
+from ckptctl.checks.presence import escape_reason
 from ckptctl.data_classes import replace
+from ckptctl.errors import RecordUnreadable
 from ckptctl.findings import Finding
+from ckptctl.formats.archive.safetensors import (
+    INDEX_SUFFIX,
+    MAX_HEADER,
+    PREFIX,
+    SUFFIX,
+    StoredTensor,
+    header_length,
+    parse_header,
+    parse_index,
+)
 from ckptctl.formats.frameworks import layout_tables as tables
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import is_archive
 from ckptctl.formats.frameworks.rank_files import MAX_STATED, STATED_INSIDE, grids_of
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, counted, some_of
-from ckptctl.model import FileInfo, Grid, Part, Step
+from ckptctl.formatting import at_most_few, counted, inside, some_of
+from ckptctl.model import Chunk, Chunks, FileInfo, Grid, Part, Step, TensorEntry
+
+_ONE_OF_SEVERAL = re.compile(
+    r"(?P<before>.*model)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"
+)
+
+Headers = Mapping[str, Sequence[StoredTensor]]
+"""The tensors of each file whose header is sound."""
+
+
+def check_safetensors(
+    part: Part,
+    headers: Iterable[tuple[FileInfo, bytes]],
+    indexes: Iterable[tuple[FileInfo, bytes]],
+) -> Iterator[Finding]:
+    """Yield what the headers of a part's files, and its indexes, say against it.
+
+    `headers` are those of its regular safetensors files, `indexes` the content of its
+    index files of at most `MAX_HEADER` bytes; see `records.headers`. Yields
+    `path.escape`, `record.framing`, `record.mismatch`, `shard.missing`, `shard.truncated`,
+    `coverage.gap`, `coverage.overlap`, and always `format.no-checksums`.
+    """
+    files = [file for file in part.files if file.path.endswith(SUFFIX)]
+    listed = [file for file in part.files if file.path.endswith(INDEX_SUFFIX)]
+    findings: list[Finding] = []
+    sound: dict[str, Sequence[StoredTensor]] = {}
+    for file in files + listed:
+        if file.kind != "file":
+            message = "it is a link or not a regular file, and is not followed"
+            findings.append(Finding("path.escape", file.path, message))
+    for file, header in headers:
+        parsed = _parsed(file, header)
+        if isinstance(parsed, Finding):
+            findings.append(parsed)
+        else:
+            sound[file.path] = parsed
+            findings += _check_length(file, len(header), parsed)
+    if len(sound) == len(files):
+        findings += _check_tensors(sound)
+    for index in listed:
+        if index.size > MAX_HEADER:
+            message = f"an index of {index.size:,} bytes is not read"
+            findings.append(Finding(RecordUnreadable.code, index.path, message))
+    for index, content in indexes:
+        findings += check_index(index, content, sound, {file.path for file in files})
+    if not listed:
+        findings += check_numbers(file.path for file in files)
+    n_tensors = len({tensor.name for tensors in sound.values() for tensor in tensors})
+    said = f"{counted(len(files), 'safetensors file')} with {counted(n_tensors, 'tensor')}"
+    findings.append(Finding("format.no-checksums", "", f"{said}: the format has no checksums"))
+    for finding in at_most_few(findings):
+        where = inside(part.path, finding.where) if finding.where else part.path
+        yield replace(finding, where=where)
+
+
+def _parsed(file: FileInfo, header: bytes) -> Sequence[StoredTensor] | Finding:
+    """The tensors of a file, or what keeps its header from being read."""
+    begins_well = header[PREFIX : PREFIX + 1] in (b"", b"{")
+    try:
+        needed = PREFIX + header_length(header) if len(header) >= PREFIX else PREFIX
+        if file.size < needed and begins_well:
+            message = f"its header is truncated: {file.size:,} of at least {needed:,} bytes"
+            return Finding("shard.truncated", file.path, message)
+        return parse_header(header[PREFIX:])
+    except RecordUnreadable as error:
+        return Finding(error.code, file.path, error.message)
+
+
+def _check_length(
+    file: FileInfo, n_header: int, tensors: Sequence[StoredTensor]
+) -> Iterator[Finding]:
+    needed = n_header + sum(tensor.n_bytes for tensor in tensors)
+    if file.size < needed:
+        lost = [t for t in tensors if n_header + t.start + t.n_bytes > file.size]
+        yield Finding(
+            "shard.truncated",
+            file.path,
+            f"{file.size:,} of {needed:,} bytes exist; {counted(len(lost), 'tensor')} cannot "
+            "be read",
+            expected=f"{needed:,} bytes",
+            found=f"{file.size:,} bytes",
+        )
+    elif file.size > needed:
+        message = f"{file.size - needed:,} bytes belong to no tensor; no reader accepts that"
+        yield Finding("record.framing", file.path, message)
+
+
+def _check_tensors(headers: Headers) -> Iterator[Finding]:
+    """Check that the slices of each tensor, from all files, fill its shape."""
+    boxes: dict[str, list[StoredTensor]] = defaultdict(list)
+    for tensors in headers.values():
+        for tensor in tensors:
+            boxes[tensor.name].append(tensor)
+    for name, parts in boxes.items():
+        if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
+            message = "its shards differ in dtype or in the number of dimensions"
+            yield Finding("record.mismatch", name, message)
+            continue
+        chunks = Chunks.of(
+            len(parts[0].shape), [Chunk(part.offsets, part.shape, None) for part in parts]
+        )
+        ends = [map(sum, zip(part.offsets, part.shape, strict=True)) for part in parts]
+        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+        yield from check_coverage(TensorEntry(name, parts[0].dtype, shape, chunks))
+
+
+def check_index(
+    index: FileInfo, content: bytes, headers: Headers, files: Collection[str]
+) -> Iterator[Finding]:
+    """Yield what an index names that is not there: files, and tensors in those with a header.
+
+    `files` are the paths in the folder of the index. Yields `path.escape`, `record.framing`,
+    `record.mismatch`, `shard.missing`, and `index.size` where all that it names is there and
+    takes other bytes than it states.
+    """
+    try:
+        named, total_size = parse_index(content)
+    except RecordUnreadable as error:
+        yield Finding(error.code, index.path, error.message)
+        return
+    held = {file: {tensor.name for tensor in tensors} for file, tensors in headers.items()}
+    absent: dict[str, list[str]] = defaultdict(list)
+    for name, file in named.items():
+        if file not in files or (file in held and name not in held[file]):
+            absent[file].append(name)
+    for file, names in absent.items():
+        message = f"{counted(len(names), 'tensor')} cannot be read: {some_of(names)}"
+        reason = escape_reason(file)
+        if reason is not None:
+            yield Finding("path.escape", file, f"the path {reason}; {message}")
+        elif file in files:
+            yield Finding(
+                "record.mismatch", file, f"{message}; {index.path} assigns them to this file"
+            )
+        else:
+            yield Finding("shard.missing", file, message)
+    if not absent and total_size is not None and held.keys() >= set(named.values()):
+        yield from _check_total_size(index, named, headers, total_size)
+
+
+def _check_total_size(
+    index: FileInfo, named: Mapping[str, str], headers: Headers, total_size: int
+) -> Iterator[Finding]:
+    in_files = sum(
+        tensor.n_bytes
+        for file in {*named.values()}
+        for tensor in headers[file]
+        if named.get(tensor.name) == file
+    )
+    if in_files != total_size:
+        yield Finding(
+            "index.size",
+            index.path,
+            f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
+            f"hold {in_files:,}: it may belong to another save",
+            expected=f"{total_size:,} bytes",
+            found=f"{in_files:,} bytes",
+        )
+
+
+def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:
+    """Yield `shard.missing` for files that others count: `model-00001-of-00003.safetensors`."""
+    numbers: dict[tuple[str, int, str], set[int]] = defaultdict(set)
+    for path in paths:
+        match = _ONE_OF_SEVERAL.fullmatch(path)
+        if match and not match["before"].startswith("shard-"):
+            numbered = match["before"], int(match["total"]), match["suffix"]
+            numbers[numbered].add(int(match["number"]))
+    for (before, total, suffix), there in numbers.items():
+        for number in sorted(set(range(1, total + 1)) - there):
+            name = f"{before}-{number:05}-of-{total:05}{suffix}"
+            yield Finding("shard.missing", name, f"{len(there):,} of {total:,} files exist")
 
 
 def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
