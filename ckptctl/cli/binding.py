@@ -24,7 +24,7 @@ from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Declared, Offer, variable_of
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
-from ckptctl.cli.text import Line, line
+from ckptctl.cli.rendering import Line, line
 from ckptctl.errors import UsageError
 from ckptctl.options import TIMEOUT_S, without_secrets
 from ckptctl.storage.waiting import Watchdog

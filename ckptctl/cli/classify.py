@@ -10,8 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, padded, section
 from ckptctl.cli.values import parse_duration
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect

@@ -9,8 +9,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import EMPTY, Line, Span, line, padded
+from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded
 from ckptctl.cli.values import parse_duration
 from ckptctl.formatting import duration, listed, size
 from ckptctl.goodput.estimating import Given, RecoveryCost

@@ -8,8 +8,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, Style, line
+from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, section
 from ckptctl.formatting import counted
 from ckptctl.options import StorageOptions
 from ckptctl.resharding.results import Diff, Difference

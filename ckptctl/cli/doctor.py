@@ -12,8 +12,17 @@ from ckptctl.cli.commands import COMMANDS, load
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import SEVERITY_STYLES, next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.rendering import (
+    EMPTY,
+    SEVERITY_STYLES,
+    Line,
+    Span,
+    Style,
+    line,
+    next_line,
+    padded,
+    section,
+)
 from ckptctl.cli.values import SEAL_KEY
 from ckptctl.diagnostics.results import Advice, Diagnosis
 from ckptctl.findings import Severity

@@ -21,7 +21,7 @@ from ckptctl.model import ExitCode, Time
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ckptctl.cli.pages import Page
+    from ckptctl.cli.explain import Page
     from ckptctl.runbook.document import Input
 
 Document = dict[str, object]

@@ -8,8 +8,7 @@ from typing import Annotated
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill

@@ -1,16 +1,23 @@
-"""`ckptctl explain`: print the page of a code, a verdict or an exit code."""
+"""`ckptctl explain`: print the page of a code, a verdict or an exit code.
+
+A page of `ckptctl/pages` for each finding code; verdicts and exit codes are explained from
+the tables that decide them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from typing import Annotated
 
+from ckptctl.cli import exit_codes
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument
 from ckptctl.cli.output import Output
-from ckptctl.cli.pages import Page, all_pages, page
-from ckptctl.cli.rendering import next_line, page_lines
-from ckptctl.cli.text import EMPTY, Line, Span, line, padded
+from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line, padded, page_lines
+from ckptctl.data_classes import dataclass
+from ckptctl.errors import UsageError
+from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 
 EXAMPLES = ("ckptctl explain shard.truncated", "ckptctl explain 20")
 EXIT_CODES = (0, 2)
@@ -60,3 +67,147 @@ def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
                 yield line("  ", padded(each.name, width), "  ", each.title, hang=width + 4)
         yield EMPTY
     yield from next_line("ckptctl explain CODE")
+
+
+_VERDICTS = {
+    Verdict.UNSAFE: "Loading the step could run code or open a file outside it. ckptctl did "
+    "neither.",
+    Verdict.UNKNOWN: "The step could not be inspected. It may be good or bad.",
+    Verdict.CHANGED: "Files were added, removed or changed during the inspection. Try again when "
+    "nothing writes to the step.",
+    Verdict.CORRUPT: "The contents are wrong: they contradict each other or their checksums.",
+    Verdict.INCOMPLETE: "Something is missing: a file, the end of a file, or part of a tensor.",
+    Verdict.IN_PROGRESS: "The save is not finished, and a file was written recently. Try again in "
+    "a few minutes.",
+    Verdict.UNVERIFIABLE: "Nothing proves the step good or bad at the requested level.",
+    Verdict.REJECTED: "A person or a job rejected the step.",
+    Verdict.SUPERSEDED: "The step belongs to a branch of the run that was abandoned when the job "
+    "resumed from an older step.",
+    Verdict.COMPLETE: "Everything that the metadata requires is present, as far as the level "
+    "checks.",
+}
+
+
+_LOSS_VERDICTS = {
+    "discontinuous": "A counter, the data, the weights or the level of the loss is wrong, without "
+    "a harmless explanation. Stop the job, reject the step, and resume from another.",
+    "suspect": "Something differs that should not, and the logs do not show why. A person has to "
+    "decide.",
+    "inconclusive": "Nothing contradicts a correct resume, but too little was logged to confirm "
+    "it. Wait, or pass more of the logs.",
+    "no-jump": "The level of the loss did not jump. A loss curve does not show a lost optimizer, "
+    "lost RNG states, or repeated or skipped data; only steps that were logged twice do. After a "
+    "clean stop, a canary replay logs some steps twice: `ckptctl loss --canary`.",
+    "continuous": "Steps that were logged twice agree: weights, optimizer, RNG states and data "
+    "are the same as before.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One thing that can be explained: `kind` is `finding`, `verdict` or `exit-code`."""
+
+    name: str
+    """The code, verdict or exit code."""
+    kind: str
+    """`finding`, `verdict` or `exit-code`."""
+    title: str
+    """The meaning in a few words."""
+    text: str
+    """The page, in Markdown."""
+
+
+def page(name: str) -> Page:
+    """The page of a finding code, a verdict or an exit code.
+
+    Raises `UsageError` for anything else, with the names that come close.
+    """
+    if name in CODES:
+        return Page(name, "finding", CODES[name].title, _text_of(name))
+    if name in {verdict.value for verdict in Verdict}:
+        return _verdict_page(Verdict(name))
+    if name in _LOSS_VERDICTS:
+        return _loss_verdict_page(name)
+    if name.isascii() and name.isdigit() and int(name[:4]) in exit_codes.EXIT_CODES:
+        return _exit_code_page(int(name))
+    raise UsageError(
+        f"there is nothing to explain under the name {name!r}{_close_to(name)}",
+        next_command="ckptctl explain",
+    )
+
+
+def all_pages() -> Iterator[Page]:
+    """Every page: finding codes, then verdicts, then exit codes."""
+    for code in sorted(CODES):
+        yield page(code)
+    for verdict in Verdict:
+        yield page(verdict.value)
+    for word in _LOSS_VERDICTS:
+        yield page(word)
+    for number in exit_codes.EXIT_CODES:
+        yield page(str(number))
+
+
+def _text_of(code: str) -> str:
+    file = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md")
+    heading, _, rest = file.read_text("utf-8").rstrip("\n").partition("\n")
+    return f"{heading}: {CODES[code].title}\n\n{_consequence(code)}\n{rest}"
+
+
+def _consequence(code: str) -> str:
+    severity, verdict = CODES[code].severity.value.capitalize(), CODES[code].verdict
+    if code.startswith("loss."):
+        return f"{severity}: {_of_loss(code)}."
+    if verdict is None:
+        return f"{severity}: it does not make a step unusable by itself."
+    exit_code = EXIT_DENIED if code == "step.denied" else verdict.exit_code
+    return f"{severity}: the step is `{verdict.value}` (`verify` exits with {exit_code})."
+
+
+def _of_loss(code: str) -> str:
+    from ckptctl.loss.verdict import FORCES
+
+    forced = FORCES.get(code)
+    if forced is None:
+        return "it does not change the verdict about the loss"
+    return f"the loss is `{forced.value}` (`loss` exits with {forced.exit_code()})"
+
+
+def _verdict_page(verdict: Verdict) -> Page:
+    codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
+    lines = [f"# {verdict.value}", "", _VERDICTS[verdict], ""]
+    lines.append(f"`ckptctl verify` exits with {verdict.exit_code}.")
+    if codes:
+        lines += ["", "Findings with this verdict:", ""]
+        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    return Page(verdict.value, "verdict", _VERDICTS[verdict], "\n".join(lines))
+
+
+def _loss_verdict_page(word: str) -> Page:
+    from ckptctl.loss.verdict import FORCES, LossVerdict
+
+    verdict = LossVerdict(word)
+    lines = [f"# {word}", "", _LOSS_VERDICTS[word], ""]
+    lines.append(f"`ckptctl loss` exits with {verdict.exit_code()}.")
+    if verdict is LossVerdict.NO_JUMP:
+        lines[-1] = f"{lines[-1][:-1]}, with `--strict` {verdict.exit_code(strict=True)}."
+    codes = [code for code, forced in FORCES.items() if forced is verdict]
+    if codes:
+        lines += ["", "Findings with this verdict:", ""]
+        lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
+    return Page(word, "verdict", _LOSS_VERDICTS[word], "\n".join(lines))
+
+
+def _exit_code_page(number: int) -> Page:
+    code = exit_codes.EXIT_CODES[number]
+    lines = [f"# exit code {number}: {code.title}", "", code.advice]
+    lines += ["", f"Does trying again help? {code.retry.capitalize()}."]
+    return Page(str(number), "exit-code", code.title, "\n".join(lines))
+
+
+def _close_to(name: str) -> str:
+    from difflib import get_close_matches
+
+    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS]
+    close = get_close_matches(name.lower(), names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

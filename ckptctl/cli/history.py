@@ -12,8 +12,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output, replace_file
 from ckptctl.cli.pictures import Mark, glyph
-from ckptctl.cli.rendering import finding_lines
-from ckptctl.cli.text import EMPTY, Line, Span, line, padded
+from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, padded
 from ckptctl.formatting import counted, duration, listed
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.metrics import metrics_text

@@ -10,7 +10,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.loss_rendering import canary_lines, loss_lines
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.text import line
+from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.plots import check_plot, write_plot

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptctl.cli.pictures import Mark
-from ckptctl.cli.rendering import finding_lines, next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.rendering import (
+    EMPTY,
+    Line,
+    Span,
+    Style,
+    finding_lines,
+    line,
+    next_line,
+    padded,
+    section,
+)
 from ckptctl.data_classes import replace
 from ckptctl.findings import Finding
 from ckptctl.formatting import counted, listed

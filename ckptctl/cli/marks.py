@@ -14,8 +14,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
 from ckptctl.options import StorageOptions
 from ckptctl.selection.results import Marked

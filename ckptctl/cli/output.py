@@ -1,28 +1,30 @@
 """Print the results of a command: the only module that writes to the terminal.
 
-The one place that prints. Data goes to standard output, all talk to standard
-error. On a terminal there is colour, and prose is wrapped at its width; off a
-terminal every line stays whole. With `--json` there is one document on standard
-output and no talk. What an answer says is the business of `views` and `documents`.
+The one place that prints. Data goes to standard output, everything else to standard error.
+On a terminal there is colour, and prose is wrapped at its width; off a terminal every line
+stays whole. With `--json` there is one document on standard output and nothing else. `Progress`
+is a bar on a terminal, once a second has gone by; elsewhere a plain line every 30 seconds.
+`rendering` and `documents` decide what is printed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ckptctl.cli.progress import Progress
-from ckptctl.cli.rendering import error_lines
-from ckptctl.cli.text import Line, Style, in_shell, line, made_safe, wrapped
+from ckptctl.cli.rendering import Line, Style, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formatting import duration, size
 
 if TYPE_CHECKING:
     from ckptctl.cli.documents import Document
     from ckptctl.distributed.process_group import ProcessGroup
+
 
 _STRIP_WIDTH = 80
 """How wide pictures are where there is no terminal to fit them to."""
@@ -353,3 +355,61 @@ def process_group(stack: ExitStack, out: Output) -> ProcessGroup:
     if launched is not None and launched.rank > 0:
         out.step_aside()
     return stack.enter_context(joined(launched))
+
+
+_BAR_AFTER_S = 1.0
+_BAR_EVERY_S = 0.1
+_LINE_EVERY_S = 30.0
+_BAR_CELLS = 24
+
+
+class Progress:
+    """Shows through `write` how far a command is; `update` may be called at any rate."""
+
+    def __init__(self, write: Callable[[str], None], *, terminal: bool) -> None:
+        self._write = write
+        self._terminal = terminal
+        self._started_s = time.monotonic()
+        self._next_s = self._started_s + (_BAR_AFTER_S if terminal else _LINE_EVERY_S)
+        self._shown = False
+
+    def update(self, said: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+        """Show `said`, with a bar where `total` is known; at most as often as is useful.
+
+        With `unit` `B`, `done` and `total` are bytes, and are shown, with their rate.
+        """
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        text = f"{said}{self._bytes(done, total, now_s)}" if unit == "B" else said
+        if total:
+            text = f"{text}, {100 * done // total} %{self._left(done, total, now_s)}"
+        if self._terminal:
+            bar = _bar(done, total) if total else ""
+            self._write(f"\r\x1b[K{bar}{text}"[: _BAR_CELLS + 56])
+            self._next_s = now_s + _BAR_EVERY_S
+        else:
+            self._write(f"{text}\n")
+            self._next_s = now_s + _LINE_EVERY_S
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take the bar away, before something else is printed."""
+        if self._shown and self._terminal:
+            self._write("\r\x1b[K")
+            self._shown = False
+
+    def _bytes(self, done: int, total: int, now_s: float) -> str:
+        rate = done / max(now_s - self._started_s, 1e-3)
+        return f" {size(done)} of {size(total)}, {size(int(rate))}/s"
+
+    def _left(self, done: int, total: int, now_s: float) -> str:
+        if not done:
+            return ""
+        left_s = (now_s - self._started_s) * (total - done) / done
+        return f", {duration(left_s)} left"
+
+
+def _bar(done: int, total: int) -> str:
+    filled = _BAR_CELLS * done // total
+    return f"[{'#' * filled}{'.' * (_BAR_CELLS - filled)}] "

@@ -10,8 +10,7 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import finding_lines, next_line, refused_lines
-from ckptctl.cli.text import Line, Span, line
+from ckptctl.cli.rendering import Line, Span, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import PickPolicy, StorageOptions
 from ckptctl.selection.results import Answer, Pick

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ckptctl.cli.text import Line, Span, Style, line
+from ckptctl.cli.rendering import Line, Span, Style, line
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import CODES, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank

@@ -11,8 +11,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.rendering import next_line, refused_lines
-from ckptctl.cli.text import Line, Span, Style, line, padded
+from ckptctl.cli.rendering import Line, Span, Style, line, next_line, padded, refused_lines
 from ckptctl.cli.values import (
     parse_counts,
     parse_duration,

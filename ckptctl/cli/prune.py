@@ -9,8 +9,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.main import Stopped, ignore_signals
 from ckptctl.cli.options import LevelOpt, argument, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import Line, Span, line, padded
+from ckptctl.cli.rendering import Line, Span, line, next_line, padded
 from ckptctl.data_classes import replace
 from ckptctl.formatting import size
 from ckptctl.options import Requirements, StorageOptions

@@ -23,8 +23,7 @@ from ckptctl.cli.options import (
     option,
 )
 from ckptctl.cli.output import Output, process_group
-from ckptctl.cli.rendering import finding_lines, next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, next_line, section
 from ckptctl.cli.values import only_model, parse_size, seal_key
 from ckptctl.data_classes import replace
 from ckptctl.formatting import counted, exact_size, size

@@ -8,8 +8,7 @@ from typing import Annotated
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import OptionalRootOpt, argument, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import Line, Span, line
+from ckptctl.cli.rendering import Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section

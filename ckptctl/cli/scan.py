@@ -22,8 +22,18 @@ from ckptctl.cli.pictures import (
     step_state,
     strip_of_steps,
 )
-from ckptctl.cli.rendering import finding_lines, next_line, said_of, step_name
-from ckptctl.cli.text import EMPTY, Line, Span, Style, line, padded
+from ckptctl.cli.rendering import (
+    EMPTY,
+    Line,
+    Span,
+    Style,
+    finding_lines,
+    line,
+    next_line,
+    padded,
+    said_of,
+    step_name,
+)
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, size, utc

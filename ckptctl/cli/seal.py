@@ -8,8 +8,7 @@ import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.options import JobsOpt, StepArg, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import finding_lines, next_line, section
-from ckptctl.cli.text import EMPTY, Line, Span, line
+from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, next_line, section
 from ckptctl.formatting import counted, exact_size
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection.results import Sealed

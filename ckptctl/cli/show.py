@@ -13,13 +13,18 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.options import PatternOpt, StepArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import (
+    Line,
+    Span,
+    cell_width,
     finding_lines,
+    line,
     next_line,
+    padded,
     ranks_in_words,
+    safe,
     section,
     state_lines,
 )
-from ckptctl.cli.text import Line, Span, cell_width, line, padded, safe
 from ckptctl.data_classes import dataclass
 from ckptctl.formatting import counted, exact_size, size
 from ckptctl.options import StorageOptions

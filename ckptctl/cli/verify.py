@@ -16,13 +16,16 @@ from ckptctl.cli.options import LevelOpt, StepArg
 from ckptctl.cli.output import Output, process_group
 from ckptctl.cli.pictures import LACKING, STEP_MARKS, map_of_ranks, step_mark, step_state
 from ckptctl.cli.rendering import (
+    EMPTY,
+    Line,
+    Span,
     finding_lines,
+    line,
     next_line,
     ranks_in_words,
     section,
     state_lines,
 )
-from ckptctl.cli.text import EMPTY, Line, Span, line
 from ckptctl.data_classes import replace
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.formatting import age, counted, exact_size, size, utc

@@ -11,8 +11,7 @@ import ckptctl
 from ckptctl.cli.documents import Document, document
 from ckptctl.cli.options import AcceptAsItIsOpt, JobsOpt, argument, only, option
 from ckptctl.cli.output import Output
-from ckptctl.cli.rendering import next_line
-from ckptctl.cli.text import Line, Span, line
+from ckptctl.cli.rendering import Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration, parse_size
 from ckptctl.errors import UsageError
 from ckptctl.options import Requirements, StorageOptions

@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 from made_results import VERDICTS, contents, pick, report, scan, short
 
 from ckptctl.cli import documents
-from ckptctl.cli.pages import all_pages, page
+from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.pick import pick_document
 from ckptctl.cli.verify import verify_document
 from ckptctl.errors import StorageUnavailable, UsageError

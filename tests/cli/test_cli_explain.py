@@ -2,10 +2,8 @@
 
 import pytest
 
-from ckptctl.cli.explain import index_lines
-from ckptctl.cli.pages import all_pages, page
-from ckptctl.cli.rendering import page_lines
-from ckptctl.cli.text import wrapped
+from ckptctl.cli.explain import all_pages, index_lines, page
+from ckptctl.cli.rendering import page_lines, wrapped
 from ckptctl.errors import UsageError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptctl.cli.text import cell_width, safe
+from ckptctl.cli.rendering import cell_width, safe
 from ckptctl.formatting import age, counted, duration, exact_size, listed, size, utc
 
 

@@ -6,8 +6,8 @@ from made_results import contents
 import ckptctl
 from ckptctl.cli.binding import with_common
 from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import Span, line
 from ckptctl.cli.show import show
-from ckptctl.cli.text import Span, line
 from ckptctl.cli.values import parse_kinds, parse_steps, parse_storage_options
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS

@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from ckptctl.cli import progress
-from ckptctl.cli.progress import Progress
+from ckptctl.cli import output
+from ckptctl.cli.output import Progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     return now
 
 

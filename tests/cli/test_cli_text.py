@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.cli.text import Line, Span, line, made_safe, padded, wrapped
+from ckptctl.cli.rendering import Line, Span, line, made_safe, padded, wrapped
 
 WORDS = st.lists(st.text("ab é層", min_size=0, max_size=12), max_size=12)
 

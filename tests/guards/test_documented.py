@@ -13,9 +13,9 @@ from typer.main import get_command
 
 from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
 from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.options import COMMAND_LINE_ONLY
 from ckptctl.cli.output import Output
-from ckptctl.cli.pages import all_pages, page
 from ckptctl.cli.pictures import STEP_MARKS
 from ckptctl.cli.typer_app import build_app
 from ckptctl.findings import CODES, Verdict
