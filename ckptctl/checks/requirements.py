@@ -20,14 +20,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.findings import Finding
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import CONVERSIONS, kind_of_file
 from ckptctl.formats.frameworks.layouts import (
     hugging_face_rank,
     is_stage,
     rank_local_rank,
     shard_rank,
 )
-from ckptctl.formats.frameworks.rank_files import CONVERSIONS
 from ckptctl.formats.frameworks.state_keys import (
     Kind,
     entry_kinds,

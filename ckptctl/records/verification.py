@@ -23,7 +23,7 @@ from ckptctl.formats.archive.directory import (
     read_directory,
     read_member,
 )
-from ckptctl.formats.archive.frame import check_frame, fold_of, saved_fold
+from ckptctl.formats.archive.writing import check_frame, fold_of, saved_fold
 from ckptctl.model import TensorEntry
 from ckptctl.records.not_finite import FiniteScan, Form, Values, joined
 from ckptctl.records.opening import Expected, Unfit, check_tensor, tensor_in

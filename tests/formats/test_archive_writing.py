@@ -11,8 +11,7 @@ import pytest
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ckptctl.formats.archive.directory import View, check_headers, parse_directory
-from ckptctl.formats.archive.frame import check_frame
-from ckptctl.formats.archive.writing import WRITABLE, tensor_frame
+from ckptctl.formats.archive.writing import WRITABLE, check_frame, tensor_frame
 from ckptctl.formats.pickles.values import decode_tensor_pickle
 from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.verification import check_whole

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.formats.frameworks.file_names import rank_in_name
-from ckptctl.formats.frameworks.rank_files import grids_of
+from ckptctl.formats.frameworks.file_names import grids_of, rank_in_name
 from ckptctl.model import FileInfo
 
 

@@ -18,8 +18,7 @@ from storage.faulty import FaultyStore
 from ckptctl.checks.content import ContentCheck
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import parse_directory
-from ckptctl.formats.archive.frame import fold_of
-from ckptctl.formats.archive.writing import tensor_frame
+from ckptctl.formats.archive.writing import fold_of, tensor_frame
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import ByteRange, BytesEntry, Metadata

@@ -22,7 +22,7 @@ import pytest
 from made_records import Made, archive, members_of
 
 from ckptctl.formats.archive.directory import parse_directory
-from ckptctl.formats.archive.frame import fold_of
+from ckptctl.formats.archive.writing import fold_of
 from ckptctl.formats.own.seals import SEAL
 
 pytestmark = pytest.mark.torch

@@ -24,6 +24,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptctl.formats.archive.writing import (
+    ID,
     SMALL_MEMBERS,
     VERSION,
     Placed,
@@ -35,7 +36,6 @@ from ckptctl.formats.archive.writing import (
 from ckptctl.formats.pickles.stubs import Dtype, Ordered
 from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, Opaque, TensorStub
 
-_ID = b".data/serialization_id"
 _ID_DIGITS = 20
 
 
@@ -93,7 +93,7 @@ class FlatArchive:
             self._storages.append(place(at, b"data/%d" % key, b"", size))
             at = self._storages[-1].following
         self._version = _Member(place(at, *VERSION, len(VERSION[1])), crc32(VERSION[1]))
-        self._last = place(self._version.placed.following, _ID, b"", 2 * _ID_DIGITS)
+        self._last = place(self._version.placed.following, ID, b"", 2 * _ID_DIGITS)
         members = [member.placed for member in self._front]
         self._members = (*members, *self._storages, self._version.placed, self._last)
         n_directory = sum(len(member.entry(0)) for member in self._members)

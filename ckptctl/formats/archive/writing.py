@@ -1,4 +1,4 @@
-"""Write a record as `torch.save` would write it, member by member.
+"""Write a record as `torch.save` would write it, member by member, and check that one is so.
 
 Everything around the elements is known before the first of them: how many bytes come
 before and after, and so where each record of a file will lie. Only the checksums are
@@ -6,25 +6,33 @@ missing: local headers hold neither sizes nor checksums, which follow the elemen
 stand in the directory. The output is byte for byte that of torch 2.13, including its
 `serialization_id`.
 
+`directory` reads what a record states and refuses contradictions. `check_frame` compares the
+rest with what torch writes: padding, and fields that no reader uses. A difference there harms
+no load, but shows that something changed the file. Members themselves have checksums.
+
 Source: torch 2.13 `torch/serialization.py`, `torch/_tensor.py`,
-`caffe2/serialize/inline_container.cc`, `third_party/miniz-3.0.2/miniz.c`.
+`caffe2/serialize/inline_container.cc` (padding, `serialization_id`),
+`third_party/miniz-3.0.2/miniz.c`; records written by torch 2.1 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from struct import pack
 
 from ckptctl.data_classes import dataclass
-from ckptctl.formats.archive.frame import GOLDEN, WORD
+from ckptctl.errors import RecordUnreadable
+from ckptctl.formats.archive.directory import Member, Readable, RecordDirectory
 from ckptctl.formats.pickles.values import STORAGE_DTYPES
 from ckptctl.model import DTYPE_SIZES
 
 ALIGNMENT = 64
 _FOLDER = b"archive/"
 _IN_ZIP64 = 0xFFFFFFFF
+_WORD = 1 << 64
+_GOLDEN = 0x9E3779B9
 _MOST_MEMBERS = 0xFFFF
 _HAS_DESCRIPTOR = 0x0808
 _EMPTY = 0x0800
@@ -95,12 +103,16 @@ def _wide(size: int, at: int, stored: int | None = None) -> bytes:
     return pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
-def folded(crcs: Sequence[int]) -> bytes:
+def folded(crcs: Iterable[int]) -> bytes:
     """The second half of `serialization_id`: what the checksums of the members come to."""
+    return b"%020d" % _fold(crcs)
+
+
+def _fold(crcs: Iterable[int]) -> int:
     fold = 0
     for one in crcs:
-        fold ^= (one + GOLDEN + (fold << 6) + (fold >> 2)) % WORD
-    return b"%020d" % fold
+        fold ^= (one + _GOLDEN + (fold << 6) + (fold >> 2)) % _WORD
+    return fold
 
 
 def end(n_members: int, size: int, at: int) -> bytes:
@@ -114,7 +126,7 @@ def end(n_members: int, size: int, at: int) -> bytes:
     )
 
 
-_ID = b".data/serialization_id"
+ID = b".data/serialization_id"
 _OF_NAMES = b"15728199511854643026"
 """The first half of `serialization_id`: a hash of the names of a tensor's members."""
 
@@ -187,7 +199,7 @@ def tensor_frame(
     placed.append(place(_next(placed), b"data/0", b"", n_data))
     before += placed[-1].header
     placed.append(place(_next(placed), *VERSION, 2))
-    placed.append(place(_next(placed), _ID, b"", 2 * len(_OF_NAMES)))
+    placed.append(place(_next(placed), ID, b"", 2 * len(_OF_NAMES)))
     crcs = tuple(crc32(p.data) for p in placed[:-3])
     directory = sum(len(p.entry(0)) for p in placed)
     length = placed[-1].following + directory + len(end(0, 0, 0))
@@ -199,7 +211,7 @@ def value_record(pickled: bytes) -> bytes:
     from zlib_ng.zlib_ng import crc32
 
     small = [(b"data.pkl", pickled), *SMALL_MEMBERS, VERSION]
-    small.append((_ID, _OF_VALUE_NAMES + folded([crc32(data) for _, data in small])))
+    small.append((ID, _OF_VALUE_NAMES + folded([crc32(data) for _, data in small])))
     placed: list[Placed] = []
     for name, data in small:
         placed.append(place(_next(placed), name, data, len(data)))
@@ -282,3 +294,76 @@ def _integer(value: int) -> bytes:
         return pack("<ci", b"J", value)
     n_bytes = value.bit_length() // 8 + 1
     return pack("<cB", b"\x8a", n_bytes) + value.to_bytes(n_bytes, "little", signed=True)
+
+
+_CENTRAL = 46
+_LOCAL = 30
+_PADDING = b"FB"
+_ZIP64 = b"\1\0"
+_PAD = b"Z"
+
+# Versions, times and attributes: alike in all members of a record.
+_ALIKE_CENTRAL = (slice(4, 8), slice(12, 16), slice(36, 42))
+_ALIKE_LOCAL = (slice(4, 6), slice(10, 14))
+
+_ID_DIGITS = 40
+
+
+def check_frame(directory: RecordDirectory, view: Readable) -> None:
+    """Raise `RecordUnreadable` where the frame of a record is not as torch writes it.
+
+    Checks what was read of it, after `check_headers`. The members must agree in the
+    fields without a meaning, whatever their values: a later torch may write others.
+    """
+    pos = directory.at
+    usual: tuple[list[bytes], list[bytes]] | None = None
+    for member in directory.members:
+        entry = view.get(pos, pos + _CENTRAL)
+        header = view.get(member.header, member.start)
+        if entry is None or header is None:
+            return
+        _check_extra(member, header[_LOCAL + len(member.path) :])
+        alike = ([entry[part] for part in _ALIKE_CENTRAL], [header[part] for part in _ALIKE_LOCAL])
+        if usual is not None and alike != usual:
+            raise RecordUnreadable(
+                f"its member {member.name!r} has other versions, times or attributes than the "
+                "members before it"
+            )
+        usual = alike
+        n_extra = int.from_bytes(entry[30:32], "little")
+        pos += _CENTRAL + len(member.path) + n_extra
+
+
+def _check_extra(member: Member, extra: bytes) -> None:
+    """What fills the space between a member's name and its bytes."""
+    wide = _wide(member.size, member.header, stored=0) if extra.startswith(_ZIP64) else b""
+    rest = extra[len(wide) :]
+    n_pad = int.from_bytes(rest[2:4], "little")
+    sound = (
+        extra.startswith(wide)
+        and (rest[:2] == _PADDING or not rest)
+        and len(rest) in (0, 4 + n_pad)
+        and rest.count(_PAD, 4) == max(0, len(rest) - 4)
+    )
+    if not sound:
+        raise RecordUnreadable(f"the padding before its member {member.name!r} is damaged")
+
+
+def saved_fold(directory: RecordDirectory, view: Readable) -> int | None:
+    """What `serialization_id` says that the checksums came to; None where it says nothing.
+
+    Not for a record with an empty member: torch then folds in what nobody can know.
+    """
+    member = directory.find(ID.decode())
+    if member is None or not directory.has_crcs or not all(m.size for m in directory.members):
+        return None
+    text = view.get(member.start, member.end)
+    if text is None or len(text) != _ID_DIGITS or not text.isdigit():
+        return None
+    return int(text[_ID_DIGITS // 2 :])
+
+
+def fold_of(directory: RecordDirectory) -> int:
+    """What the checksums in a directory come to, as torch folds them into `serialization_id`."""
+    name = ID.decode()
+    return _fold(member.crc for member in directory.members if member.name != name)

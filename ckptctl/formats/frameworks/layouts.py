@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks import layout_tables as tables
-from ckptctl.formats.frameworks.file_names import kind_of_file, weights_called
-from ckptctl.formats.frameworks.rank_files import grids_of
+from ckptctl.formats.frameworks.file_names import grids_of, kind_of_file, weights_called
 from ckptctl.model import FileInfo, Part, PartFormat
 
 MAX_STEP = 2**63 - 1
