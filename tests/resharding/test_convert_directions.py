@@ -24,8 +24,8 @@ from ckptctl.formats.archive.safetensors import NAMES
 from ckptctl.formats.archive.state_file import FlatArchive
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.model import FileInfo, Part, PartFormat
+from ckptctl.resharding.importing import read_safetensors
 from ckptctl.resharding.reading import Damage
-from ckptctl.resharding.safetensors_files import read_safetensors
 from ckptctl.storage.local import LocalStore
 
 pytestmark = [
