@@ -46,7 +46,7 @@ from ckptctl.resharding.advising import Advice, command, countable
 from ckptctl.selection.picking import pick
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
-from ckptctl.selection.tiers import Roots, roots_in
+from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import name_below, open_store
 

@@ -20,17 +20,22 @@ from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.inspection.open_step import list_step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
-from ckptctl.resharding.copying import FileCopy, entry_path, note, noted, prove, work_folder
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.reading import Damage, Piece, SourceFiles, source_files
 from ckptctl.resharding.unpublished import WithFiles
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
     Budget,
+    FileCopy,
     WriteProgress,
     budget,
+    entry_path,
     in_threads,
+    note,
+    noted,
+    prove,
     share_of,
+    work_folder,
 )
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget

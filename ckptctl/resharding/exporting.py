@@ -31,14 +31,20 @@ from ckptctl.inspection.open_step import list_step
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.copying import FileCopy, prove, work_folder
 from ckptctl.resharding.executing import Place, check_space
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.reading import Piece as Run
 from ckptctl.resharding.reading import SliceReader, SourceFiles, read_values
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import Source, SourceBytes, SourcePart, SourceTensor
-from ckptctl.resharding.writing import Budget, WriteProgress, in_threads
+from ckptctl.resharding.writing import (
+    Budget,
+    FileCopy,
+    WriteProgress,
+    in_threads,
+    prove,
+    work_folder,
+)
 from ckptctl.storage.contract import Store
 
 FILE_BYTES = 5_000_000_000

@@ -28,8 +28,7 @@ from ckptctl.model import FileInfo
 from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
-from ckptctl.selection.targets import check_is_folder, check_root_there, parse_target
-from ckptctl.selection.tiers import Tier
+from ckptctl.selection.targets import Tier, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url

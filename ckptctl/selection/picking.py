@@ -21,7 +21,7 @@ from ckptctl.selection.empty_roots import CHECK_PATH, Beginning
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, search
-from ckptctl.selection.tiers import Roots, Tier, roots_in
+from ckptctl.selection.targets import Roots, Tier, roots_in
 from ckptctl.storage.opening import SharedStores
 
 if TYPE_CHECKING:

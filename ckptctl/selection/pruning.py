@@ -33,8 +33,7 @@ from ckptctl.selection.choosing import Candidate, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
-from ckptctl.selection.proofs import write_proof
-from ckptctl.selection.removing import abandoned_uploads, remove_step
+from ckptctl.selection.removing import abandoned_uploads, remove_step, write_proof
 from ckptctl.selection.retention import (
     SEALED_UNVERIFIABLE,
     OnLooked,
@@ -45,7 +44,7 @@ from ckptctl.selection.retention import (
 )
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import CachingInspector
-from ckptctl.selection.tiers import open_tiers, roots_in
+from ckptctl.selection.targets import open_tiers, roots_in
 from ckptctl.storage.contract import Store, Upload
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ A step counts as kept only if `pick` would choose it, compared with the steps it
 compared with, and if its bytes are proven. Steps that are older than all counted ones are
 removed, oldest first, unless there is a reason to keep them; a step without which `pick`
 would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use this.
-`removing` removes a step; `proofs` defines a proof.
+`removing` removes a step, and defines what proves one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckptctl.selection.choosing import (
     take_one_of,
     why_not,
 )
-from ckptctl.selection.proofs import PROOF, has_seal, is_proven
+from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.roots import older_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.tiers import Tier
+from ckptctl.selection.targets import Tier
 from ckptctl.storage.contract import Kind, Store
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url

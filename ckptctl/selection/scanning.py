@@ -21,7 +21,7 @@ from ckptctl.selection.picking import found_message, none_usable, storage_corrup
 from ckptctl.selection.results import Scan
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.searching import Search, search
-from ckptctl.selection.tiers import roots_in
+from ckptctl.selection.targets import roots_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

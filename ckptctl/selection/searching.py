@@ -36,7 +36,7 @@ from ckptctl.selection.roots import (
     older_steps,
     too_large_numbers,
 )
-from ckptctl.selection.tiers import Roots, Tier, Trees, open_tiers, unavailable
+from ckptctl.selection.targets import Roots, Tier, Trees, open_tiers, unavailable
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 

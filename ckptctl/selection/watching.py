@@ -27,11 +27,11 @@ from ckptctl.model import ExitCode, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
 from ckptctl.selection.choosing import Candidate, refusal, why_not
-from ckptctl.selection.proofs import files_digest
+from ckptctl.selection.removing import files_digest
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.tiers import Tier, open_tiers, roots_in
+from ckptctl.selection.targets import Tier, open_tiers, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge
 

@@ -19,7 +19,7 @@ from ckptctl.errors import UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import AttemptDocument
 from ckptctl.selection.picking import pick
-from ckptctl.selection.tiers import Roots, roots_in
+from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.attempts import AttemptRunner, begun, closed, reported
 from ckptctl.supervisor.causes import LogFolder

@@ -10,7 +10,7 @@ from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import EXIT_FRESH
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Pick
-from ckptctl.selection.tiers import Roots
+from ckptctl.selection.targets import Roots
 from ckptctl.storage.contract import Store
 from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.policy import NO_ANSWER, Seen

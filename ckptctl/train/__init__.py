@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from ckptctl.train.graceful import GracefulStop, outlive_stop
     from ckptctl.train.heartbeats import heartbeat
     from ckptctl.train.job import Start
-    from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping
+    from ckptctl.train.liveness import GpuReport, Liveness, check_gpu, ping, simulate_fault
     from ckptctl.train.loss_guard import Action, Kind, LossGuard, LossVerdict
     from ckptctl.train.reader import Reader
     from ckptctl.train.samples import GlobalLoader, Order, SamplesDigest, samples_digest
-    from ckptctl.train.simulating import simulate_fault
     from ckptctl.train.writer import Writer
 
 __all__ = [
@@ -60,12 +59,11 @@ _HOMES = {
     "ckptctl.train.graceful": "GracefulStop outlive_stop",
     "ckptctl.train.heartbeats": "heartbeat",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",
-    "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
+    "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping simulate_fault",
     "ckptctl.train.loss_guard": "Action Kind LossGuard LossVerdict",
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.agreement": "resolve",
     "ckptctl.train.writer": "Writer",
-    "ckptctl.train.simulating": "simulate_fault",
     "ckptctl.train.samples": "GlobalLoader Order SamplesDigest samples_digest",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

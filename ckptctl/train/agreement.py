@@ -52,7 +52,7 @@ from ckptctl.selection.empty_roots import decide_beginning
 from ckptctl.selection.picking import pick_step
 from ckptctl.selection.results import Answer, PassedOver
 from ckptctl.selection.roots import list_root, older_steps
-from ckptctl.selection.tiers import Roots, open_tiers, roots_in
+from ckptctl.selection.targets import Roots, open_tiers, roots_in
 from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url

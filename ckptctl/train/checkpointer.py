@@ -26,7 +26,7 @@ from ckptctl.options import (
     TrainOptions,
     options_from,
 )
-from ckptctl.selection.tiers import roots_in
+from ckptctl.selection.targets import roots_in
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S
 from ckptctl.train.agreement import Selection

@@ -22,7 +22,7 @@ from ckptctl.selection.removing import remove_step
 from ckptctl.selection.retention import RetentionPlan, Rules
 from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.searching import CachingInspector
-from ckptctl.selection.tiers import Tier
+from ckptctl.selection.targets import Tier
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.storage.waiting import start_daemon

@@ -27,7 +27,7 @@ from ckptctl.errors import AccessDenied, CkptctlError, PathNotFound, StorageUnav
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import Requirements
-from ckptctl.selection import marking, sealing, tiers, verifying
+from ckptctl.selection import marking, sealing, targets, verifying
 from ckptctl.storage import files, local
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
@@ -66,7 +66,7 @@ def store_that(order: Callable[[FaultyStore], None]) -> Iterator[list[FaultyStor
         made.append(store)
         return store
 
-    modules: list[ModuleType] = [marking, sealing, tiers, verifying]
+    modules: list[ModuleType] = [marking, sealing, targets, verifying]
     before = [(module, module.open_store) for module in modules if hasattr(module, "open_store")]
     for module, _ in before:
         module.open_store = opened

@@ -16,7 +16,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl import AccessDenied
 from ckptctl.cli.app import run
-from ckptctl.selection import tiers, verifying
+from ckptctl.selection import targets, verifying
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -107,7 +107,7 @@ def denied(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
             store.fail(verb, error, path=path, lasts=True)
         return store
 
-    for module in (tiers, verifying):
+    for module in (targets, verifying):
         monkeypatch.setattr(module, "open_store", opened)
 
 
@@ -198,7 +198,7 @@ def test_a_scan_of_many_steps_lists_only_those_that_it_shows(many_steps, monkeyp
         made.append(FaultyStore(open_store(url, *args, **kwargs)))
         return made[-1]
 
-    monkeypatch.setattr(tiers, "open_store", opened)
+    monkeypatch.setattr(targets, "open_store", opened)
     ckptctl.scan(str(many_steps), last=5)
     # Those that are shown, the newest once more after it was inspected, and a step before.
     assert made[0].calls["list_tree"] <= 5 + 2

@@ -226,7 +226,7 @@ def history(root: Path, data: bytes) -> None:
 
 
 def journal(root: Path, data: bytes) -> None:
-    from ckptctl.resharding.copying import entry_path, noted
+    from ckptctl.resharding.writing import entry_path, noted
 
     put(root / entry_path("id", "step_30", "__0_0.distcp"), data)
     with open_store(str(root)) as store:
@@ -286,7 +286,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "inspection/sidecars.py": (sidecar,),
     "loss/resume_points.py": (loss_reads_a_resume_report,),
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
-    "resharding/copying.py": (journal,),
+    "resharding/writing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
     "runbook/holding.py": (runbook_holder,),
     "runbook/record.py": (runbook_record,),

@@ -19,7 +19,7 @@ import ckptctl
 from ckptctl import Answer, StorageUnavailable, UsageError
 from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.findings import Verdict
-from ckptctl.selection import empty_roots, tiers
+from ckptctl.selection import empty_roots, targets
 from ckptctl.selection.fencing import take_token
 from ckptctl.selection.history import put_sentinel, read_history, record_usable
 from ckptctl.storage.contract import Kind
@@ -116,7 +116,7 @@ def test_a_folder_that_does_not_answer_is_unknown_and_no_fresh_run(
         store.fail("list_dir", StorageUnavailable("Input/output error"), path="shared", lasts=True)
         return store
 
-    monkeypatch.setattr(tiers, "open_store", opened)
+    monkeypatch.setattr(targets, "open_store", opened)
     with pytest.raises(StorageUnavailable, match="Input/output error"):
         ckptctl.pick(str(root))
 
@@ -131,7 +131,7 @@ def test_the_folder_of_the_file_system_itself_may_be_closed(
         store.fail("list_dir", ckptctl.AccessDenied("denied"), path="lost+found", lasts=True)
         return store
 
-    monkeypatch.setattr(tiers, "open_store", opened)
+    monkeypatch.setattr(targets, "open_store", opened)
     assert ckptctl.pick(str(root)).answer is Answer.FRESH
 
 
@@ -339,7 +339,7 @@ def test_a_ledger_that_does_not_answer_is_unknown(
         store.fail("read", error, path=str(path.relative_to(root)), lasts=True)
         return store
 
-    monkeypatch.setattr(tiers, "open_store", opened)
+    monkeypatch.setattr(targets, "open_store", opened)
     with pytest.raises(StorageUnavailable):
         ckptctl.pick(str(root))
 

@@ -27,9 +27,9 @@ from ckptctl import Level
 from ckptctl.errors import AccessDenied, PathEscape, StorageUnavailable, UsageError
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.selection import pruning, tiers
+from ckptctl.selection import pruning, targets
 from ckptctl.selection.branches import put_resume
-from ckptctl.selection.proofs import write_proof
+from ckptctl.selection.removing import write_proof
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -272,7 +272,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
 ):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
-    real = tiers.open_store
+    real = targets.open_store
 
     def with_a_fault(*args: object, **options: object) -> FaultyStore:
         store = FaultyStore(real(*args, **options))
@@ -280,7 +280,7 @@ def test_one_step_that_cannot_be_removed_does_not_keep_the_others(
         store.fail("remove", denied, path="step_100/.metadata")
         return store
 
-    monkeypatch.setattr(tiers, "open_store", with_a_fault)
+    monkeypatch.setattr(targets, "open_store", with_a_fault)
     found = prune(root)
     assert [one.number for one in found.decisions if one.removed] == [300, 200]
     assert found.exit_code == AccessDenied.exit_code
@@ -308,7 +308,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
 ):
     for number in (100, 200, 300, 400):
         put_step(templates, root, number)
-    real = tiers.open_store
+    real = targets.open_store
 
     def with_a_fault(*args: object, **options: object) -> FaultyStore:
         store = FaultyStore(real(*args, **options))
@@ -316,7 +316,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
             store.fail("list_tree", AccessDenied("not allowed"), path=step)
         return store
 
-    monkeypatch.setattr(tiers, "open_store", with_a_fault)
+    monkeypatch.setattr(targets, "open_store", with_a_fault)
     prune(root)
     whole = {path.parent.name for path in root.glob("step_*/.metadata")}
     assert whole == left

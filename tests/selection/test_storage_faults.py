@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailable, Verdict
 from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.errors import PathNotFound
-from ckptctl.selection import tiers, verifying
+from ckptctl.selection import targets, verifying
 from ckptctl.selection.history import put_sentinel
 from ckptctl.storage.contract import Kind, ShortRead, Store
 from ckptctl.storage.opening import open_store
@@ -40,7 +40,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             order(store)
             return store
 
-        for module in (tiers, verifying):
+        for module in (targets, verifying):
             monkeypatch.setattr(module, "open_store", opened)
 
     yield breaks

@@ -11,7 +11,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
-from ckptctl.selection import tiers
+from ckptctl.selection import targets
 from ckptctl.selection.results import Answer
 from ckptctl.storage.opening import open_store
 
@@ -39,7 +39,7 @@ def break_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 order(store)
             return store
 
-        monkeypatch.setattr(tiers, "open_store", opened)
+        monkeypatch.setattr(targets, "open_store", opened)
 
     return breaks
 
