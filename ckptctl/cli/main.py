@@ -32,9 +32,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_signals() -> None:
-    """From here on no signal ends the process before it has said what it did."""
+    """From here on no signal ends the process before it has said what it did.
+
+    Handlers that are not ours stay: a program may call commands in its own process.
+    """
     for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> NoReturn:

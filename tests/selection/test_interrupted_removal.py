@@ -21,6 +21,7 @@ from services.plugin import S3Server
 from services.processes import wait_until
 
 import ckptctl
+from ckptctl.cli.app import run
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.opening import open_store
 
@@ -183,6 +184,13 @@ def test_an_interruption_behind_the_last_removal_loses_no_name(
         ckptctl.prune(str(root), 3, apply=True, on_ended=told.append)
     (found,) = told
     assert [one.number for one in found.decisions if one.removed] == [200, 100]
+
+
+def test_a_program_that_calls_the_command_keeps_its_signal_handlers(sealed: Path, tmp_path: Path):
+    root = shutil.copytree(sealed, tmp_path / "run")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run(["prune", str(root), "--keep", "2", "--apply"]) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 JOB = """
