@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.model import ExitCode, FindingCode, Hex, Level, TrainState, WorldSize
 
 
@@ -406,3 +406,9 @@ class Report:
     def with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one severity, in order."""
         return tuple(f for f in self.findings if f.severity is severity)
+
+    def with_findings(self, *more: Finding) -> Report:
+        """The report with more findings, and the verdict that follows from them."""
+        findings = in_order((*self.findings, *more))
+        verdict = verdict_of(findings)
+        return replace(self, findings=findings, verdict=verdict, exit_code=verdict.exit_code)

@@ -54,7 +54,7 @@ def check_safetensors(
     """Yield what the headers of a part's files, and its indexes, say against it.
 
     `headers` are those of its regular safetensors files, `indexes` the content of its
-    index files of at most `MAX_HEADER` bytes; see `records.headers`. Yields
+    index files of at most `MAX_HEADER` bytes; see `records.reads`. Yields
     `path.escape`, `record.framing`, `record.mismatch`, `shard.missing`, `shard.truncated`,
     `coverage.gap`, `coverage.overlap`, and always `format.no-checksums`.
     """

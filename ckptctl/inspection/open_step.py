@@ -48,7 +48,7 @@ from ckptctl.inspection.sidecars import Sidecar, read_numbers, read_sidecars
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
@@ -382,16 +382,9 @@ def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo
         if entry.kind == "dir" and entry.path[0] != "." and entry.path not in NO_RUN_BELOW
     )
     for folder in islice(folders, MAX_FOLDERS):
-        inside = _listed(store, folder)
+        inside = list_if_there(store, folder)
         yield from inside
         ranks = (one.path for one in inside if one.kind == "dir")
         of_ranks = (path for path in ranks if may_hold_scattered(path.rpartition("/")[2]))
         for rank in islice(of_ranks, MAX_FOLDERS):
-            yield from _listed(store, rank)
-
-
-def _listed(store: Store, folder: str) -> Sequence[FileInfo]:
-    try:
-        return store.list_dir(folder)
-    except PathNotFound:
-        return ()
+            yield from list_if_there(store, rank)

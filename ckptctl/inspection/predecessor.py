@@ -1,9 +1,9 @@
 """Compare a step with its predecessors.
 
-Finds them under the root, and reads of them what `checks.standing` wants to compare, the
-ends of a few records, where their checksums are; or which steps they were written as.
-They are no matter of their own here: where one is damaged, gone or does not answer,
-nothing is compared.
+Finds them under the root, and reads what `checks.stale_shards` compares: the ends of a few
+records, where their checksums are; or the numbers of the steps that they were written as.
+Predecessors are not inspected: where one is damaged, gone or does not answer, nothing is
+compared.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from contextlib import suppress
 from functools import partial
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import AccessDenied, PathNotFound, StorageError, UsageError
+from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import EXIT_DENIED
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.model import NonNegative
 from ckptctl.preflight_checks.results import Check, NodeFacts, Outcome
-from ckptctl.storage.contract import Store, read_range
+from ckptctl.storage.contract import Store, list_if_there, read_range
 
 PROBE_BYTES = 16 << 20
 _SOME_BYTES = 1 << 20
@@ -65,10 +65,7 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
 
 def _names(store: Store) -> list[str]:
     """What lies under the root; nothing where it is not there yet."""
-    try:
-        entries = store.list_dir("")
-    except PathNotFound:
-        return []
+    entries = list_if_there(store, "")
     return [f"{one.kind} {one.path}" for one in entries if one.path != OWN_FOLDER]
 
 

@@ -50,7 +50,6 @@ from ckptctl.resharding.sources import Source, check_format, refusal, source_of
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
-    with_finding,
 )
 from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
@@ -141,12 +140,13 @@ def convert(
         looked = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in looked.step.parts}
         if can_be_read(looked):
-            return _from_shards(asked, found, looked, storage)
+            return _from_step(asked, found, looked, storage)
         if any(part.safetensors for part in looked.parts) and not formats & SHARDED:
             return _from_folder(asked, found, looked, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
             raise _names_no_file(asked, looked)
         check_format(looked)
+        _check_makes_files(asked)
         return _from_step(asked, found, looked, storage)
 
 
@@ -234,37 +234,9 @@ def _from_folder(
     _check_makes_step(asked, "a folder of safetensors")
     if not refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
         # Only a seal can verify them, and that takes reading every byte.
-        content = Asked(Limits())
-        looked = inspect_step(
-            found,
-            checked,
-            level=Level.CONTENT,
-            content=content,
-        )
+        looked = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     with target_place(asked.target, storage) as place:
         return import_folder(found, looked, _into(asked, place))
-
-
-def _from_shards(
-    asked: _Asked, found: OpenTarget, looked: Inspection, storage: StorageOptions
-) -> Converted:
-    """Put the shards of ranks together: in a step, or in one file."""
-    with target_place(asked.target, storage) as place:
-        if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
-            return not_converted(found.url, place.url, looked.report)
-        try:
-            shards = read_shards(looked, found.store)
-            source = Source(found.url, looked.report, tuple(one.part for one in shards), ())
-            files = {one.part.path: one.files for one in shards}
-            if not asked.is_file:
-                return import_shards(source, found, files, left_beside(looked), _into(asked, place))
-            room = asked.options.budget(found.store, place.store)
-            export = _export(asked, source, files)
-            write_export(source, export, files, place, room, asked.options.on_progress)
-        except Damage as damage:
-            report = with_finding(looked.report, damage.finding)
-            return not_converted(found.url, place.url, report)
-        return _written(asked, found.url, place.url, export, looked.report)
 
 
 def _check_makes_step(asked: _Asked, what: str) -> None:
@@ -274,8 +246,7 @@ def _check_makes_step(asked: _Asked, what: str) -> None:
         step = asked.target[: -len(_ending(asked.name))]
         raise UsageError(
             f"{subject}: {asked.name} is not a name for one; create the step first, then "
-            f"{asked.name} "
-            "of that",
+            f"{asked.name} of that",
             instead_of=asked.target,
             instead=step,
         )
@@ -304,21 +275,32 @@ def _into(asked: _Asked, place: Place) -> Into:
 def _from_step(
     asked: _Asked, found: OpenTarget, looked: Inspection, storage: StorageOptions
 ) -> Converted:
-    """Write a step as files of another format."""
-    _check_makes_files(asked)
+    """Write a step as files of another format; put the shards of ranks together."""
     with target_place(asked.target, storage) as place:
         if refusal(looked.report, accept_unverifiable=asked.options.accept_unverifiable):
             return not_converted(found.url, place.url, looked.report)
+        try:
+            return _made(asked, found, looked, place)
+        except Damage as damage:
+            report = looked.report.with_findings(damage.finding)
+            return not_converted(found.url, place.url, report)
+
+
+def _made(asked: _Asked, found: OpenTarget, looked: Inspection, place: Place) -> Converted:
+    """What a step becomes at `place`; raises `Damage`."""
+    if can_be_read(looked):
+        shards = read_shards(looked, found.store)
+        source = Source(found.url, looked.report, tuple(one.part for one in shards), ())
+        files = {one.part.path: one.files for one in shards}
+        if not asked.is_file:
+            return import_shards(source, found, files, left_beside(looked), _into(asked, place))
+    else:
         source = source_of(looked)
         files = source_files(found, source.parts)
-        room = asked.options.budget(found.store, place.store)
-        try:
-            export = _export(asked, source, files)
-            write_export(source, export, files, place, room, asked.options.on_progress)
-        except Damage as damage:
-            report = with_finding(looked.report, damage.finding)
-            return not_converted(found.url, place.url, report)
-        return _written(asked, found.url, place.url, export, looked.report)
+    room = asked.options.budget(found.store, place.store)
+    export = _export(asked, source, files)
+    write_export(source, export, files, place, room, asked.options.on_progress)
+    return _written(asked, found.url, place.url, export, looked.report)
 
 
 def _check_makes_files(asked: _Asked) -> None:

@@ -9,7 +9,7 @@ read again, and the step is sealed. The same call continues an interrupted write
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptctl.data_classes import dataclass, field, replace
@@ -63,6 +63,28 @@ class Place:
     def is_moved(self) -> bool:
         """Whether the step is written aside and moved, rather than written in place."""
         return self.store.folders is not None
+
+    def written_at(self, identity: str) -> str:
+        """Where the files of the work called `identity` are written."""
+        return f"{work_folder(identity)}/{self.name}" if self.is_moved else self.name
+
+    def clear(self, folder: str, expected: Collection[str]) -> None:
+        """Remove what a call that was killed has left in `folder`: all but `expected`."""
+        for file in list_step(self.store, folder):
+            if file.path not in expected:
+                self.store.remove(f"{folder}/{file.path}")
+
+    def move(self, identity: str, leftovers: Iterable[str] = ()) -> None:
+        """Publish what was written aside, and remove the work folder with its `leftovers`."""
+        folders = self.store.folders
+        assert folders is not None  # noqa: S101 - `is_moved`
+        folders.move(self.written_at(identity), self.name)
+        # Leftovers of the work folder are harmless, so errors are ignored.
+        with suppress(StorageError):
+            aside = work_folder(identity)
+            above = aside.rpartition("/")[0]
+            for path in (*leftovers, aside, above, above.rpartition("/")[0]):
+                self.store.remove(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +177,7 @@ class _Work:
         self._budget = budget
         self._on_progress = on_progress
         self._files = files or source_files(source, (part.source for part in plan.parts))
-        aside = work_folder(self.identity)
-        self._folder = f"{aside}/{place.name}" if place.is_moved else place.name
+        self._folder = place.written_at(self.identity)
 
     def check_place(self) -> None:
         """Raise if the target exists, or if there is too little space."""
@@ -276,20 +297,13 @@ class _Work:
             for path, data in self._metadata().items():
                 store.put(f"{self._folder}/{path}", data, replace=True)
                 expected.add(path)
-            self._clear(expected)
+            self.place.clear(self._folder, expected)
 
     def _metadata(self) -> dict[str, bytes]:
         url = absolute_url(self.place.url)
         return {
             part.metadata_path: new_metadata(part, url, self.identity) for part in self.plan.parts
         }
-
-    def _clear(self, expected: set[str]) -> None:
-        """Remove the incomplete files of a call that was killed, and its seal."""
-        store = self.place.store
-        for path in self._there(self._folder) or ():
-            if path not in expected:
-                store.remove(f"{self._folder}/{path}")
 
     def seal(self, options: WriteOptions, on_progress: OnProgress | None) -> Report:
         """Verify every byte of the new step, and seal it."""
@@ -317,19 +331,13 @@ class _Work:
     def publish(self) -> None:
         """Publish the step, atomically for each part."""
         store, name = self.place.store, self.place.name
-        if store.folders is None:
+        if not self.place.is_moved:
             for path, data in self._metadata().items():
                 store.put(f"{name}/{path}", data)
             return
-        store.folders.move(self._folder, name)
-        # Leftovers of the work folder are harmless, so errors are ignored.
-        with suppress(StorageError):
-            for file in self.plan.shards:
-                store.remove(entry_path(self.identity, name, file.path))
-            aside = work_folder(self.identity)
-            above = aside.rpartition("/")[0]
-            for folder in (f"{aside}/{name}.written", aside, above, above.rpartition("/")[0]):
-                store.remove(folder)
+        entries = (entry_path(self.identity, name, file.path) for file in self.plan.shards)
+        journal = f"{work_folder(self.identity)}/{name}.written"
+        self.place.move(self.identity, (*entries, journal))
 
 
 def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:

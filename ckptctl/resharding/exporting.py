@@ -20,7 +20,7 @@ from math import prod
 from typing import Protocol
 
 from ckptctl.data_classes import dataclass
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes
 from ckptctl.formats.archive.state_file import FlatArchive, Leaf, NotPlain, nested, pickled_state
@@ -43,9 +43,7 @@ from ckptctl.resharding.writing import (
     WriteProgress,
     in_threads,
     prove,
-    work_folder,
 )
-from ckptctl.storage.contract import Store
 
 FILE_BYTES = 5_000_000_000
 """The default limit on the size of a safetensors file."""
@@ -342,8 +340,8 @@ class _Work:
     ) -> None:
         self._names = {file.name for file in planned} | {*beside}
         self._place = place
-        self._aside = work_folder(identity)
-        self._target = f"{self._aside}/{place.name}" if place.is_moved else place.name
+        self._identity = identity
+        self._target = place.written_at(identity)
 
     def path(self, name: str) -> str:
         """The path to which a file is written."""
@@ -368,23 +366,11 @@ class _Work:
 
     def publish(self) -> None:
         """Publish the result, atomically where the storage can."""
-        store = self._place.store
-        if store.folders is None:
+        if not self._place.is_moved:
             return
         if "" not in self._names:
-            self._clear(store)
-        store.folders.move(self._target, self._place.name)
-        with suppress(StorageError):
-            folder = self._aside
-            for _ in range(3):
-                store.remove(folder)
-                folder = folder.rpartition("/")[0]
-
-    def _clear(self, store: Store) -> None:
-        """Remove the incomplete files of a call that was killed."""
-        for file in list_step(store, self._target):
-            if file.path not in self._names:
-                store.remove(f"{self._target}/{file.path}")
+            self._place.clear(self._target, self._names)
+        self._place.move(self._identity)
 
 
 class _Copy:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ckptctl.checks.requirements import NO_STATE
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import PathNotFound, RecordUnreadable, UsageError
+from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
@@ -59,9 +59,8 @@ from ckptctl.resharding.planning import Plan, Wanted, plan
 from ckptctl.resharding.reading import Damage, Opened, SourceFiles
 from ckptctl.resharding.results import Converted, left_out, not_converted
 from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor, refusal
-from ckptctl.resharding.steps import with_finding
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Store
+from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
 
@@ -105,10 +104,7 @@ def one_file(source: str, storage: StorageOptions) -> Iterator[OneFile | None]:
 
 
 def _found(store: Store, name: str) -> FileInfo | None:
-    try:
-        listed = store.list_dir()
-    except PathNotFound:
-        return None
+    listed = list_if_there(store, "")
     return next((file for file in listed if file.path == name and file.kind == "file"), None)
 
 
@@ -118,10 +114,10 @@ def import_flat(source: OneFile, into: Into) -> Converted:
     try:
         flat = read_flat(source.store, source.file, source.url, only_model=into.only_model)
     except Damage as damage:
-        return not_converted(source.url, into.place.url, with_finding(report, damage.finding))
+        return not_converted(source.url, into.place.url, report.with_findings(damage.finding))
     if not flat.has_crcs:
         why = "was saved without checksums: its bytes cannot be verified"
-        report = with_finding(report, _unproven(source.file.path, why, into))
+        report = report.with_findings(_unproven(source.file.path, why, into))
     read = Source(source.url, report, (flat.part,), ())
     return _import(read, source, {"": flat.files}, (), into)
 
@@ -135,12 +131,12 @@ def import_file(source: OneFile, into: Into) -> Converted:
             files = files_of_index(source.store, source.file, source.url)
     except RecordUnreadable as error:
         finding = Finding(error.code, source.file.path, error.message)
-        return not_converted(source.url, into.place.url, with_finding(report, finding))
+        return not_converted(source.url, into.place.url, report.with_findings(finding))
     part = Part("", PartFormat.SAFETENSORS, tuple(files))
     for finding in inspect_safetensors(source.store, "", part):
-        report = with_finding(report, finding)
+        report = report.with_findings(finding)
     why = "is a safetensors file, which carries no checksums: its bytes cannot be verified"
-    report = with_finding(report, _unproven(source.file.path, why, into))
+    report = report.with_findings(_unproven(source.file.path, why, into))
     if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
         return not_converted(source.url, into.place.url, report)
     read = read_safetensors(source.store, "", source.url, part, under=into.under)
@@ -214,7 +210,7 @@ def _import(
             files,
         )
     except Damage as damage:
-        report = with_finding(read.report, damage.finding)
+        report = read.report.with_findings(damage.finding)
         return not_converted(source.url, into.place.url, report)
     if isinstance(written, Report):
         return not_converted(source.url, into.place.url, written)

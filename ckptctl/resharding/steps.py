@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
-from ckptctl.findings import Finding, Report, in_order, verdict_of
+from ckptctl.findings import Report
 from ckptctl.formats.frameworks.layouts import compile_pattern, shard_rank, step_name
 from ckptctl.inspection.content import Asked
 from ckptctl.inspection.inspecting import Inspection, inspect_step
@@ -212,7 +212,7 @@ def _reshard(
         try:
             written = write(planned, found, place, room, options)
         except Damage as damage:
-            report = with_finding(looked.report, damage.finding)
+            report = looked.report.with_findings(damage.finding)
             return _refused(found.url, place.url, asked, report)
         if isinstance(written, Report):
             return _refused(found.url, place.url, asked, written)
@@ -274,13 +274,7 @@ def inspect_whole(
     looked = inspect_step(found, checked, level=Level.STRUCTURE)
     whole = not refusal(looked.report, accept_unverifiable=accept_unverifiable)
     if whole and needs_content(looked.report):
-        content = Asked(Limits())
-        return inspect_step(
-            found,
-            checked,
-            level=Level.CONTENT,
-            content=content,
-        )
+        return inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     return looked
 
 
@@ -334,13 +328,6 @@ def _like(asked: _Asked, requirements: Requirements, storage: StorageOptions) ->
         raise UsageError(f"--like {found.url} has no shard files to take a layout from")
     mesh = Mesh((("dp", n_ranks),))
     return Wanted(mesh, (), slices, asked.per_rank, asked.only_model)
-
-
-def with_finding(report: Report, finding: Finding) -> Report:
-    """The report with one more finding, and the verdict that follows from it."""
-    findings = in_order((*report.findings, finding))
-    verdict = verdict_of(findings)
-    return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
 
 
 def _answer(planned: Plan, url: str) -> Reshard:

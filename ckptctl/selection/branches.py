@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
-from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
+from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_of_one_attempt
 from ckptctl.formats.own.documents import BranchDocument, LeftBehind
-from ckptctl.formats.own.files import as_stored, read_back
+from ckptctl.formats.own.files import as_stored, read_back, utc_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name
 
@@ -99,11 +99,10 @@ def put_resume(
     left: Sequence[Report],
 ) -> None:
     """Record a resume in the root that the job saves to. Cost: one write."""
-    now = datetime.datetime.now(datetime.timezone.utc)
     document: BranchDocument = {
         "attempt": attempt,
         "step": step,
-        "at": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "at": utc_now(),
         "loaded": metadata_digest(digests),
         "left": [
             {
@@ -125,12 +124,8 @@ def read_resumes(store: Store) -> tuple[Resume, ...]:
     The name of a record counts if its content cannot be read. Raises `StorageError` if the
     root does not answer. Cost: one listing, and one read per resume.
     """
-    try:
-        entries = store.list_dir(BRANCHES_FOLDER)
-    except PathNotFound:
-        return ()
     named: dict[str, Resume] = {}
-    for entry in entries:
+    for entry in list_if_there(store, BRANCHES_FOLDER):
         match = _NAME.fullmatch(entry.path.rpartition("/")[2])
         at_s = _seconds(match["at"], "%Y%m%dT%H%M%S.%fZ") if match else None
         if match is not None and at_s is not None:
@@ -210,8 +205,7 @@ def ruled_out(looked: Inspection, resume: Resume) -> Inspection:
         found=f"a save of the abandoned branch in {report.url}",
         next_command=None,
     )
-    findings = in_order((*report.findings, finding))
-    verdict = verdict_of(findings)
-    code = verdict.exit_code if verdict is Verdict.SUPERSEDED else report.exit_code
-    report = replace(report, findings=findings, verdict=verdict, exit_code=code)
-    return replace(looked, report=report)
+    worse = report.with_findings(finding)
+    if worse.verdict is not Verdict.SUPERSEDED:
+        worse = replace(worse, exit_code=report.exit_code)
+    return replace(looked, report=worse)

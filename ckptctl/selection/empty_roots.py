@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import (
     FLAT_SUFFIXES,
@@ -29,7 +29,7 @@ from ckptctl.selection.history import History, read_history
 from ckptctl.selection.results import Answer
 from ckptctl.selection.roots import RootListing, check_listed_again, read_listing
 from ckptctl.selection.targets import Tier, check_is_folder, check_root_there, parse_target
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Kind, Store, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name, is_local, join_url, parent_url
 
@@ -386,10 +386,8 @@ def _listed(
 
 
 def _names_in(store: Store, folder: str) -> list[FileInfo]:
-    try:
-        entries = store.list_dir(folder)
-    except PathNotFound:  # it was removed after the root was listed
-        return []
+    # It may have been removed after the root was listed.
+    entries = list_if_there(store, folder)
     return [replace(entry, path=entry.path.rsplit("/", 1)[-1]) for entry in entries]
 
 

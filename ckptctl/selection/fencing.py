@@ -22,7 +22,7 @@ from ckptctl.errors import AlreadyExists, Fenced, OwnFileUnreadable, PathNotFoun
 from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
-from ckptctl.storage.contract import Store, TooLarge
+from ckptctl.storage.contract import Store, TooLarge, list_if_there
 from ckptctl.storage.opening import absolute_url, join_url
 
 _TOKEN = re.compile(r"(?P<number>[0-9]{10})\.json")
@@ -130,10 +130,7 @@ def holder(store: Store) -> Token | None:
 
 
 def _highest(store: Store) -> int:
-    try:
-        entries = store.list_dir(FENCE_FOLDER)
-    except PathNotFound:
-        return 0
+    entries = list_if_there(store, FENCE_FOLDER)
     names = (_TOKEN.fullmatch(entry.path.rpartition("/")[2]) for entry in entries)
     return max((int(match["number"]) for match in names if match), default=0)
 

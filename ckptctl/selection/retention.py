@@ -36,7 +36,7 @@ from ckptctl.selection.removing import PROOF, has_seal, is_proven
 from ckptctl.selection.roots import older_steps
 from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import Tier
-from ckptctl.storage.contract import Kind, Store
+from ckptctl.storage.contract import Kind, Store, list_if_there
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name, join_url
 
@@ -438,12 +438,8 @@ def moved_aside(store: Store) -> tuple[StepName, ...]:
     """The steps in `.ckptctl/aside`, where a file system has any. Cost: one listing."""
     if store.folders is None:
         return ()
-    try:
-        entries = store.list_dir(ASIDE_FOLDER)
-    except PathNotFound:
-        return ()
     found = []
-    for entry in entries:
+    for entry in list_if_there(store, ASIDE_FOLDER):
         match = _ASIDE.fullmatch(base_name(entry.path))
         named = step_name(match["name"]) if match and entry.kind == "dir" else None
         if named is not None:

@@ -18,7 +18,7 @@ from ckptctl.checks.seals import written_ms
 from ckptctl.checks.shape import check_unchanged
 from ckptctl.data_classes import replace
 from ckptctl.errors import AccessDenied, AlreadyExists, PathNotFound, UsageError
-from ckptctl.findings import Finding, Report, Severity, Verdict, in_order, verdict_of
+from ckptctl.findings import Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_own
 from ckptctl.formats.own.files import time_now
@@ -118,13 +118,13 @@ def seal_found(
         files, unequal = digested(found.store, found.folder, sealed, algorithm, second)
     except (PathNotFound, ShortRead) as error:
         gone = inspection_failed(found, error)
-        return _refused(_with_findings(looked.report, [gone]))
+        return _refused(looked.report.with_findings(gone))
     # List again: the digested step must be the inspected one, or nothing is sealed.
     unlike = [*check_unchanged(looked.step, found.list_again())]
     contradiction = contradicted(found, unlike)
     changed = unlike if contradiction is None else [contradiction]
     if changed or unequal:
-        return _refused(_with_findings(looked.report, [*changed, *unequal]))
+        return _refused(looked.report.with_findings(*changed, *unequal))
     made = Seal(
         algorithm,
         identity_of(looked, requirements.saved_world_size),
@@ -222,12 +222,6 @@ def identity_of(looked: Inspection, saved_world_size: int | None) -> Identity:
 
 def _certain(world_size: WorldSize | None) -> int | None:
     return None if world_size is None or world_size.at_least else world_size.size
-
-
-def _with_findings(report: Report, more: list[Finding]) -> Report:
-    findings = in_order((*report.findings, *more))
-    verdict = verdict_of(findings)
-    return replace(report, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
 
 
 def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:

@@ -307,6 +307,14 @@ def read_range(store: Store, path: str, offset: int, length: int) -> bytes:
     return data
 
 
+def list_if_there(store: Store, folder: str) -> Sequence[FileInfo]:
+    """The listing of a folder; empty where there is none. Cost: one listing."""
+    try:
+        return store.list_dir(folder)
+    except PathNotFound:
+        return ()
+
+
 def parts_of(path: str) -> tuple[str, ...]:
     """The names along `path`; empty for the root, which is the empty path.
 
