@@ -61,8 +61,8 @@ trips: $(READY) ## Reshard or convert thousands of random steps, and back (ten m
 shape: $(READY) ## Measure the shape of the tree: size, parameters, hops, retired words
 	@$(BIN)/python tools/shape.py
 
-bench: $(READY) ## Measure against peers, and print the ratios
-	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(READY) ## Measure against peers, and write the tables of docs/performance.md (20 minutes)
+	@$(BIN)/python bench/run.py --write
 
 loss-bench: $(READY) ## Measure which faults of a resume each loss rule detects, and its false alarms
 	@$(BIN)/python bench/loss_rules.py --all

@@ -1,52 +1,33 @@
-"""Measure `Checkpointer.save` and `resume` against torch's save and load.
+"""`Checkpointer.save` and `resume`, beside torch's save and load: one process, one state.
 
-One process, one state, in turns: `save` with its seal against `dcp.save`, which flushes its
-files; the whole of `resume` (choosing, proving, loading, restoring) against stock `dcp.load`
-of the same step. Both load into a model that was initialized, with an optimizer that was
-not. The limit of a save is a bare loop that writes the same bytes from tensor memory in
-pieces of 1 MiB, with CRC-32, xxh3-128 and one flush. Targets: 0.6 for the save, 0.8 for the
-resume, and no memory that grows with the model.
-
-    python bench/checkpointer.py [--mib 768] [--rounds 3]
+`save` with its seal beside `dcp.save`, which flushes its files; the whole of `resume`
+(choosing, proving, loading, restoring) beside stock `dcp.load` of the same step. Both load
+into a model that was initialized, with an optimizer that was not. The limit of a save is a
+bare loop that writes the same bytes from tensor memory in pieces of 1 MiB, with CRC-32,
+xxh3-128 and one flush; the limit of a resume is building the state that is loaded into.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import resource
 import shutil
-import statistics
-import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-import xxhash
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from zlib_ng.zlib_ng import crc32
+from measuring import MIB, Measure, Row, Size, Spent, Taken, called, folder, least
 
-from ckptctl.train import Checkpointer
-
-WIDTH = 2048
-PIECE_BYTES = 1 << 20
-
-RATIOS = (
-    ("save and seal", "dcp.save", "target 0.6"),
-    ("bare loop", "dcp.save", "limit of the above"),
-    ("resume", "stock dcp.load", "target 0.8"),
-)
+WIDTH, STATE_MIB, KEPT_MIB = 2048, 768, 96
+MEASURES: tuple[tuple[Measure, str], ...] = (("clock_s", "by the clock"), ("cpu_s", "processor"))
 
 
 class Script:
     """A model with AdamW: three times its weights are saved."""
 
     def __init__(self, n_layers: int) -> None:
+        import torch
+
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -54,104 +35,106 @@ class Script:
     def train(self) -> None:
         """One step, after which the optimizer has its moments."""
         for parameter in self.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = parameter.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, object]:
         """What `dcp.save` is given."""
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
 
-    def checkpointer(self, root: Path) -> Checkpointer:
+    def checkpointer(self, root: Path, keep: int | None = None) -> Any:
         """The same, as ckptctl is given it."""
+        from ckptctl.train import Checkpointer
+
         return Checkpointer(
-            str(root), model=self.model, optimizer=self.optimizer, tell=lambda _: None
+            str(root), model=self.model, optimizer=self.optimizer, keep=keep, tell=lambda _: None
         )
 
 
-def main() -> int:
-    """Measure and print."""
+def rows(size: Size) -> Iterator[Row]:
+    """Save, resume, and what retention adds to a save."""
     warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    n_layers = max(1, options.mib * 2**20 // (3 * 4 * WIDTH * WIDTH))
-    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
-        taken = _measured(Path(name), n_layers, options.rounds)
-    size = 3 * 4 * (WIDTH * WIDTH + WIDTH) * n_layers / 2**20
-    print(f"{size:.0f} MiB of state, one process, median of {options.rounds}, in turns")
-    print("                             by the clock, s        processor, s")
-    print("                           median      fastest      median  fastest")
-    for what, (wall, busy) in taken.items():
-        print(
-            f"  {what:24} {statistics.median(wall):6.2f}       {min(wall):6.2f}"
-            f"      {statistics.median(busy):6.2f}   {min(busy):6.2f}"
+    layer_bytes = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+    n_layers = max(1, size.of(STATE_MIB) * MIB // layer_bytes)
+    with folder() as name:
+        taken = _measured(Path(name), n_layers, size.rounds)
+    shown = f"{n_layers * layer_bytes / MIB:.0f} MiB"
+    for measure, how in MEASURES:
+        spent = {what: least(taken, what, measure) for what in taken}
+        yield Row(
+            f"`Checkpointer.save` of {shown}, sealed and durable, {how}",
+            spent["save"],
+            "s",
+            spent["dcp.save"],
+            "`dcp.save`",
+            spent["bare"],
+            0.6,
         )
-    print("  ratio to the peer              median      fastest      median  fastest")
-    for what, peer, target in RATIOS:
-        ratios = [
-            measure(mine) / measure(stock)
-            for mine, stock in zip(taken[what], taken[peer], strict=True)
-            for measure in (statistics.median, min)
-        ]
-        shown = "      {:6.2f}       {:6.2f}      {:6.2f}   {:6.2f}".format(*ratios)
-        print(f"  {what:24}{shown}   {target}")
-    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB")
-    return 0
+        yield Row(
+            f"`Checkpointer.resume` of {shown}, {how}",
+            spent["resume"],
+            "s",
+            spent["dcp.load"],
+            "`dcp.load`",
+            spent["state"],
+            0.8,
+        )
+    yield _retention(size)
 
 
-Taken = dict[str, tuple[list[float], list[float]]]
-"""Seconds by the clock and of the processor, a pair for each round."""
-
-
-def _measured(folder: Path, n_layers: int, rounds: int) -> Taken:
-    taken: Taken = {}
+def _measured(parent: Path, n_layers: int, rounds: int) -> Taken:
+    taken: dict[str, list[Spent]] = {}
     for turn in range(rounds):
-        root = folder / f"run-{turn}"
-        for what, act in chain(_saves(root, n_layers, turn), _loads(root, n_layers)):
-            began_s, busy_s = time.perf_counter(), time.process_time()
-            act()
-            wall, busy = taken.setdefault(what, ([], []))
-            wall.append(time.perf_counter() - began_s)
-            busy.append(time.process_time() - busy_s)
+        root = parent / f"run-{turn}"
+        for acts in (_saves(root, n_layers), _loads(root, n_layers)):
+            for what, act in reversed(acts) if turn % 2 else acts:
+                os.sync()  # each waits for its own bytes only
+                taken.setdefault(what, []).append(called(act))
         shutil.rmtree(root)
     return taken
 
 
-Act = tuple[str, Callable[[], object]]
+Acts = list[tuple[str, Callable[[], object]]]
 
 
-def _saves(root: Path, n_layers: int, turn: int) -> Iterator[Act]:
-    """In one order and in the other by turns."""
+def _saves(root: Path, n_layers: int) -> Acts:
+    import torch.distributed.checkpoint as dcp
+
     script = Script(n_layers)
     script.train()
     ckpt = script.checkpointer(root)
     ckpt.resume()
-    bare = root.with_name("bare")
-    acts: list[Act] = [
-        ("dcp.save", lambda: dcp.save(script.state(), checkpoint_id=bare)),
-        ("save and seal", lambda: ckpt.save(1)),
-        ("bare loop", lambda: bare_loop(script.state(), root.with_name("bare.bin"))),
+
+    def save() -> None:
+        ckpt.save(1)
+        ckpt.close()
+
+    return [
+        ("dcp.save", lambda: dcp.save(script.state(), checkpoint_id=root / "bare")),
+        ("save", save),
+        ("bare", lambda: bare_loop(script.state(), root / "bare.bin")),
     ]
-    for what, act in acts if turn % 2 else reversed(acts):
-        os.sync()  # each waits for its own bytes only
-        yield what, act
-    ckpt.close()
-    shutil.rmtree(bare)
-    root.with_name("bare.bin").unlink()
 
 
 def bare_loop(state: dict[str, object], path: Path) -> None:
     """Write the elements of all tensors of a state, with checksum, digest and one flush."""
+    import xxhash
+    from zlib_ng.zlib_ng import crc32
+
     digest, crc = xxhash.xxh3_128(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for memory in memories(state):
-        for at in range(0, len(memory), PIECE_BYTES):
-            piece = memory[at : at + PIECE_BYTES]
+        for at in range(0, len(memory), MIB):
+            piece = memory[at : at + MIB]
             crc = crc32(piece, crc)
             digest.update(piece)
             os.write(fd, piece)
@@ -161,6 +144,8 @@ def bare_loop(state: dict[str, object], path: Path) -> None:
 
 def memories(state: object) -> Iterator[memoryview]:
     """The memory of each tensor in a nested state."""
+    import torch
+
     if isinstance(state, torch.Tensor):
         yield memoryview(state.detach().contiguous().view(-1).view(torch.uint8).numpy())
     elif isinstance(state, dict):
@@ -168,13 +153,41 @@ def memories(state: object) -> Iterator[memoryview]:
             yield from memories(value)
 
 
-def _loads(root: Path, n_layers: int) -> Iterator[Act]:
-    stock = Script(n_layers)
-    yield "stock dcp.load", lambda: dcp.load(stock.state(), checkpoint_id=root / "step_1")
-    ckpt = Script(n_layers).checkpointer(root)
-    yield "resume", lambda: ckpt.resume("auto")
-    ckpt.close()
+def _loads(root: Path, n_layers: int) -> Acts:
+    import torch.distributed.checkpoint as dcp
+
+    stock, built, script = (Script(n_layers) for _ in range(3))
+    ckpt = script.checkpointer(root)
+
+    def resume() -> None:
+        ckpt.resume("auto")
+
+    return [
+        ("dcp.load", lambda: dcp.load(stock.state(), checkpoint_id=root / "step_1")),
+        ("resume", resume),
+        ("state", built.state),
+    ]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _retention(size: Size) -> Row:
+    """The same save with `keep=3` and without; each root first holds the steps that it keeps."""
+    n_layers = max(1, size.of(KEPT_MIB) * MIB // (3 * 4 * WIDTH * WIDTH))
+    with folder() as name:
+        script = Script(n_layers)
+        jobs = {
+            keep: script.checkpointer(Path(name, f"keep-{keep}"), keep=keep) for keep in (None, 3)
+        }
+        for job in jobs.values():
+            job.resume("none")
+        taken: dict[str, list[Spent]] = {}
+        for step in range(1, 4 + 5 * size.rounds):
+            order = list(jobs.items())
+            for keep, job in order if step % 2 else reversed(order):
+                spent = called(lambda job=job, step=step: job.save(step))
+                job.flush()
+                if step > 3:
+                    taken.setdefault(str(keep), []).append(spent)
+        for job in jobs.values():
+            job.close()
+    kept, all_kept = (least(taken, keep, "clock_s") for keep in ("3", "None"))
+    return Row("save with `keep=3`, by the clock", kept, "s", all_kept, "without")

@@ -1,205 +1,201 @@
-"""Is obstore a faster client for S3 than s3fs, and what does ckptctl add to either?
+"""Object stores: content beside raw HTTP, and obstore beside s3fs behind ckptctl's store.
 
-Both clients behind ckptctl's store, and both on their own (`s3fs.find` and
-`cat_ranges`, `obstore.list` and `get_range` in 16 threads), against moto's server and,
-where it is installed, a real Ceph object gateway, all on loopback: requests cost what the
-client, the server and this machine's cores make them cost, and nothing for distance.
-`--delay` adds a wait of that many milliseconds before each answer.
-
-    python bench/object_stores.py [--steps 200] [--shards 64] [--rounds 3] [--delay 0]
+A real gateway on loopback (Ceph where it is installed, moto's server otherwise), behind a
+proxy in a process of its own that delays every answer by 30 ms. By the clock. Raw HTTP reads
+the same ranges, as many of them in flight, and compares nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import subprocess
+import multiprocessing
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from content_check import FILES, SAVE
+from measuring import (
+    REPOSITORY,
+    Row,
+    Size,
+    called,
+    ckptctl,
+    folder,
+    in_turns,
+    least,
+    process,
+    processes,
+    python,
+)
+
+sys.path.insert(0, str(REPOSITORY / "tests"))
 from services import ceph
 from services.counting_proxy import CountingProxy
 from services.moto_server import moto_server
 from services.plugin import S3Server
 
+from ckptctl.records.byte_pass import OBJECT_PIECE_BYTES
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import open_store
 
-CLIENTS = ("s3fs", "obstore")
-SMALL, N_SMALL = 1 << 10, 1000
+DELAY_S, IN_FLIGHT, GIGABYTES = 0.03, 16, 0.5
+N_STEPS, N_SHARDS = 50, 64
+SMALL, N_SMALL = 1 << 10, 500
 LARGE, N_LARGE = 8 << 20, 16
+CLIENTS = ("obstore", "s3fs")
 
-START = """
-import sys
-from ckptctl.storage.opening import open_store
-options = {"key": sys.argv[2], "secret": sys.argv[3], "client": sys.argv[5],
-           "client_kwargs": {"region_name": "us-east-1"}}
-with open_store(sys.argv[1], storage_options=options, endpoint_url=sys.argv[4]) as store:
-    assert store.list_dir()
+BY_S3FS = """
+import sys, s3fs
+fs = s3fs.S3FileSystem()
+for path in fs.find(sys.argv[1]):
+    with fs.open(path) as file:
+        while file.read(1 << 20):
+            pass
+"""
+RAW = """
+import http.client, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+piece, in_flight = int(sys.argv[1]), int(sys.argv[2])
+own = threading.local()
+
+def read(url, start):
+    at = urlsplit(url)
+    if not hasattr(own, "connection"):
+        own.connection = http.client.HTTPConnection(at.netloc)
+        own.buffer = memoryview(bytearray(1 << 20))
+    own.connection.request(
+        "GET", f"{at.path}?{at.query}", headers={"Range": f"bytes={start}-{start + piece - 1}"})
+    answer = own.connection.getresponse()
+    assert answer.status == 206, answer.status
+    while answer.readinto(own.buffer):
+        pass
+
+with ThreadPoolExecutor(in_flight) as pool:
+    jobs = [pool.submit(read, url, start)
+            for url, size in zip(sys.argv[3::2], map(int, sys.argv[4::2]))
+            for start in range(0, size, piece)]
+    for job in jobs:
+        job.result()
 """
 
-Measures = dict[str, dict[str, Callable[[], object]]]
+
+def rows(size: Size) -> Iterator[Row]:
+    """Content of one step, then the clients' lists and reads."""
+    with (
+        folder() as name,
+        _server(Path(name)) as (server_name, server),
+        _delayed(server.endpoint) as endpoint,
+    ):
+        near = S3Server(endpoint, server.access_key, server.secret_key)
+        yield from _content(size, Path(name), server_name, server, near)
+        yield from _clients(size, server_name, server, near)
 
 
-def fill(server: S3Server, n_steps: int, n_shards: int) -> None:
-    """One root of many small objects, and one of a few large ones."""
+def _content(
+    size: Size, parent: Path, server_name: str, server: S3Server, near: S3Server
+) -> Iterator[Row]:
+    step = parent / "step_100"
+    process(python(SAVE, step, GIGABYTES * size.scale))
+    signed: list[object] = []
+    for file in sorted(step.iterdir()):
+        key = f"run/step_100/{file.name}"
+        with file.open("rb") as body:
+            server.client.put_object(Bucket=server.bucket, Key=key, Body=body)
+        if file.suffix == ".distcp":
+            wanted = {"Bucket": server.bucket, "Key": key}
+            signed.append(near.client.generate_presigned_url("get_object", wanted, 36_000))
+            signed.append(file.stat().st_size)
+    url = f"s3://{server.bucket}/run/step_100"
+    verify = ckptctl("verify", "--quiet", "--level", "content", url, "--storage-option")
+    taken = processes(
+        {
+            "raw HTTP": python(RAW, OBJECT_PIECE_BYTES, IN_FLIGHT, *signed),
+            **{client: [*verify, f"client={client}"] for client in CLIENTS},
+            "`s3fs` alone": python(BY_S3FS, f"{server.bucket}/run/step_100"),
+        },
+        size.rounds,
+        near.environment,
+    )
+    n_bytes = sum(file.stat().st_size for file in step.iterdir())
+    what = f"content of {n_bytes / 1e9:.1f} GB in {FILES} files on {server_name}, {{}}"
+    for client in CLIENTS:
+        for peer, goal in (("raw HTTP", 1.5), ("`s3fs` alone", None)):
+            ours, theirs = (least(taken, who, "clock_s") for who in (client, peer))
+            yield Row(what.format(client), ours, "s", theirs, peer, goal=goal)
+        yield Row(f"memory, {what.format(client)}", least(taken, client, "peak_mib"), "MiB")
+
+
+def _clients(size: Size, server_name: str, server: S3Server, near: S3Server) -> Iterator[Row]:
+    n_steps = size.of(N_STEPS)
+    keys = [f"many/step_{s}/__{r}_0.distcp" for s in range(n_steps) for r in range(N_SHARDS)]
 
     def put(key: str, data: bytes) -> None:
         server.client.put_object(Bucket=server.bucket, Key=key, Body=data)
 
-    keys = [f"run/step_{s}/__{r}_0.distcp" for s in range(n_steps) for r in range(n_shards)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: put(key, b"x"), keys))
         list(pool.map(lambda n: put(f"large/{n}", bytes(LARGE)), range(4)))
-
-
-def measures(server: S3Server, endpoint: str, stack: ExitStack) -> Measures:
-    """What is measured, by name and by who does it."""
-    import obstore
-    import s3fs
-    from obstore.store import S3Store
-
-    options = {**server.options, "endpoint_url": endpoint}
-    stores = {
-        client: stack.enter_context(
-            open_store(f"s3://{server.bucket}", storage_options={**options, "client": client})
-        )
-        for client in CLIENTS
-    }
-    fs = s3fs.S3FileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
-    raw = S3Store(
-        server.bucket,
-        config={
-            "endpoint": endpoint,
-            "access_key_id": server.access_key,
-            "secret_access_key": server.secret_key,
-            "region": "us-east-1",
-        },
-        client_options={"allow_http": True},
-    )
-    pool = stack.enter_context(ThreadPoolExecutor(16))
-
-    def ours(client: str, verb: str, *arguments: object) -> Callable[[], object]:
-        return lambda: list(getattr(stores[client], verb)(*arguments))
-
-    def by_s3fs(spans: list[Span]) -> object:
-        paths = [f"{server.bucket}/{span.path}" for span in spans]
-        starts = [span.offset for span in spans]
-        ends = [span.offset + span.length for span in spans]
-        return fs.cat_ranges(paths, starts, ends, batch_size=16)
-
-    def by_obstore(spans: list[Span]) -> object:
-        return list(
-            pool.map(
-                lambda s: bytes(obstore.get_range(raw, s.path, start=s.offset, length=s.length)),
-                spans,
-            )
-        )
-
-    def start(client: str) -> Callable[[], object]:
-        url = f"s3://{server.bucket}/run"
-        command = [
-            *(sys.executable, "-c", START, url),
-            *(server.access_key, server.secret_key, endpoint, client),
-        ]
-        return lambda: subprocess.run(command, check=True)
-
-    small = [Span(f"large/{n % 4}", n * 4096 % LARGE, SMALL) for n in range(N_SMALL)]
+    n_small = size.of(N_SMALL)
+    small = [Span(f"large/{n % 4}", n * 4096 % LARGE, SMALL) for n in range(n_small)]
     large = [Span(f"large/{n % 4}", 0, LARGE) for n in range(N_LARGE)]
-    return {
-        "start, list one level": {client: start(client) for client in CLIENTS},
-        "list one level": {
-            **{client: ours(client, "list_dir", "run") for client in CLIENTS},
-            "s3fs alone": lambda: fs.ls(f"{server.bucket}/run", detail=True, refresh=True),
-            "obstore alone": lambda: obstore.list_with_delimiter(raw, "run"),
-        },
-        "list the tree": {
-            **{client: ours(client, "list_tree", "run") for client in CLIENTS},
-            "s3fs alone": lambda: fs.find(f"{server.bucket}/run", detail=True),
-            "obstore alone": lambda: list(obstore.list(raw, "run")),
-        },
-        f"read {N_SMALL} x 1 KiB": {
-            **{client: ours(client, "read_spans", small) for client in CLIENTS},
-            "s3fs alone": lambda: by_s3fs(small),
-            "obstore alone": lambda: by_obstore(small),
-        },
-        f"read {N_LARGE} x 8 MiB": {
-            **{client: ours(client, "read_spans", large) for client in CLIENTS},
-            "s3fs alone": lambda: by_s3fs(large),
-            "obstore alone": lambda: by_obstore(large),
-        },
-    }
-
-
-def measure(name: str, server: S3Server, delay_s: float, rounds: int) -> None:
-    """Print seconds and the ratio to ckptctl over s3fs; peers take turns in each round."""
     with ExitStack() as stack:
-        endpoint = stack.enter_context(_delayed(server.endpoint, delay_s))
-        for what, peers in measures(server, endpoint, stack).items():
-            seconds: dict[str, list[float]] = {peer: [] for peer in peers}
-            for _ in range(rounds):
-                for peer, work in peers.items():
-                    began = time.perf_counter()
-                    work()
-                    seconds[peer].append(time.perf_counter() - began)
-            medians = {peer: statistics.median(taken) for peer, taken in seconds.items()}
-            shown = "  ".join(
-                f"{peer} {taken:.3f} s ({taken / medians['s3fs']:.2f})"
-                for peer, taken in medians.items()
+        stores = {
+            client: stack.enter_context(
+                open_store(
+                    f"s3://{server.bucket}", storage_options={**near.options, "client": client}
+                )
             )
-            print(f"{name:<5} {what:<22} {shown}", flush=True)
+            for client in CLIENTS
+        }
+        for what, verb, argument in (
+            ("list one level", "list_dir", "many"),
+            (f"list {len(keys):,} objects", "list_tree", "many"),
+            (f"{n_small:,} reads of 1 KiB", "read_spans", small),
+            (f"{N_LARGE} reads of 8 MiB", "read_spans", large),
+        ):
+
+            def act(client: str, verb: str = verb, argument: object = argument) -> object:
+                return list(getattr(stores[client], verb)(argument))
+
+            acts: dict[str, Callable[[], object]] = {
+                client: lambda client=client, act=act: called(lambda: act(client))  # type: ignore[misc]
+                for client in CLIENTS
+            }
+            taken = in_turns(acts, size.rounds)  # type: ignore[arg-type]
+            ours, theirs = (1_000 * least(taken, client, "clock_s") for client in CLIENTS)
+            yield Row(f"obstore on {server_name}: {what}", ours, "ms", theirs, "s3fs")
+
+
+def _answer_late(endpoint: str, url_sent: Connection) -> None:
+    proxy = CountingProxy(endpoint, delay_s=DELAY_S)
+    url_sent.send(proxy.url)
+    proxy.closing.wait()
 
 
 @contextmanager
-def _delayed(endpoint: str, delay_s: float) -> Iterator[str]:
-    if not delay_s:
-        yield endpoint
-        return
-    proxy = CountingProxy(endpoint, delay_s=delay_s)
+def _delayed(endpoint: str) -> Iterator[str]:
+    """The proxy's own process, so that it takes no peer's interpreter."""
+    here, there = multiprocessing.Pipe()
+    proxy = multiprocessing.Process(target=_answer_late, args=(endpoint, there), daemon=True)
+    proxy.start()
     try:
-        yield proxy.url
+        yield here.recv()
     finally:
-        proxy.close()
+        proxy.kill()
+        proxy.join()
 
 
 @contextmanager
-def _servers(folder: Path) -> Iterator[dict[str, S3Server]]:
-    with moto_server(folder) as endpoint:
-        servers = {"moto": S3Server(endpoint, "test", "test")}
-        if reason := ceph.why_not():
-            print(f"no Ceph: {reason}")
-            yield servers
-            return
-        gateway = ceph.start(folder / "ceph")
-        try:
-            servers["ceph"] = S3Server(gateway.endpoint, gateway.access_key, gateway.secret_key)
-            yield servers
-        finally:
-            ceph.stop(folder / "ceph")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--shards", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--delay", type=float, default=0, help="milliseconds before each answer")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, _servers(Path(folder)) as servers:
-        print(
-            f"{chosen.steps} steps of {chosen.shards} objects, median of {chosen.rounds} rounds, "
-            f"{chosen.delay:g} ms of delay; in brackets the ratio to ckptctl with s3fs"
-        )
-        for name, server in servers.items():
-            fill(server, chosen.steps, chosen.shards)
-            measure(name, server, chosen.delay / 1000, chosen.rounds)
-
-
-if __name__ == "__main__":
-    main()
+def _server(parent: Path) -> Iterator[tuple[str, S3Server]]:
+    if ceph.why_not():
+        with moto_server(parent) as endpoint:
+            yield "moto", S3Server(endpoint, "test", "test")
+        return
+    gateway = ceph.start(parent / "ceph")
+    try:
+        yield "Ceph", S3Server(gateway.endpoint, gateway.access_key, gateway.secret_key)
+    finally:
+        ceph.stop(parent / "ceph")

@@ -1,87 +1,71 @@
-"""What does `dcp.load` take with ckptctl's Reader, beside torch's own reader?
+"""`dcp.load` with `Reader`, beside torch's own reader: processor time of all processes.
 
-The processes of a job load one state with each of the two in turns: same processes, same
-tensors, same planner. The checkpoint is written by `dcp.save` into a folder that is
-removed afterwards, one at a time, and lies in the page cache: what is measured is the
-processor. Each round takes the slowest process; a figure is the fastest round, and ratios
-within one run are what counts. All records that are read whole are compared with their
-checksums by the Reader, and by nobody in torch's.
+The processes of a job load one state with each reader in turns: same processes, same
+tensors, same planner. The step is in the page cache. `Reader` compares every record that is
+read whole with its checksum; torch's compares none. The limit is `dcp.load` with a reader
+that reads the same records into one buffer, computes their CRC-32, and copies nothing: what
+is left is torch's planning. With 2 layers the records are some eight times as long as with 16.
 
-Memory is how far the peak of a process rises during a load above what it held before,
-with all tensors in place; bytes read are those that the kernel counted for the process.
-
-torch's reader makes each record once more in memory, and what that costs depends on how
-long the records are: with `--layers 2` they are some eight times as long as with 16.
-
-    python bench/reader.py [--gigabytes 1.6] [--layers 16] [--rounds 5] [--only 4:2] [--folder DIR]
+Memory is how far the peak of a process rises during a load above what it held before.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measuring import Row, Size, folder
+
+GIGABYTES = 0.8
 PIECE, PERIOD = 1 << 14, 9973
-CASES = ((1, 1), (4, 4), (4, 2), (8, 3))
+SHAPES = ((1, 1), (4, 4), (4, 2), (8, 3))
 """How many processes save, and how many load."""
+LAYERS = (16, 2)
+READ_GOAL = 1.05
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gigabytes", type=float, default=1.6)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", help="one case, as SAVED:LOADED")
-    parser.add_argument("--folder")
-    asked = parser.parse_args()
-    cases = [case for case in CASES if asked.only in (None, f"{case[0]}:{case[1]}")]
-    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    print(f"{asked.gigabytes} GB, {asked.layers} layers; {machine}")
-    print("              | wall, s               | processor, s      | read/needed | MiB more")
-    print("saved loaded  | stock   own ratio xcat | stock   own ratio | stock   own | stock own")
-    for saved in sorted({saved for saved, _ in cases}):
-        with tempfile.TemporaryDirectory(dir=asked.folder, prefix="ckptctl-bench-") as made:
-            step = Path(made) / "step"
-            in_processes(saved, save, str(step), asked)
-            for loaded in [loaded for one, loaded in cases if one == saved]:
-                measure(step, saved, loaded, asked)
-    return 0
+@dataclass(frozen=True)
+class Job:
+    """What the processes load, and how often."""
+
+    gigabytes: float
+    layers: int
+    rounds: int
 
 
-def measure(step: Path, saved: int, loaded: int, asked: argparse.Namespace) -> None:
-    answers = Path(step.parent, "answers")
-    in_processes(loaded, compare, str(step), asked, str(answers))
-    said = json.loads(answers.read_text())
-    cat_s = min(seconds(lambda: cat(step)) for _ in range(asked.rounds))
-    stock, own = said["stock"], said["own"]
-    print(
-        f"{saved:5} {loaded:6}  | {stock['s']:5.2f} {own['s']:5.2f} {stock['s'] / own['s']:5.1f} "
-        f"{own['s'] / cat_s:4.1f} | {stock['cpu_s']:5.2f} {own['cpu_s']:5.2f} "
-        f"{stock['cpu_s'] / own['cpu_s']:5.1f} | {stock['read']:5.3f} {own['read']:5.3f} | "
-        f"{stock['more']:5.0f} {own['more']:3.0f}",
-        flush=True,
+def rows(size: Size) -> Iterator[Row]:
+    """Each shape: processor, memory, and bytes read for each byte that is needed."""
+    for layers in LAYERS:
+        job = Job(GIGABYTES * size.scale, layers, size.rounds)
+        for saved in sorted({saved for saved, _ in SHAPES}):
+            with folder() as made:
+                step = str(Path(made, "step"))
+                in_processes(saved, save, step, job)
+                for loaded in [loaded for one, loaded in SHAPES if one == saved]:
+                    yield from _rows_of(step, saved, loaded, job)
+
+
+def _rows_of(step: str, saved: int, loaded: int, job: Job) -> Iterator[Row]:
+    answers = Path(step).with_name("answers")
+    in_processes(loaded, compare, step, job, str(answers))
+    found = json.loads(answers.read_text())
+    ours, stock, bare = found["own"], found["stock"], found["bare"]
+    what = f"{saved} → {loaded} processes, {job.layers} layers"
+    peer = "`FileSystemReader`"
+    goal = 0.125 if saved == loaded == 1 else 0.25
+    yield Row(f"load, {what}", ours["cpu_s"], "s", stock["cpu_s"], peer, bare["cpu_s"], goal)
+    yield Row(f"memory beyond the tensors, {what}", ours["more"], "MiB", stock["more"], peer)
+    needed = found["needed"]
+    yield Row(
+        f"bytes read for each that is needed, {what}", ours["read"] / needed, "", goal=READ_GOAL
     )
-
-
-def cat(step: Path) -> None:
-    with open(os.devnull, "wb") as nowhere:
-        files = sorted(map(str, step.glob("*.distcp")))
-        subprocess.run(["cat", *files], check=True, stdout=nowhere)
-
-
-def seconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
 
 
 # In the processes of the job
@@ -106,7 +90,7 @@ def joined(rank: int, size: int, method: str, act: Callable[..., None], args: An
     dist.destroy_process_group()
 
 
-def make_state(asked: argparse.Namespace) -> dict[str, Any]:
+def make_state(job: Job) -> dict[str, Any]:
     """Weights and the optimizer's state of a transformer, sharded along their first dimension."""
     import torch
     import torch.distributed as dist
@@ -114,17 +98,17 @@ def make_state(asked: argparse.Namespace) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, zeros
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    width = int((asked.gigabytes * 1e9 / 4 / 3 / asked.layers / 12) ** 0.5) // 24 * 24
+    width = max(24, int((job.gigabytes * 1e9 / 4 / 3 / job.layers / 12) ** 0.5) // 24 * 24)
     shapes = {"qkv": (3 * width, width), "out": (width, width), "norm": (width,)}
     shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
     return {
         f"{kind}.layers.{layer}.{name}": zeros(shape, device_mesh=mesh, placements=[Shard(0)])
         for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq")
-        for layer in range(asked.layers)
+        for layer in range(job.layers)
         for name, shape in shapes.items()
     } | {
         f"optim.step.layers.{layer}.{name}": torch.zeros(())
-        for layer in range(asked.layers)
+        for layer in range(job.layers)
         for name in shapes
     }
 
@@ -158,51 +142,79 @@ def fill(state: dict[str, Any], *, check: bool = False) -> None:
                 piece.copy_(wanted)
 
 
-def save(step: str, asked: argparse.Namespace) -> None:
+def save(step: str, job: Job) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state = make_state(asked)
+    state = make_state(job)
     fill(state)
     dcp.save(state, checkpoint_id=step)
 
 
-def compare(step: str, asked: argparse.Namespace, answers: str) -> None:
-    """Load with both readers in turns; the first process writes what all of them took."""
+def bare_reader(step: str) -> Any:
+    """A reader that reads and sums the records of its plan, and fills no tensor."""
+    import torch.distributed.checkpoint as dcp
+    from torch.futures import Future
+    from zlib_ng.zlib_ng import crc32
+
+    class Bare(dcp.FileSystemReader):  # type: ignore[misc]
+        def read_data(self, plan: Any, planner: Any) -> Future[None]:  # noqa: ARG002
+            infos = (self.storage_data[item.storage_index] for item in plan.items)
+            wanted = {(info.relative_path, info.offset, info.length) for info in infos}
+            opened = {name: os.open(Path(step, name), os.O_RDONLY) for name, *_ in wanted}
+            buffer = memoryview(bytearray(1 << 20))
+            for name, at, length in sorted(wanted):
+                end, crc = at + length, 0
+                while at < end:
+                    n_read = os.preadv(opened[name], [buffer[: end - at]], at)
+                    crc = crc32(buffer[:n_read], crc)
+                    at += n_read
+            for descriptor in opened.values():
+                os.close(descriptor)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    return Bare(step)
+
+
+def compare(step: str, job: Job, answers: str) -> None:
+    """Load with all readers in turns; the first process writes what all of them took."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     from ckptctl.train import Reader
 
-    state = make_state(asked)
+    state = make_state(job)
     readers: dict[str, Callable[[], Any]] = {
         "stock": lambda: dcp.FileSystemReader(step),
         "own": lambda: Reader(step),
+        "bare": lambda: bare_reader(step),
     }
     needed = sum(local_bytes(tensor) for tensor in state.values())
     taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in readers}
-    for number in range(asked.rounds):
+    for number in range(job.rounds):
         for name in sorted(readers, reverse=bool(number % 2)):
             for tensor in state.values():
                 tensor.fill_(-1)
             dist.barrier()
             before, held, began_s = bytes_read(), held_now(), time.process_time()
-            took_s = seconds(lambda name=name: dcp.load(state, storage_reader=readers[name]()))
-            worked_s = time.process_time() - began_s
-            read, more = (bytes_read() - before) / needed, held_most() - held
-            taken[name].append((took_s, worked_s, read, more))
-            fill(state, check=True)
-    said = {}
-    for name, rows in taken.items():
-        all_rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_rows, rows)
-        said[name] = {
-            "s": min(max(row[0] for row in at_once) for at_once in zip(*all_rows, strict=True)),
-            "cpu_s": min(sum(row[1] for row in at_once) for at_once in zip(*all_rows, strict=True)),
-            "read": max(row[2] for rows in all_rows for row in rows),
-            "more": max(row[3] for rows in all_rows for row in rows),
+            dcp.load(state, storage_reader=readers[name]())
+            taken[name].append(
+                (time.process_time() - began_s, bytes_read() - before, held_most() - held)
+            )
+            if name != "bare":
+                fill(state, check=True)
+    found: dict[str, Any] = {"needed": needed}
+    for name, figures in taken.items():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, figures)
+        found[name] = {
+            "cpu_s": min(sum(row[0] for row in at_once) for at_once in zip(*everyone, strict=True)),
+            "read": max(row[1] for rows in everyone for row in rows),
+            "more": max(row[2] for rows in everyone for row in rows),
         }
     if dist.get_rank() == 0:
-        Path(answers).write_text(json.dumps(said))
+        Path(answers).write_text(json.dumps(found))
 
 
 def local_bytes(tensor: Any) -> int:
@@ -227,7 +239,3 @@ def held_most() -> float:
 def memory(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,51 +1,39 @@
-"""What does it cost to cut a step anew, or convert it, beside a copy and torch's converters?
+"""Resharding and converting a step, beside a copy and torch's converters.
 
-The step is written by torch: 24 matrices as DTensors of 4 gloo ranks (`dcp.save`), into a
-folder that is removed afterwards. What is timed is a whole process each, with its bytes
-on the disk at the end: `cp -r` with `sync`, torch's way over one flat file
-(`dcp_to_torch_save`, `torch_save_to_dcp`), and `ckptctl reshard`, which proves its result
-besides. Then each way of `ckptctl convert` beside what torch offers for it, and `dcp.load`
-on 3 ranks, from the step as it was saved and from the one that was cut for 3: seconds, and
-bytes read by each process (`rchar`, all that goes through the kernel).
-
-With `--sizes` one thing is asked instead: how much memory does each command take at most,
-at each of several sizes? One size after the other, and what it made is removed first. On
-the disk are never more than three times as many bytes as the step has.
-
-    python bench/reshard.py [--gigabytes 1.5] [--rounds 3] [--folder DIR]
-    python bench/reshard.py --sizes 1,2,4,8 [--folder DIR]
+The step is written by torch: 24 matrices as DTensors of 4 gloo ranks (`dcp.save`). Whole
+processes, by the clock, each with its bytes on the disk at the end: `cp -r`, torch's way
+over one flat file (`dcp_to_torch_save`, `torch_save_to_dcp`), and `ckptctl reshard`, which
+proves its result and seals it. Then `dcp.load` on 3 ranks, from the step as it was saved and
+from the one that was resharded for 3.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from measuring import Row, Size, Spent, ckptctl, folder, in_turns, least, process, python
+
+GIGABYTES = 0.8
 SAVED, LOADED, TENSORS, COLUMNS = 4, 3, 24, 4096
 
 RANKS = """
 columns, tensors = COLUMNS, TENSORS
-import json, os, sys, time, warnings
+import json, sys, tempfile, time, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.device_mesh import init_device_mesh
 
-def work(rank, verb, folder, rows, size, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def work(rank, verb, folder, rows, size, method):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     each = -(-rows // size)
     own = max(0, min(each, rows - rank * each))
@@ -71,8 +59,9 @@ def rchar():
     return int(open("/proc/self/io").readline().split()[1])
 
 if __name__ == "__main__":
-    verb, folder, rows, size, port = sys.argv[1:6]
-    mp.spawn(work, (verb, folder, int(rows), int(size), port), int(size))
+    verb, folder, rows, size = sys.argv[1:5]
+    with tempfile.TemporaryDirectory() as meeting:
+        mp.spawn(work, (verb, folder, int(rows), int(size), f"file://{meeting}/point"), int(size))
 """.replace("COLUMNS", str(COLUMNS)).replace("TENSORS", str(TENSORS))
 
 CONVERT = """
@@ -112,147 +101,110 @@ def walk(state, front=""):
 
 source, target = sys.argv[1:]
 """
+CONVERSIONS = (
+    ("DCP to torch.save", "flat", "source", "flat.pt"),
+    ("torch.save to DCP", "dcp from flat", "flat.pt", "cut/step_1"),
+    ("DCP to safetensors", "safetensors", "source", "model.safetensors"),
+    ("safetensors to DCP", "dcp from safetensors", "model.safetensors", "cut/step_1"),
+)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gigabytes", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sizes", help="memory at these sizes in GB, as 1,2,4,8; nothing else")
-    parser.add_argument("--folder")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.folder, prefix="ckptctl-bench-") as made:
-        folder = Path(made)
-        (folder / "ranks.py").write_text(RANKS)
-        if asked.sizes:
-            measure_memory(folder, [float(size) for size in asked.sizes.split(",")])
-        else:
-            source = save(folder, asked.gigabytes)
-            measure(folder, source, asked.rounds)
-            measure_convert(folder, source, asked.rounds)
-            measure_load(folder, source, asked.gigabytes, asked.rounds)
-    shutil.rmtree(COMPILED)
-    return 0
+def rows(size: Size) -> Iterator[Row]:
+    """Reshard, load what it wrote, and convert both ways."""
+    n_rows = max(8, int(GIGABYTES * size.scale * 1e9 / 4 / COLUMNS / TENSORS))
+    with folder() as name:
+        parent = Path(name)
+        script, source = parent / "ranks.py", parent / "source"
+        script.write_text(RANKS)
+        process([sys.executable, script, "save", source, n_rows, SAVED])
+        yield from _reshard(parent, source, size.rounds)
+        yield from _load(parent, source, n_rows, size.rounds)
+        for conversion in CONVERSIONS:
+            yield from _convert(parent, *conversion, size.rounds)
 
 
-def save(folder: Path, gigabytes: float) -> Path:
-    """A step of so many GB, as torch saves it."""
-    step = folder / "source"
-    run([sys.executable, folder / "ranks.py", "save", step, rows_of(gigabytes), SAVED, "29611"])
-    load = os.getloadavg()[0]
-    size = n_bytes(step) / 1e9
-    print(f"{size:.2f} GB in {SAVED} files; {os.cpu_count()} cores, load {load:.1f}", flush=True)
-    return step
+def _reshard(parent: Path, source: Path, rounds: int) -> Iterator[Row]:
+    target, flat = parent / "cut", parent / "flat.pt"
+    commands = {
+        "ours": reshard(source, target),
+        "cp": ["cp", "-r", source, target / "step_1"],
+        "torch": python(CONVERT, source, flat, target / "step_1"),
+    }
+    taken = in_turns(
+        {
+            what: lambda command=command: durable(parent, command)
+            for what, command in commands.items()
+        },
+        rounds,
+        lambda: remove(target, flat),
+    )
+    remove(target, flat)
+    what = f"reshard {n_bytes(source) / 1e9:.1f} GB from {SAVED} ranks to {LOADED}"
+    ours = least(taken, "ours", "clock_s")
+    yield Row(what, ours, "s", least(taken, "cp", "clock_s"), "`cp -r`", goal=1.5)
+    peer = "`dcp_to_torch_save` and back"
+    yield Row(what, ours, "s", least(taken, "torch", "clock_s"), peer, goal=0.2)
+    peaks = [least(taken, who, "peak_mib") for who in ("ours", "torch")]
+    yield Row(f"memory, {what}", peaks[0], "MiB", peaks[1], peer)
 
 
-def rows_of(gigabytes: float) -> int:
-    return int(gigabytes * 1e9 / 4 / COLUMNS / TENSORS)
+def _load(parent: Path, source: Path, n_rows: int, rounds: int) -> Iterator[Row]:
+    target = parent / "cut"
+    durable(parent, reshard(source, target))
+    read = {}
+
+    def load(step: Path) -> Spent:
+        spent = process([sys.executable, parent / "ranks.py", "load", step, n_rows, LOADED])
+        ranks = json.loads(spent.printed.splitlines()[-1])
+        read[step] = sum(rank[1] for rank in ranks)
+        return replace(spent, clock_s=max(rank[0] for rank in ranks))
+
+    cut = target / "step_1"
+    taken = in_turns({"cut": lambda: load(cut), "as saved": lambda: load(source)}, rounds)
+    remove(target)
+    seconds = [least(taken, step, "clock_s") for step in ("cut", "as saved")]
+    yield Row(f"`dcp.load` on {LOADED} ranks, resharded", seconds[0], "s", seconds[1], "as saved")
+    gigabytes = [read[step] / 1e9 for step in (cut, source)]
+    yield Row("bytes that it reads", gigabytes[0], "GB", gigabytes[1], "as saved")
 
 
-def measure_memory(folder: Path, sizes: Sequence[float]) -> None:
-    found: dict[str, list[str]] = {}
-    flat, weights = folder / "flat.pt", folder / "model.safetensors"
-    for gigabytes in sizes:
-        source = save(folder, gigabytes)
-        for name, command, kept, gone in (
-            ("reshard", reshard(source, folder / "cut"), None, folder / "cut"),
-            ("DCP to torch.save", convert(source, flat), flat, None),
-            ("torch.save to DCP", convert(flat, folder / "cut" / "step_1"), None, flat),
-            ("DCP to safetensors", convert(source, weights), weights, None),
-            ("safetensors to DCP", convert(weights, folder / "cut" / "step_1"), None, weights),
-        ):
-            peak = timed(folder, command)[1]
-            found.setdefault(name, []).append(f"{peak / 1024:.0f} MiB")
-            remove(folder / "cut", *([gone] if gone else []))
-            assert kept is None or kept.exists()
-        remove(source)
-    width = max(map(len, found))
-    said = [f"{size:g} GB" for size in sizes]
-    print(f"\n{'most memory held, at':{width}}" + "".join(f"{one:>10}" for one in said))
-    for name, peaks in found.items():
-        print(f"{name:{width}}" + "".join(f"{one:>10}" for one in peaks))
+def _convert(
+    parent: Path, name: str, peer: str, source: str, target: str, rounds: int
+) -> Iterator[Row]:
+    of, into = parent / source, parent / target
+    theirs = python(PEER + PEERS[peer], of, into)
+    # The last result, which is ours, is what the way back begins with.
+    taken = in_turns(
+        {
+            "torch": lambda: durable(parent, theirs),
+            "ours": lambda: durable(parent, convert(of, into)),
+        },
+        rounds | 1,
+        lambda: remove(parent / "cut", into),
+    )
+    ours, torchs = (least(taken, who, "clock_s") for who in ("ours", "torch"))
+    yield Row(f"convert {name}, verified", ours, "s", torchs, "torch, not verified")
+    peaks = [least(taken, who, "peak_mib") for who in ("ours", "torch")]
+    yield Row(f"memory, convert {name}", peaks[0], "MiB", peaks[1], "torch")
 
 
 def convert(source: Path, target: Path) -> list[object]:
-    ours = [sys.executable, "-m", "ckptctl", "convert", "--quiet", source, target]
     into = ["--world-size", LOADED] if target.name == "step_1" else []
-    return [*ours, *into, "--accept-unverifiable"]
-
-
-def measure_convert(folder: Path, source: Path, rounds: int) -> None:
-    flat, weights, step = folder / "flat.pt", folder / "model.safetensors", folder / "cut/step_1"
-    print(f"\n{'convert, proven':26} {'median':>9} {'torch':>9} {'x':>6} {'peak':>9} {'torch':>9}")
-    for name, peer, of, into in (
-        ("DCP to torch.save", "flat", source, flat),
-        ("torch.save to DCP", "dcp from flat", flat, step),
-        ("DCP to safetensors", "safetensors", source, weights),
-        ("safetensors to DCP", "dcp from safetensors", weights, step),
-    ):
-        theirs = [sys.executable, "-c", PEER + PEERS[peer], of, into]
-        ours_s, theirs_s = [], []
-        for number in range(rounds):
-            took, their_peak = timed(folder, theirs)
-            theirs_s.append(took)
-            remove(folder / "cut", into)
-            took, peak = timed(folder, convert(of, into))
-            ours_s.append(took)
-            # The last result is what the way back begins with.
-            remove(folder / "cut", *([into] if number < rounds - 1 else []))
-        ratio = median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
-        print(f"{name:26} {median(ours_s):7.2f} s {median(theirs_s):7.2f} s {ratio:6.2f} "
-              f"{peak / 1024:5.0f} MiB {their_peak / 1024:5.0f} MiB", flush=True)  # fmt: skip
-    remove(flat, weights)
+    return ckptctl("convert", "--quiet", source, target, *into, "--accept-unverifiable")
 
 
 def reshard(source: Path, target: Path) -> list[object]:
-    ours = [sys.executable, "-m", "ckptctl", "reshard", "--quiet"]
-    return [*ours, source, target / "step_1", "--world-size", LOADED, "--apply"]
+    step = target / "step_1"
+    return ckptctl("reshard", "--quiet", source, step, "--world-size", LOADED, "--apply")
 
 
-def measure(folder: Path, source: Path, rounds: int) -> None:
-    target, flat = folder / "cut", folder / "flat.pt"
-    peers: dict[str, list[object]] = {
-        "cp -r, sync": ["cp", "-r", source, target / "step_1"],
-        "ckptctl reshard": reshard(source, target),
-        "dcp_to_torch_save, back": [sys.executable, "-c", CONVERT, source, flat, target / "step_1"],
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
-    peak: dict[str, int] = {}
-    for _ in range(rounds):
-        for name, command in peers.items():
-            took, peak[name] = timed(folder, command)
-            seconds[name].append(took)
-            remove(target, flat)
-    ours = seconds["ckptctl reshard"]
-    print(f"{'':26} {'median':>9} {'x reshard':>10} {'peak':>9}")
-    for name, each in seconds.items():
-        ratio = median(a / b for a, b in zip(each, ours, strict=True))
-        print(f"{name:26} {median(each):7.2f} s {ratio:10.2f} {peak[name] / 1024:5.0f} MiB")
-
-
-def measure_load(folder: Path, source: Path, gigabytes: float, rounds: int) -> None:
-    target, script, rows = folder / "cut", folder / "ranks.py", rows_of(gigabytes)
-    timed(folder, reshard(source, target))
-    found: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(rounds):
-        for name, step in (("as it was saved", source), ("cut for 3", target / "step_1")):
-            said = run([sys.executable, script, "load", step, rows, LOADED, "29612"])[2]
-            ranks = json.loads(said.splitlines()[-1])
-            found.setdefault(name, []).append((max(r[0] for r in ranks), sum(r[1] for r in ranks)))
-    print(f"\ndcp.load on {LOADED} ranks")
-    for name, each in found.items():
-        seconds = median(one[0] for one in each)
-        print(f"{name:26} {seconds:7.2f} s {median(one[1] for one in each) / 1e9:8.2f} GB read")
-
-
-def timed(folder: Path, command: Sequence[object]) -> tuple[float, int]:
-    """Seconds until what the process wrote is on the disk, and the most memory it held, in KiB."""
-    (folder / "cut").mkdir(exist_ok=True)
+def durable(parent: Path, command: Sequence[object]) -> Spent:
+    """What a process takes until what it wrote is on the disk."""
+    (parent / "cut").mkdir(exist_ok=True)
     os.sync()
-    began = time.perf_counter()
-    _, peak, _ = run(command)
-    subprocess.run(["sync", "-f", folder], check=True)
-    return time.perf_counter() - began, peak
+    spent = process(command)
+    synced = process(["sync", "-f", parent])
+    return replace(spent, clock_s=spent.clock_s + synced.clock_s)
 
 
 def n_bytes(step: Path) -> int:
@@ -261,34 +213,7 @@ def n_bytes(step: Path) -> int:
 
 def remove(*paths: Path) -> None:
     for path in paths:
-        how: Callable[[Path], None] = shutil.rmtree if path.is_dir() else Path.unlink
-        if path.exists():
-            how(path)
-
-
-# Compiled once, as an installed package is, and not into the source tree.
-_COMPILING = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
-COMPILED = tempfile.mkdtemp(prefix="ckptctl-bytecode-")
-
-
-def run(command: Sequence[object]) -> tuple[float, int, str]:
-    """Seconds of a process, the most memory that it held, in KiB, and what it printed."""
-    environment = {key: value for key, value in os.environ.items() if key not in _COMPILING}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONPYCACHEPREFIX": COMPILED}
-    words = [str(word) for word in command]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
-    )
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}\n{said}")
-    return seconds, usage.ru_maxrss, said
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

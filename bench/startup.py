@@ -1,103 +1,88 @@
-"""Measure the start of commands against a Python that does nothing.
+"""Start of commands, against a Python that does nothing: processor time of whole processes.
 
-`python -c pass` against `ckptctl` on a local root of 20 real steps, each a fresh
-process, taken in turns; compiled as an installed package is. Processor time beside
-the time by the clock: the former changes less on a busy machine.
-
-    python bench/startup.py [--rounds 21]
+On a local root of 20 steps that a framework wrote, and `pick` on one of 3,000.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
-import statistics
-import subprocess
-import sys
 import tarfile
-import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-N_STEPS = 20
-TARGETS = {
-    "ckptctl --version": 7,
-    "ckptctl --help": 7,
-    "ckptctl pick": 8,
-    "ckptctl verify": 10,
-    "ckptctl preflight": 10,
+from measuring import REPOSITORY, Row, Size, ckptctl, folder, least, processes, python
+from metadata_files import write_metadata, write_shards
+
+N_STEPS, MANY_STEPS = 20, 3_000
+GOALS = {
+    "--version": 7,
+    "--help": 7,
+    "explain": 7,
+    "pick --level listing": 8,
+    "pick": 8,
+    "scan": 10,
+    "verify": 10,
+    "preflight": 10,
 }
 """How many times as long as `python -c pass` each may take."""
 
 
-def make_root(folder: Path) -> Path:
-    """A root of 20 steps: three that a real framework wrote, and copies of the first as older."""
+def make_root(parent: Path) -> Path:
+    """A root of 20 steps: three that a framework wrote, and copies of the first as older."""
     with tarfile.open(REPOSITORY / "fixtures" / "frameworks.tar.xz") as tar:
-        tar.extractall(folder, filter="data")
-    root = folder / "frameworks" / "kempnerforge" / "checkpoints"
+        tar.extractall(parent, filter="data")
+    root = parent / "frameworks" / "kempnerforge" / "checkpoints"
     others = [number for number in range(1, 30) if number % 10][: N_STEPS - 3]
     for number in others:
         shutil.copytree(root / "step_10", root / f"step_{number}")
     return root
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        root = str(make_root(folder))
-        compiled = {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONPATH": str(REPOSITORY)}
-        environment = {**os.environ, **compiled}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        ckptctl = [sys.executable, "-m", "ckptctl"]
+def make_steps(root: Path, n_steps: int) -> Path:
+    """A root of steps of which only listing and metadata are sound."""
+    for number in range(n_steps):
+        step = root / f"step_{number}"
+        write_metadata(step, n_tensors=5, n_ranks=2)
+        write_shards(step, n_tensors=5, n_ranks=2)
+    return root
+
+
+def rows(size: Size) -> Iterator[Row]:
+    """Each command beside `python -c pass`; `pick` on many steps beside `pick` on few."""
+    with folder() as name:
+        root = make_root(Path(name))
+        few = make_steps(Path(name, "few"), N_STEPS)
+        many = make_steps(Path(name, "many"), size.of(MANY_STEPS, least=N_STEPS))
         commands = {
-            "python -c pass": [sys.executable, "-c", "pass"],
-            "python -c 'import typer'": [sys.executable, "-c", "import typer"],
-            "ckptctl --version": [*ckptctl, "--version"],
-            "ckptctl --help": [*ckptctl, "--help"],
-            "ckptctl explain": [*ckptctl, "explain", "shard.truncated"],
-            "ckptctl pick --level listing": [*ckptctl, "pick", root, "--level", "listing"],
-            "ckptctl pick": [*ckptctl, "pick", root],
-            "ckptctl verify": [*ckptctl, "verify", f"{root}/step_30"],
-            "ckptctl preflight": [*ckptctl, "preflight", root],
+            "pass": python("pass"),
+            "--version": ckptctl("--version"),
+            "--help": ckptctl("--help"),
+            "explain": ckptctl("explain", "shard.truncated"),
+            "pick --level listing": ckptctl("pick", root, "--level", "listing"),
+            "pick": ckptctl("pick", root),
+            "scan": ckptctl("scan", root),
+            "verify": ckptctl("verify", root / "step_30"),
+            "preflight": ckptctl("preflight", root),
+            "few": ckptctl("pick", few, "--level", "listing"),
+            "many": ckptctl("pick", many, "--level", "listing"),
         }
-        taken = _in_turns(commands, environment, rounds)
-    base_cpu_s, base_s = (
-        statistics.median(each) for each in zip(*taken["python -c pass"], strict=True)
+        taken = processes(commands, 3 * size.rounds)
+        n_many = len(list(many.glob("step_*")))
+    milliseconds = {what: 1_000 * least(taken, what) for what in taken}
+    for what, goal in GOALS.items():
+        yield Row(
+            f"`ckptctl {what}`",
+            milliseconds[what],
+            "ms",
+            milliseconds["pass"],
+            "`python -c pass`",
+            goal=goal,
+        )
+    yield Row(
+        f"`ckptctl pick --level listing` on {n_many:,} steps",
+        milliseconds["many"],
+        "ms",
+        milliseconds["few"],
+        f"on {N_STEPS}",
+        goal=2,
     )
-    print(f"start of a process, {N_STEPS} steps, median of {rounds} in turns, times python -c pass")
-    print("  command                        processor   clock  target")
-    for what, both in taken.items():
-        cpu_s, clock_s = (statistics.median(each) for each in zip(*both, strict=True))
-        target = TARGETS.get(what, "")
-        print(f"  {what:30} {cpu_s / base_cpu_s:9.1f} {clock_s / base_s:7.1f} {target:>7}")
-    return 0
-
-
-def _in_turns(
-    commands: dict[str, list[str]], environment: dict[str, str], rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of processor and clock of each command in each round."""
-    taken: dict[str, list[tuple[float, float]]] = {what: [] for what in commands}
-    for turn in range(rounds + 1):
-        for what, command in commands.items():
-            began_s = time.perf_counter()
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            _, status, used = os.wait4(process.pid, 0)
-            seconds = time.perf_counter() - began_s
-            if status:
-                raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), command)
-            if turn:  # the first turn compiles
-                taken[what].append((used.ru_utime + used.ru_stime, seconds))
-    return taken
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,47 +1,43 @@
-"""Measure inspecting the structure of a whole root, and counting 100,000 chunks.
+"""Inspecting the structure of a whole root, and counting the chunks of one tensor.
 
-The root is one step of records that torch.save really wrote, for a small transformer
-sharded over 64 ranks, with a `.metadata` of torch's own classes; the other steps are
-hard links to it. So all reads but the first come from the page cache, for ckptctl and
-for its peer alike: the peer lists the same folders with `os.scandir` and reads the same
-bytes with `os.pread`, one span after the other, and inspects none of them. Times are of the
-processor.
-
-    python bench/structure_check.py [--steps 200] [--shards 64] [--rounds 1]
+The root is one step of records that torch.save wrote, for a small transformer sharded over
+64 ranks; the other steps are hard links to it. The limit lists the same folders with
+`os.scandir`, reads the same spans with `os.pread`, and inspects none. Times are of the
+processor, in one process.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import math
 import os
 import pickle
-import statistics
-import tempfile
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from measuring import Row, Size, called, folder, in_turns, least
 
 from ckptctl.checks.coverage import check_coverage
 from ckptctl.checks.presence import check_presence
 from ckptctl.formats.dcp.metadata import decode_metadata
-from ckptctl.inspection.part_files import Structure, read_structure
+from ckptctl.inspection.part_files import read_structure
 from ckptctl.model import Chunks, RangeColumns, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
 from ckptctl.storage.contract import Span
 from ckptctl.storage.local import LocalStore
 
+N_STEPS, N_SHARDS, RECORD_GOAL_US = 20, 64, 12
 # Name, and elements in each shard: matrices, gates and norms, each with its optimizer state.
 PARAMETERS = [(f"layers.{i}.{name}.weight", n) for i in range(4) for name, n in (
     ("attention", 65_536), ("feed_forward", 131_072), ("gate", 4_096), ("norm", 16),
 )]  # fmt: skip
+GRIDS = (((800_000, 64), (100_000, 1)), ((2_528,) * 2, (316,) * 2), ((368,) * 3, (46,) * 3))
 
 
-def make_step(folder: Path, n_shards: int) -> None:
+def make_step(at: Path, n_shards: int) -> None:
     """Write one step of `n_shards` shard files and the metadata that names their records."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -54,7 +50,7 @@ def make_step(folder: Path, n_shards: int) -> None:
         TensorStorageMetadata,
     )
 
-    folder.mkdir(parents=True)
+    at.mkdir(parents=True)
     tensors, places = {}, {}
     for parameter, n in PARAMETERS:
         for fqn in (f"model.{parameter}", *(f"optim.{parameter}.exp_avg{x}" for x in ("", "_sq"))):
@@ -67,15 +63,15 @@ def make_step(folder: Path, n_shards: int) -> None:
             tensors[fqn] = TensorStorageMetadata(properties, size, chunks)
     for rank in range(n_shards):
         name = f"__{rank}_0.distcp"
-        with (folder / name).open("wb") as file:
+        with (at / name).open("wb") as file:
             for fqn, tensor in tensors.items():
                 record = io.BytesIO()
                 torch.save(torch.randn(tensor.chunks[rank].sizes), record)
                 index = MetadataIndex(fqn, tensor.chunks[rank].offsets, rank)
                 places[index] = _StorageInfo(name, file.tell(), len(record.getvalue()))
                 file.write(record.getvalue())
-    metadata = Metadata(tensors, {}, places, StorageMeta(str(folder)))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    metadata = Metadata(tensors, {}, places, StorageMeta(str(at)))
+    (at / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def make_root(root: Path, n_steps: int, n_shards: int) -> None:
@@ -88,22 +84,29 @@ def make_root(root: Path, n_steps: int, n_shards: int) -> None:
             os.link(file, step / file.name)
 
 
-def structure_of_root(root: str, n_steps: int) -> list[Structure]:
-    """Look at every step by listing, metadata and structure; each must be sound."""
-    store = LocalStore(root)
-    looks = []
+def structure_of_root(root: str, n_steps: int) -> int:
+    """Inspect every step by listing, metadata and structure; returns how many records."""
+    store, n_records = LocalStore(root), 0
     for number in range(n_steps):
-        folder = f"step_{number}"
-        files = LocalStore(f"{root}/{folder}").list_tree()
-        ranges = Ranges([decode_metadata(store.read(f"{folder}/.metadata", limit=2**30))])
+        step = f"step_{number}"
+        files = LocalStore(f"{root}/{step}").list_tree()
+        ranges = Ranges([decode_metadata(store.read(f"{step}/.metadata", limit=2**30))])
         assert list(check_presence(ranges, files)) == []
-        looks.append(read_structure(RecordSource(store, folder, ranges), files))
-        assert looks[-1].findings == ()
-    return looks
+        found = read_structure(RecordSource(store, step, ranges), files)
+        assert found.findings == ()
+        n_records += found.n_records
+    return n_records
+
+
+def decode_root(root: str, n_steps: int) -> None:
+    """Decode the metadata of every step."""
+    store = LocalStore(root)
+    for number in range(n_steps):
+        decode_metadata(store.read(f"step_{number}/.metadata", limit=2**30))
 
 
 def bare_reads(root: str, n_steps: int, spans: list[Span]) -> None:
-    """List and read what `structure_of_root` does, and look at nothing."""
+    """List and read what `structure_of_root` does, and inspect nothing."""
     for number in range(n_steps):
         with os.scandir(f"{root}/step_{number}") as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries}
@@ -129,8 +132,8 @@ class Noting:
             yield span, data
 
 
-def spans_of_step(folder: str) -> list[Span]:
-    store = Noting(LocalStore(folder))
+def spans_of_step(at: str) -> list[Span]:
+    store = Noting(LocalStore(at))
     files = store.inner.list_tree()
     ranges = Ranges([decode_metadata(store.inner.read(".metadata", limit=2**30))])
     read_structure(RecordSource(store, "", ranges), files)  # type: ignore[arg-type]
@@ -147,10 +150,9 @@ def chunked(shape: tuple[int, ...], cuts: tuple[int, ...]) -> TensorEntry:
     boxes = boxes[::2] + boxes[1::2]
     n = len(boxes)
     zeros = array("q", [0] * n)
-    offsets = array("q", itertools.chain.from_iterable(boxes))
     chunks = Chunks(
         len(shape),
-        offsets,
+        array("q", itertools.chain.from_iterable(boxes)),
         array("q", sizes * n),
         RangeColumns(array("i", zeros), zeros, zeros, ["f"]),
     )
@@ -162,52 +164,39 @@ def elements_in_chunks(tensor: TensorEntry) -> int:
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
 
 
-def seconds(work: Callable[[], object], n_rounds: int) -> float:
-    """The median of several rounds, in seconds of processor: the machine may be busy."""
-    taken = []
-    for _ in range(n_rounds):
-        began = time.process_time()
-        work()
-        taken.append(time.process_time() - began)
-    return statistics.median(taken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--shards", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=1)
-    options = parser.parse_args()
-    n_steps = options.steps
-
-    with tempfile.TemporaryDirectory() as folder:
-        make_root(Path(folder), n_steps, options.shards)
-        n_bytes = n_steps * sum(p.stat().st_size for p in Path(folder, "step_0").iterdir())
-        look = structure_of_root(folder, 1)[0]
-        spans = spans_of_step(f"{folder}/step_0")
-        own_s = seconds(lambda: structure_of_root(folder, n_steps), options.rounds)
-        bare_s = seconds(lambda: bare_reads(folder, n_steps, spans), options.rounds)
-    n_records, n_read = n_steps * look.n_records, n_steps * look.n_bytes
-    print(f"structure of {n_steps} steps of {options.shards} shards, {n_bytes / 2**30:.1f} GiB")
-    print(f"  {n_records:,} records, {n_steps * look.n_reads:,} reads")
-    print(f"  {n_read / 2**20:,.1f} MiB read, {100 * n_read / n_bytes:.1f} % of all bytes")
-    print(f"  {own_s:.2f} s, {own_s / n_records * 1e6:.1f} us a record, decoding included")
-    print(f"  {own_s / bare_s:.1f} times os.scandir and os.pread of the same, {bare_s:.2f} s")
-
-    for shape, cuts in (
-        ((800_000, 64), (100_000, 1)),
-        ((2_528, 2_528), (316, 316)),
-        ((368, 368, 368), (46, 46, 46)),
-    ):
+def rows(size: Size) -> Iterator[Row]:
+    """Structure per record, and coverage of three grids of chunks."""
+    n_steps, n_shards = size.of(N_STEPS), size.of(N_SHARDS, least=2)
+    with folder() as root:
+        make_root(Path(root), n_steps, n_shards)
+        spans = spans_of_step(f"{root}/step_0")
+        n_records = structure_of_root(root, n_steps)
+        taken = in_turns(
+            {
+                "ours": lambda: called(lambda: structure_of_root(root, n_steps)),
+                "bare": lambda: called(lambda: bare_reads(root, n_steps, spans)),
+                "decode": lambda: called(lambda: decode_root(root, n_steps)),
+            },
+            size.rounds,
+        )
+    us = {what: 1e6 * least(taken, what) / n_records for what in taken}
+    what = f"structure of {n_records:,} records in {n_steps} steps"
+    yield Row(what, us["ours"], "µs a record", limit=us["bare"], goal=RECORD_GOAL_US)
+    yield Row(f"of which decoding metadata, {what}", us["decode"], "µs a record")
+    for shape, cuts in GRIDS:
         tensor = chunked(shape, cuts)
         assert list(check_coverage(tensor)) == []
-        own_s = seconds(lambda tensor=tensor: list(check_coverage(tensor)), options.rounds)
-        bare_s = seconds(lambda tensor=tensor: elements_in_chunks(tensor), options.rounds)
-        print(f"coverage of {' x '.join(f'{n:,}' for n in cuts)} chunks")
-        print(
-            f"  {own_s:.2f} s, {own_s / bare_s:.1f} times adding up their elements, {bare_s:.2f} s"
+        taken = in_turns(
+            {
+                "ours": lambda tensor=tensor: called(lambda: list(check_coverage(tensor))),
+                "bare": lambda tensor=tensor: called(lambda: elements_in_chunks(tensor)),
+            },
+            size.rounds,
         )
-
-
-if __name__ == "__main__":
-    main()
+        yield Row(
+            f"coverage of {' × '.join(f'{n:,}' for n in cuts)} chunks",
+            1_000 * least(taken, "ours"),
+            "ms",
+            1_000 * least(taken, "bare"),
+            "adding up elements",
+        )
