@@ -60,12 +60,19 @@ _SECRETS = ("key", "secret", "token", "password")
 
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Words of a command line, with the values of what looks like a secret as `***`."""
-    return [_without_secret(word) for word in words]
+    return [
+        _without_secret(word, before) for word, before in zip(words, ("", *words), strict=False)
+    ]
 
 
-def _without_secret(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    return f"{key}=***" if equals and any(name in key.lower() for name in _SECRETS) else word
+def _without_secret(word: str, before: str) -> str:
+    """A word behind another; the address that `--notify` posts to is a secret."""
+    key, equals, value = word.partition("=")
+    if equals and any(name in key.lower() for name in _SECRETS):
+        return f"{key}=***"
+    if before == "--notify" and "://" in word:
+        return "***"
+    return f"{key}=***" if key == "--notify" and "://" in value else word
 
 
 class StorageKeywords(TypedDict, total=False):

@@ -36,6 +36,8 @@ def run(argv: Sequence[str]) -> int:
     Without arguments it prints the help, but a job script that lost its arguments
     must not take that for an answer: 2.
     """
+    if _COMPLETION in os.environ:
+        return _complete(argv)
     command = _command(argv)
     out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
@@ -44,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         return _READER_LEFT
     except SystemExit as left:
-        # typer leaves so after completion, and when the reader of a help text has left.
+        # typer leaves so when the reader of a help text has left.
         gone = isinstance(left.__context__, BrokenPipeError)
         return _READER_LEFT if gone else int(left.code or 0)
     except BaseException as error:  # noqa: BLE001 - the one place that answers for all of them
@@ -54,22 +56,29 @@ def run(argv: Sequence[str]) -> int:
 
 def _answer(argv: Sequence[str], command: str | None, out: Output) -> int:
     """Run the command, by typer only if the command line needs it: it takes long to import."""
-    completes = _COMPLETION in os.environ
     if [*argv] == ["--version"]:
         out.bare([VERSION])
         return 0
-    if command is not None and argv[0] == command and not completes:
+    if command is not None and argv[0] == command:
         bound = with_common(load(command).function, out)
         values = parse(bound.parameters, argv[1:], os.environ)
         if values is not None:
             return bound.run(**values)
     from ckptctl.cli.typer_app import build_app
 
-    # Completion asks for the options of a command that no argument names.
-    whole = command is not None or completes
-    app = build_app(COMMANDS if command is None else (command,), out, whole=whole)
+    app = build_app(COMMANDS if command is None else (command,), out, whole=command is not None)
     exit_code: int = app(args=[*argv] or ["--help"], prog_name="ckptctl", standalone_mode=False)
     return exit_code
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Print what the last word may become; nothing where that is not known."""
+    with suppress(CkptctlError, OSError):
+        from ckptctl.cli.completion import candidates
+
+        out = Output()
+        out.bare(candidates(words, out))
+    return 0
 
 
 def _command(argv: Sequence[str]) -> str | None:

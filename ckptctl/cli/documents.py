@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ckptctl.cli.explain import Page
     from ckptctl.runbook.document import Input
+    from ckptctl.supervisor.results import Attempt
 
 Document = dict[str, object]
 
@@ -67,6 +68,13 @@ class Chosen(TypedDict):
     """The address of the chosen step; null where none was chosen."""
     step: int | None
     """The number of the chosen step."""
+
+
+class Attempted(TypedDict):
+    """What `run --notify` sends of an attempt that is followed by another."""
+
+    attempt: Attempt
+    """The attempt that failed."""
 
 
 class Explained(TypedDict):
@@ -148,6 +156,9 @@ DOCUMENTS: Mapping[str, Kind] = {
     "pruned": Kind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": Kind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
     "supervised": Kind("ckptctl run --json", ("supervisor.results:Supervised",)),
+    "attempt": Kind(
+        "ckptctl run --notify, for an attempt that failed", ("cli.documents:Attempted",)
+    ),
     "history": Kind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
     "drilled": Kind("ckptctl drill --json", ("drill.results:Drilled",)),

@@ -9,13 +9,12 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import argument, option
-from ckptctl.cli.output import Output, replace_file
+from ckptctl.cli.options import MetricsOpt, argument, option
+from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import Mark, glyph
 from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, padded
 from ckptctl.formatting import counted, duration, listed
 from ckptctl.goodput.history import RootHistory, RunHistory
-from ckptctl.goodput.metrics import metrics_text
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
 from ckptctl.options import StorageOptions
 
@@ -49,14 +48,7 @@ def history(
             "ranks; may be given several times.",
         ),
     ] = None,
-    metrics: Annotated[
-        str | None,
-        option(
-            "--metrics",
-            metavar="FILE",
-            help="Also write the figures to FILE for the textfile collector of Prometheus.",
-        ),
-    ] = None,
+    metrics: MetricsOpt = None,
     *,
     storage: StorageOptions,
     out: Output,
@@ -69,7 +61,9 @@ def history(
     """
     found = ckptctl.run_history(*roots, state=state, logs=log or (), storage=storage)
     if metrics is not None:
-        replace_file(metrics, metrics_text(found), "the metrics")
+        from ckptctl.cli.metrics import history_samples, write_metrics
+
+        write_metrics(metrics, history_samples(found))
     share = found.goodput.goodput
     out.answer(
         lambda: document("history", found),

@@ -178,6 +178,23 @@ AcceptAsItIsOpt = Annotated[
         help="Accept a step that cannot be proven good.",
     ),
 ]
+MetricsOpt = Annotated[
+    str | None,
+    option(
+        "--metrics",
+        metavar="FILE",
+        help="Also write the figures to FILE for the textfile collector of Prometheus.",
+    ),
+]
+NotifyOpt = Annotated[
+    str | None,
+    option(
+        "--notify",
+        metavar="COMMAND|URL",
+        help="Run COMMAND with the JSON document of what went wrong on standard input, or POST it "
+        "to URL; a command is split into words, and no shell runs it.",
+    ),
+]
 MarksOpt = Annotated[
     str | None,
     option(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import OptionalRootOpt, argument, only, option
+from ckptctl.cli.notifying import Notifier
+from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import Line, Span, line, next_line
 from ckptctl.cli.values import parse_duration
@@ -227,6 +228,7 @@ def run(
             "number of ranks at which required state is lost.",
         ),
     ] = False,
+    notify: NotifyOpt = None,
     *,
     requirements: Annotated[Requirements, only("pattern")],
     storage: StorageOptions,
@@ -248,6 +250,14 @@ def run(
             "either a command or --job is needed" if job is None else "--job excludes a command",
             next_command="ckptctl run --help",
         )
+    notifier = Notifier(notify, out)
+
+    def on_attempt(one: Attempt) -> None:
+        if out.talks:
+            out.lines(attempt_lines(one), to=out.err)
+        if one.decision is Decision.RESTART:
+            notifier.send(document("attempt", exit_code=one.exit_code or 1, attempt=one))
+
     options = RunOptions(
         budget=BudgetOptions(
             max_restarts=max_restarts,
@@ -275,18 +285,22 @@ def run(
         create=create,
         wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
-        on_attempt=lambda one: out.lines(attempt_lines(one), to=out.err) if out.talks else None,
+        on_attempt=on_attempt,
         tell=lambda said: _tell(out, said),
     )
-    if job is None:
-        found = supervise(command or (), root, options)
-    else:
-        found = run_phases(read_job(job), root, options)
-    out.save(lambda: document("supervised", found))
-    if out.as_json:
-        out.document(document("supervised", found))
-    elif out.talks or found.exit_code:
-        out.lines(supervised_lines(found), to=out.err)
+    with notifier:
+        if job is None:
+            found = supervise(command or (), root, options)
+        else:
+            found = run_phases(read_job(job), root, options)
+        answer = document("supervised", found)
+        if found.exit_code:
+            notifier.send(answer)
+        out.save(lambda: answer)
+        if out.as_json:
+            out.document(answer)
+        elif out.talks or found.exit_code:
+            out.lines(supervised_lines(found), to=out.err)
     return found.exit_code
 
 

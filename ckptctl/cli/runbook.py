@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.documents import Document, ShownRunbook, document
-from ckptctl.cli.options import OptionalRootOpt, argument, option
+from ckptctl.cli.notifying import Notifier
+from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, Style, line, next_line, padded, page_lines
 from ckptctl.errors import UsageError
@@ -114,6 +115,7 @@ def runbook(
         str | None,
         option("--folder", metavar="DIR", help="A folder with your own runbooks."),
     ] = None,
+    notify: NotifyOpt = None,
     *,
     storage: StorageOptions,
     out: Output,
@@ -145,24 +147,28 @@ def runbook(
         )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
-    ran = run_runbook(
-        book,
-        roots[0],
-        _inputs(
-            [
-                *(f"OTHER_ROOTS={each}" for each in roots[1:]),
-                *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
-                *(given or ()),
-            ]
-        ),
-        TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
-        how=_how(dry_run=dry_run, new=new, go_on=go_on),
-        take_over=take_over,
-        storage=storage,
-    )
-    if transcript is not None:
-        write_transcript(Path(transcript), ran.events, ran.step)
-    return _answer(ran, transcript, out)
+    with Notifier(notify, out) as notifier:
+        ran = run_runbook(
+            book,
+            roots[0],
+            _inputs(
+                [
+                    *(f"OTHER_ROOTS={each}" for each in roots[1:]),
+                    *(f"OPTIONAL_ROOTS={each}" for each in optional_root or ()),
+                    *(given or ()),
+                ]
+            ),
+            TerminalPrompts(out, yes=yes, dry_run=dry_run, repeated=repeated),
+            how=_how(dry_run=dry_run, new=new, go_on=go_on),
+            take_over=take_over,
+            storage=storage,
+        )
+        if transcript is not None:
+            write_transcript(Path(transcript), ran.events, ran.step)
+        if ran.exit_code or not ran.finished:
+            notifier.send(document("runbook", ran))
+        _answer(ran, transcript, out)
+    return ran.exit_code
 
 
 def _list(folder: str | None, out: Output) -> int:
@@ -211,13 +217,12 @@ def _runbooks(
     return document("runbooks", exit_code=exit_code, runbooks=shown, problems=tuple(problems))
 
 
-def _answer(ran: Ran, transcript: str | None, out: Output) -> int:
+def _answer(ran: Ran, transcript: str | None, out: Output) -> None:
     out.answer(
         lambda: document("runbook", ran),
         lambda: ran_lines(ran, transcript),
         bare=() if ran.step is None else (ran.step,),
     )
-    return ran.exit_code
 
 
 def _inputs(given: Sequence[str]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import OfStep, OptionalRootOpt, RootsArg, option
+from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import (
     LACKING,
@@ -53,6 +53,7 @@ def scan(
         int,
         option("--last", metavar="N", min=0, help="Only the newest N steps; 0 for all of them."),
     ] = NEWEST,
+    metrics: MetricsOpt = None,
     *,
     policy: PickPolicy,
     requirements: OfStep,
@@ -78,6 +79,10 @@ def scan(
         requirements=requirements,
         storage=storage,
     )
+    if metrics is not None:
+        from ckptctl.cli.metrics import root_samples, write_metrics
+
+        write_metrics(metrics, root_samples(found))
     shown.finish(found)
     return found.exit_code
 

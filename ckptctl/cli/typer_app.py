@@ -15,6 +15,7 @@ import typer
 from ckptctl.cli.app import VERSION
 from ckptctl.cli.binding import Bound, with_common
 from ckptctl.cli.commands import SUMMARIES, load
+from ckptctl.cli.completion import script
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import REQUIRED, Parameter
@@ -27,6 +28,7 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
         help="Which checkpoint do we resume from, and did the resume work?",
         epilog="Every finding code, verdict and exit code is explained by: ckptctl explain",
         rich_markup_mode=None,
+        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings=_HELP_NAMES,
     )
@@ -37,9 +39,20 @@ def build_app(commands: Sequence[str], out: Output, *, whole: bool = True) -> ty
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and exit.")
         ] = False,
+        show_completion: Annotated[
+            str | None,
+            typer.Option(
+                "--show-completion",
+                metavar="SHELL",
+                help="Print the completion script of bash, fish or zsh, and exit.",
+            ),
+        ] = None,
     ) -> None:
         if version:
             out.bare([VERSION])
+            raise typer.Exit
+        if show_completion is not None:
+            out.bare(script(show_completion).splitlines())
             raise typer.Exit
         if context.invoked_subcommand is None:
             raise UsageError("no command is given", next_command="ckptctl --help")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -93,6 +93,7 @@ def watch(
     bytes_per_s: int = BYTES_PER_S,
     accept_unverifiable: bool = False,
     jobs: int | None = None,
+    on_listed: Callable[[], None] | None = None,
     requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StepKeywords],
@@ -105,7 +106,8 @@ def watch(
     rejected, superseded, sealed or still being written is left alone. Each state of a step
     is reported once, also over several watches.
 
-    The root is listed every `interval_s` seconds, forever; with `once` a single time, which
+    The root is listed every `interval_s` seconds, forever, and `on_listed` is called each time
+    that it answered and its steps were read; with `once` a single time, which
     finishes what an earlier watch saw. Reads are kept below `bytes_per_s`. A storage that
     does not answer is an event, once until it answers; with `once` it raises
     `StorageError`. `AccessDenied` is always raised.
@@ -119,6 +121,8 @@ def watch(
         try:
             yield from watcher.events()
             answers = True
+            if on_listed is not None:
+                on_listed()
         except AccessDenied:
             raise
         except StorageError as error:

@@ -276,18 +276,3 @@ def test_without_arguments_it_helps_but_does_not_succeed(ckptctl):
 def test_the_version_is_said(ckptctl):
     done = ckptctl("--version")
     assert (done.returncode, done.stdout) == (0, f"ckptctl {package.__version__}\n")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_completion_for_every_shell(ckptctl, shell):
-    env = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = ckptctl("--show-completion", shell, env=env)
-    assert done.returncode == 0
-    assert "_CKPTCTL_COMPLETE" in done.stdout
-
-
-def test_commands_and_options_are_completed(ckptctl):
-    env = {"_CKPTCTL_COMPLETE": "complete_bash", "COMP_WORDS": "ckptctl ve", "COMP_CWORD": "1"}
-    assert ckptctl(env=env).stdout.split() == ["verify"]
-    env = {**env, "COMP_WORDS": "ckptctl pick --max", "COMP_CWORD": "2"}
-    assert ckptctl(env=env).stdout.split() == ["--max-fallback"]

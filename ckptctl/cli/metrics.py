@@ -1,0 +1,183 @@
+"""Write what a command found in the text format of Prometheus: `--metrics`.
+
+Names follow its conventions: a prefix, base units, `_total` for what only grows. A figure that was
+not recorded has no sample. Source: https://prometheus.io/docs/practices/naming/ and
+https://prometheus.io/docs/instrumenting/exposition_formats/.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptctl.cli.output import replace_file
+from ckptctl.findings import Report, Severity, Verdict
+
+if TYPE_CHECKING:
+    from ckptctl.goodput.history import RunHistory
+    from ckptctl.goodput.timeline import Goodput, PastAttempt
+    from ckptctl.selection.results import Scan
+    from ckptctl.selection.watching import Event
+
+
+class _Family(NamedTuple):
+    help: str
+    kind: str
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "ckptctl_run_up": _Family("Whether the record of the run could be read.", "gauge"),
+    "ckptctl_run_elapsed_seconds": _Family(
+        "Time from the start of the first attempt to the end of the last.", "gauge"
+    ),
+    "ckptctl_run_goodput_seconds": _Family("Training that is kept.", "gauge"),
+    "ckptctl_run_goodput_ratio": _Family(
+        "Training that is kept, as a share of the time that counts.", "gauge"
+    ),
+    "ckptctl_run_ettr_ratio": _Family(
+        "Effective training time ratio: training that is kept, as a share of all time.", "gauge"
+    ),
+    "ckptctl_run_badput_seconds": _Family(
+        "Time that was not training that is kept, by bucket of ml-goodput-measurement.", "gauge"
+    ),
+    "ckptctl_run_disruptions_total": _Family("How often training had to start again.", "counter"),
+    "ckptctl_run_failures_total": _Family("Attempts that failed.", "counter"),
+    "ckptctl_run_mtbf_seconds": _Family("Running time per failure.", "gauge"),
+    "ckptctl_run_slow_ranks": _Family("Ranks that were slow when the last attempt ended.", "gauge"),
+    "ckptctl_run_max_productive_step": _Family("Newest training step that is kept.", "gauge"),
+    "ckptctl_root_exit_code": _Family("Exit code of the last scan that answered.", "gauge"),
+    "ckptctl_root_steps": _Family("Steps in the root.", "gauge"),
+    "ckptctl_root_inspected_steps": _Family("Inspected steps, by verdict.", "gauge"),
+    "ckptctl_root_newest_step": _Family("Number of the newest inspected step.", "gauge"),
+    "ckptctl_root_chosen_step": _Family("Number of the step that pick takes.", "gauge"),
+    "ckptctl_root_chosen_written_timestamp_seconds": _Family(
+        "When the step that pick takes was written.", "gauge"
+    ),
+    "ckptctl_root_inspected_timestamp_seconds": _Family("When the root was inspected.", "gauge"),
+    "ckptctl_step_usable": _Family("Whether a job may resume from the step.", "gauge"),
+    "ckptctl_step_exit_code": _Family("Exit code of verify.", "gauge"),
+    "ckptctl_step_findings": _Family("Findings, by severity.", "gauge"),
+    "ckptctl_step_size_bytes": _Family("Size of the files of the step.", "gauge"),
+    "ckptctl_step_verified_bytes": _Family("Bytes that match their checksums.", "gauge"),
+    "ckptctl_step_written_timestamp_seconds": _Family("When the step was written.", "gauge"),
+    "ckptctl_step_inspected_timestamp_seconds": _Family("When the step was inspected.", "gauge"),
+    "ckptctl_watch_events_total": _Family("Steps that watch reported, by event.", "counter"),
+    "ckptctl_watch_newest_step": _Family("Number of the newest such step.", "gauge"),
+    "ckptctl_watch_listed_timestamp_seconds": _Family(
+        "When the root last answered, and its due steps were read.", "gauge"
+    ),
+}
+
+
+class Sample(NamedTuple):
+    """One value of one family; None where it is not known."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float | None
+
+
+def write_metrics(path: str, samples: Iterable[Sample]) -> None:
+    """Replace the file of `--metrics`, whole."""
+    replace_file(path, metrics_text(samples), "the metrics")
+
+
+def metrics_text(samples: Iterable[Sample]) -> str:
+    """The samples that have a value, grouped by name as the format demands."""
+    found: dict[str, list[str]] = {name: [] for name in _FAMILIES}
+    for each in samples:
+        if each.value is not None:
+            found[each.name].append(f"{each.name}{_labels(each.labels)} {each.value:.12g}")
+    return "".join(
+        f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n"
+        + "".join(f"{sample}\n" for sample in found[name])
+        for name, family in _FAMILIES.items()
+        if found[name]
+    )
+
+
+def history_samples(found: RunHistory) -> Iterator[Sample]:
+    """The figures of every run."""
+    for each in found.roots:
+        own = [attempt for attempt in found.attempts if attempt.root == each.root]
+        for name, labels, value in _values(each.goodput, own):
+            yield Sample(name, {"root": each.root, **labels}, value)
+
+
+def step_samples(report: Report) -> Iterator[Sample]:
+    """What `verify` found of a step."""
+    step = {"step": report.url}
+    yield Sample("ckptctl_step_usable", step, float(report.usable))
+    yield Sample("ckptctl_step_exit_code", step, report.exit_code)
+    for severity in Severity:
+        n_found = float(len(report.with_severity(severity)))
+        yield Sample("ckptctl_step_findings", {**step, "severity": severity.value}, n_found)
+    yield Sample("ckptctl_step_size_bytes", step, report.n_bytes)
+    yield Sample("ckptctl_step_verified_bytes", step, report.bytes_proven)
+    yield Sample("ckptctl_step_written_timestamp_seconds", step, report.written_s)
+    yield Sample("ckptctl_step_inspected_timestamp_seconds", step, round(time.time()))
+
+
+def root_samples(found: Scan) -> Iterator[Sample]:
+    """What `scan` found of a root, and of the step that `pick` takes."""
+    root = {"root": found.root}
+    yield Sample("ckptctl_root_exit_code", root, found.exit_code)
+    yield Sample("ckptctl_root_steps", root, found.n_steps)
+    verdicts = Counter(each.verdict for each in found.reports)
+    for verdict in Verdict:
+        yield Sample(
+            "ckptctl_root_inspected_steps", {**root, "verdict": verdict.value}, verdicts[verdict]
+        )
+    newest = [each.number for each in found.reports if each.number is not None]
+    yield Sample("ckptctl_root_newest_step", root, max(newest, default=None))
+    for each in found.reports:
+        if each.url == found.chosen:
+            yield Sample("ckptctl_root_chosen_step", root, each.number)
+            yield Sample("ckptctl_root_chosen_written_timestamp_seconds", root, each.written_s)
+    yield Sample("ckptctl_root_inspected_timestamp_seconds", root, round(time.time()))
+
+
+def watch_samples(
+    root: str, counts: Mapping[Event, int], newest: Mapping[Event, int]
+) -> Iterator[Sample]:
+    """What `watch` found since it was started: how often, and the newest step of each event."""
+    for event, n_found in counts.items():
+        labels = {"root": root, "event": event.value}
+        yield Sample("ckptctl_watch_events_total", labels, n_found)
+        yield Sample("ckptctl_watch_newest_step", labels, newest.get(event))
+    yield Sample("ckptctl_watch_listed_timestamp_seconds", {"root": root}, round(time.time()))
+
+
+def _values(
+    goodput: Goodput | None, attempts: Sequence[PastAttempt]
+) -> Iterator[tuple[str, dict[str, str], float | None]]:
+    from ckptctl.goodput.timeline import BUCKETS
+
+    yield "ckptctl_run_up", {}, float(goodput is not None)
+    if goodput is None:
+        return
+    yield "ckptctl_run_elapsed_seconds", {}, goodput.elapsed_s
+    yield "ckptctl_run_goodput_seconds", {}, goodput.goodput_s
+    yield "ckptctl_run_goodput_ratio", {}, goodput.goodput
+    yield "ckptctl_run_ettr_ratio", {}, goodput.ettr
+    for bucket in BUCKETS:
+        seconds: float | None = getattr(goodput.badput, bucket)
+        yield "ckptctl_run_badput_seconds", {"bucket": bucket}, seconds
+    yield "ckptctl_run_disruptions_total", {}, float(goodput.disruptions)
+    yield "ckptctl_run_failures_total", {}, float(goodput.mtbf.failures)
+    yield "ckptctl_run_mtbf_seconds", {}, goodput.mtbf.mean_s
+    if attempts:
+        yield "ckptctl_run_slow_ranks", {}, float(len(attempts[-1].slow))
+    step = goodput.max_productive_step
+    yield "ckptctl_run_max_productive_step", {}, None if step is None else float(step)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    pairs = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return f"{{{','.join(pairs)}}}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

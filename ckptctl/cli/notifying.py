@@ -1,0 +1,134 @@
+"""Send what happened to a command or to a webhook: `--notify`.
+
+One thread sends, in order, so that a slow receiver delays no restart of a job. What cannot be
+sent is a warning and changes no exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import ckptctl
+from ckptctl.cli.documents import Document, error_document
+from ckptctl.cli.output import Output
+from ckptctl.cli.text import line
+from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formatting import counted
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+TIMEOUT_S = 60.0
+"""How long a command may run."""
+
+REQUEST_TIMEOUT_S = 10.0
+PAUSES_S = (1.0, 4.0, 10.0)
+"""The pauses before the further requests to a webhook that does not take the first."""
+
+
+class Notifier:
+    """Sends documents to the receiver that `--notify` names; without one it sends nothing.
+
+    As a context manager it sends the error that ends a command, too.
+
+    Raises `UsageError` where `given` is no command and no address.
+    """
+
+    def __init__(self, given: str | None, out: Output) -> None:
+        self._out = out
+        self._sent: list[Future[None]] = []
+        self._send = None
+        if given is not None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._send = _sender(given)
+            self._thread = ThreadPoolExecutor(1)
+
+    def send(self, document: Document) -> None:
+        """Send a document, behind those that are not sent yet; returns at once."""
+        if self._send is not None:
+            self._sent.append(self._thread.submit(self._deliver, self._send, document))
+
+    def __enter__(self) -> Notifier:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Send the error that ends the command; wait for what is not sent yet, two minutes."""
+        if isinstance(error, CkptctlError):
+            self.send(error_document(error, self._out.command))
+        if not self._sent:
+            return
+        from concurrent.futures import wait
+
+        left = wait(self._sent, timeout=2 * TIMEOUT_S).not_done
+        if left:
+            said = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
+            self._out.lines([line(said, hang=2)], to=self._out.err)
+
+    def _deliver(self, send: Callable[[bytes], str | None], document: Document) -> None:
+        why = send(json.dumps(document).encode())
+        if why is not None:
+            self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
+
+
+def _sender(given: str) -> Callable[[bytes], str | None]:
+    """How a document is sent; what it returns says why that failed."""
+    if given.startswith(("http://", "https://")):
+        if not urlsplit(given).hostname:
+            raise UsageError("--notify is a URL without a host")
+        return lambda body: _post(given, body)
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise UsageError(f"--notify is {given!r}: {error}") from None
+    if not words:
+        raise UsageError("--notify is empty; it names the command to run, or a URL")
+    return lambda body: _run(words, body)
+
+
+def _run(words: list[str], body: bytes) -> str | None:
+    """Run a command; what it prints is dropped."""
+    try:
+        done = subprocess.run(
+            words,
+            input=body,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{shlex.join(words)} did not end within {TIMEOUT_S:.0f} s, and was ended"
+    except OSError as error:
+        return f"{shlex.join(words)} could not be started: {error.strerror}"
+    return f"{shlex.join(words)} ended with {done.returncode}" if done.returncode else None
+
+
+def _post(url: str, body: bytes) -> str | None:
+    """POST to a webhook, several times if it is busy or does not answer."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    headers = {"Content-Type": "application/json", "User-Agent": f"ckptctl/{ckptctl.__version__}"}
+    request = Request(url, body, headers)  # noqa: S310 - http or https, by `_sender`
+    why = ""
+    for pause_s in (0.0, *PAUSES_S):
+        time.sleep(pause_s)
+        try:
+            with urlopen(request, timeout=REQUEST_TIMEOUT_S):  # noqa: S310
+                return None
+        except HTTPError as error:
+            why = f"answered {error.code} {error.reason}"
+            if error.code < 500 and error.code not in (408, 429):
+                break
+        except (OSError, HTTPException, ValueError) as error:
+            why = f"did not take the request: {getattr(error, 'reason', error)}"
+    # The path of a webhook is its secret.
+    return f"{urlsplit(url).scheme}://{urlsplit(url).hostname}/*** {why}"

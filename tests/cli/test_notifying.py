@@ -1,0 +1,190 @@
+"""`--notify` and `--metrics`: what leaves the machine, by a real server and real commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from command_line import clean_environment, run_ckptctl, validated
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "notify"
+SECRET = "T0/B1/very-secret"
+
+
+class Webhook(HTTPServer):
+    """A webhook that keeps what it gets, and answers the first requests with `answers`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: list[int] = []
+        self.got: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Webhook
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append(body.decode())
+        self.send_response(self.server.answers.pop(0) if self.server.answers else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keep the output of the tests clean."""
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with Webhook() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def failing_run(root: Path, url: str, *words: str):
+    root.mkdir(exist_ok=True)
+    job = ("--", sys.executable, "-c", "raise SystemExit(9)")
+    limits = ("--max-restarts", 1, "--backoff", "0s")
+    return run_ckptctl("run", "--root", root, *limits, "--notify", url, *words, *job)
+
+
+def test_a_run_sends_each_failed_attempt_and_its_end(tmp_path, webhook):
+    webhook.answers = [503, 429]  # the first document is taken at the third request
+    done = failing_run(tmp_path / "run", webhook.url)
+    assert done.returncode == 93, done.stderr
+    sent = [validated(body) for body in webhook.got]
+    assert [each["schema"] for each in sent] == [*["ckptctl.attempt/1"] * 3, "ckptctl.supervised/1"]
+    assert (sent[0]["attempt"]["exit_code"], sent[0]["ok"]) == (9, False)
+    assert sent[-1]["exit_code"] == 93
+    assert "warning: --notify" not in done.stderr
+
+
+def test_a_webhook_that_refuses_is_a_warning_without_its_secret(tmp_path, webhook):
+    webhook.answers = [404] * 9
+    done = failing_run(tmp_path / "run", webhook.url)
+    assert done.returncode == 93
+    assert len(webhook.got) == 2  # a refusal is not asked again
+    assert done.stderr.count("warning: --notify http://127.0.0.1/*** answered 404") == 2
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_no_command_that_is_printed_has_the_secret(tmp_path, webhook):
+    for words in (
+        ("watch", tmp_path, "--interval", "soon", "--notify", webhook.url),
+        ("watch", tmp_path / "missing", "--once", f"--notify={webhook.url}", "--no-such-option"),
+        ("--json", "run", "--root", tmp_path / "missing", "--notify", webhook.url, "--", "true"),
+    ):
+        done = run_ckptctl(*words)
+        assert done.returncode, words
+        assert SECRET not in done.stdout + done.stderr
+
+
+def test_an_error_that_ends_a_command_is_sent(tmp_path, webhook):
+    done = run_ckptctl("run", "--root", tmp_path / "missing", "--notify", webhook.url, "--", "true")
+    (sent,) = webhook.got
+    assert done.returncode == validated(sent)["exit_code"] != 0
+
+
+def test_a_runbook_that_stops_is_sent(tmp_path, framework_roots, webhook):
+    root = shutil.copytree(framework_roots / "kempnerforge" / "checkpoints", tmp_path / "run")
+    for metadata in root.glob("*/.metadata"):
+        metadata.unlink()
+    log = tmp_path / "train.log"
+    log.write_text("step: 1 loss: 2.0\n")
+    done = run_ckptctl(
+        *("runbook", "run", "rb-7", root, "--yes", "--dry-run", "--set", f"LOG={log}"),
+        *("--notify", webhook.url),
+    )
+    (sent,) = webhook.got
+    assert validated(sent)["exit_code"] == done.returncode != 0
+
+
+def test_success_is_not_sent(tmp_path, webhook):
+    (tmp_path / "run").mkdir()
+    done = run_ckptctl("run", "--root", tmp_path / "run", "--notify", webhook.url, "--", "true")
+    assert (done.returncode, webhook.got) == (0, [])
+
+
+@pytest.mark.parametrize("given", ["", "'", "https://"])
+def test_a_receiver_that_cannot_be_one_ends_with_2(tmp_path, given):
+    done = run_ckptctl("run", "--root", tmp_path, "--notify", given, "--", "true")
+    assert done.returncode == 2
+    assert "--notify" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["slack", "pagerduty"])
+def test_the_examples_send_what_their_receiver_takes(tmp_path, webhook, name):
+    failing_run(tmp_path / "run", webhook.url)
+    attempt, *_, end = webhook.got
+    webhook.got.clear()
+    environment = clean_environment(
+        SLACK_WEBHOOK_URL=webhook.url, PAGERDUTY_URL=webhook.url, PAGERDUTY_ROUTING_KEY="key"
+    )
+    example = [sys.executable, EXAMPLES / f"{name}.py"]
+    for document in (attempt, end):
+        subprocess.run(example, input=document, text=True, env=environment, check=True)
+    sent = [json.loads(body) for body in webhook.got]
+    if name == "slack":
+        assert [each.keys() for each in sent] == [{"text"}, {"text"}]
+        assert sent[1]["text"].startswith(f"*{tmp_path}/run*: ")
+        assert "`ckptctl " in sent[1]["text"]
+    else:
+        assert [each["payload"]["severity"] for each in sent] == ["warning", "critical"]
+        assert {each["routing_key"] for each in sent} == {"key"}
+
+
+SAMPLE = re.compile(r'ckptctl_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+]+')
+
+
+def samples_in(path: Path) -> dict[str, float]:
+    """The samples of a file by name and labels, after each line was held against the format."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if not line.startswith("# "):
+            assert SAMPLE.fullmatch(line), line
+            name, _, value = line.rpartition(" ")
+            found[name] = float(value)
+    return found
+
+
+def test_the_metrics_say_what_the_commands_say(tmp_path, framework_roots):
+    root = shutil.copytree(framework_roots / "kempnerforge" / "checkpoints", tmp_path / "run")
+    (root / "step_30" / ".metadata").unlink()
+    file = tmp_path / "ckptctl.prom"
+    done = run_ckptctl("scan", root, "--metrics", file, "--json")
+    scanned, found = validated(done.stdout), samples_in(file)
+    at = f'{{root="{root}"}}'
+    assert found[f"ckptctl_root_steps{at}"] == scanned["n_steps"] == 3
+    assert found[f"ckptctl_root_chosen_step{at}"] == 20
+    assert found[f"ckptctl_root_newest_step{at}"] == 30
+    assert found[f'ckptctl_root_inspected_steps{{root="{root}",verdict="incomplete"}}'] == 1
+    done = run_ckptctl("verify", root / "step_30", "--metrics", file)
+    found = samples_in(file)
+    step = f'{{step="{root}/step_30"}}'
+    assert found[f"ckptctl_step_usable{step}"] == 0
+    assert found[f"ckptctl_step_exit_code{step}"] == done.returncode == 20
+    for _ in range(2):
+        run_ckptctl("watch", root, "--once", "--grace", 0, "--metrics", file)
+    found = samples_in(file)
+    assert found[f'ckptctl_watch_events_total{{root="{root}",event="sealed"}}'] == 2
+    assert found[f'ckptctl_watch_newest_step{{root="{root}",event="damaged"}}'] == 30
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_command_that_knows_nothing_leaves_the_metrics(tmp_path):
+    file = tmp_path / "ckptctl.prom"
+    file.write_text("before\n")
+    done = run_ckptctl("scan", "s3://bucket/run", "--metrics", file)  # without credentials
+    assert done.returncode == 77, done.stderr
+    assert file.read_text() == "before\n"
