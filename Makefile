@@ -48,6 +48,7 @@ fmt: $(READY) ## Format the code
 generate: $(READY) ## Write the generated files again; `make test` checks that they are current
 	@$(BIN)/python tools/failure_rules.py
 	@$(BIN)/python tools/reference.py
+	@$(BIN)/python tools/man_page.py
 
 kills: $(READY) ## Kill a training job 50 times at random; its losses must equal those of an undisturbed run
 	@$(BIN)/python tests/campaign/kills.py

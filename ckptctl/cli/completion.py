@@ -82,7 +82,7 @@ def _values(command: str, parameter: Parameter, word: str) -> Iterator[tuple[str
         return
     metavar = parameter.declared.metavar if parameter.declared else None
     if metavar == "CODE" and command == "explain":
-        from ckptctl.cli.pages import all_pages
+        from ckptctl.cli.explain import all_pages
 
         yield from ((each.name, each.title) for each in all_pages())
     elif metavar == "NAME" and command == "runbook":

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import ckptctl
 from ckptctl.cli.documents import Document, error_document
 from ckptctl.cli.output import Output
-from ckptctl.cli.text import line
+from ckptctl.cli.rendering import line
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formatting import counted
 

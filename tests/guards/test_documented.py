@@ -40,6 +40,12 @@ def test_the_reference_is_what_the_command_line_says():
         assert tool["renewed"](text) == text, "run: python tools/reference.py"
 
 
+def test_the_manual_page_is_what_the_command_line_says():
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "man_page.py"))
+    page = (REPOSITORY / "docs" / "man" / "ckptctl.1").read_text()
+    assert tool["manual_page"]() == page, "run: make generate"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(command):
     for option in options(command):

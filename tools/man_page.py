@@ -1,0 +1,139 @@
+"""Write the manual page from the command line.
+
+    python tools/man_page.py
+
+`docs/man/ckptctl.1` is installed with the wheel: `man ckptctl`. A test compares it. The macros
+are those of man(7).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+from ckptctl.cli.app import VERSION
+from ckptctl.cli.binding import with_common
+from ckptctl.cli.commands import COMMANDS, SUMMARIES, load
+from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.options import COMMON
+from ckptctl.cli.output import Output
+from ckptctl.cli.parsing import REQUIRED, Parameter
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "man" / "ckptctl.1"
+
+
+def main() -> int:
+    """Write the page anew."""
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(manual_page())
+    return 0
+
+
+def manual_page() -> str:
+    """The whole page."""
+    return "".join(f"{line}\n" for line in _lines())
+
+
+def _lines() -> Iterator[str]:
+    yield f'.TH CKPTCTL 1 "" "{VERSION}" "User Commands"'
+    yield ".SH NAME"
+    yield r"ckptctl \- choose the checkpoint to resume from, and check that the resume worked"
+    yield ".SH SYNOPSIS"
+    yield r".B ckptctl"
+    yield r"\fICOMMAND\fR [\fIOPTIONS\fR] [\fIARGUMENTS\fR]"
+    yield ".SH DESCRIPTION"
+    yield from _prose(
+        "Inspects sharded torch checkpoints on file systems and in object stores, chooses the "
+        "step to resume from, and judges the resume by its losses. It runs no code from a "
+        "checkpoint and never calls a storage error an empty root."
+    )
+    yield ".SH COMMANDS"
+    for name in COMMANDS:
+        yield from _command(name)
+    yield ".SH COMMON OPTIONS"
+    for name, offer in COMMON.items():
+        yield from _option(Parameter(name, offer.option, offer.default))
+    yield ".SH EXIT STATUS"
+    for number, code in EXIT_CODES.items():
+        yield ".TP"
+        yield rf"\fB{number}\fR"
+        yield _text(f"{code.title}. {code.advice}")
+    yield ".SH ENVIRONMENT"
+    yield from _prose(
+        "Every option has a variable, such as CKPTCTL_MAX_FALLBACK for --max-fallback, except "
+        "those that change or remove something. The command line takes precedence."
+    )
+    yield ".SH SEE ALSO"
+    yield from _prose(
+        "ckptctl explain CODE prints the page of a finding, a verdict or an exit code; "
+        "ckptctl COMMAND --help the help of a command."
+    )
+
+
+def _command(name: str) -> Iterator[str]:
+    command = load(name)
+    parameters = with_common(command.function, Output()).parameters
+    arguments = [each for each in parameters if each.declared and not each.declared.names]
+    usage = " ".join(
+        text if each.default is REQUIRED else f"[{text}]"
+        for each in arguments
+        if each.declared and (text := rf"\fI{_text(each.declared.metavar or '')}\fR")
+    )
+    yield f'.SS "{name}"'
+    yield rf"\fBckptctl {name}\fR [\fIOPTIONS\fR] {usage}".rstrip()
+    yield ".PP"
+    yield _text(SUMMARIES[name])
+    rest = inspect.cleandoc(command.function.__doc__ or "").split("\n\n")[1:]
+    for paragraph in rest:
+        yield ".PP"
+        yield _text(paragraph)
+    for each in arguments:
+        if each.declared:
+            yield ".TP"
+            yield rf"\fI{_text(each.declared.metavar or '')}\fR"
+            yield _text(each.declared.help)
+    for each in parameters:
+        if each.declared and each.declared.names and each.name not in COMMON:
+            yield from _option(each)
+    yield ".PP"
+    yield "Examples:"
+    for example in command.examples:
+        yield ".PP"
+        yield rf"    {_text(example)}"
+
+
+def _option(parameter: Parameter) -> Iterator[str]:
+    declared = parameter.declared
+    if declared is None:
+        return
+    value = declared.metavar or _choices(parameter.kind)
+    names = ", ".join(rf"\fB{_text(name)}\fR" for name in declared.names)
+    yield ".TP"
+    yield names + (rf" \fI{_text(value)}\fR" if value else "")
+    yield _text(declared.help)
+
+
+def _choices(kind: object) -> str:
+    """The values of an option that has no other; empty for a switch."""
+    is_choice = isinstance(kind, type) and issubclass(kind, Enum)
+    return "|".join(str(each.value) for each in kind) if is_choice else ""
+
+
+def _prose(text: str) -> Iterator[str]:
+    yield ".PP"
+    yield _text(text)
+
+
+def _text(text: str) -> str:
+    """Text as troff takes it: hyphens are minus signs, so that they can be copied."""
+    plain = re.sub(r"\s+", " ", text).replace("\\", r"\e").replace("-", r"\-")
+    plain = plain.replace("…", "...").replace("×", "x")
+    return rf"\&{plain}" if plain[:1] in (".", "'") else plain
+
+
+if __name__ == "__main__":
+    sys.exit(main())
