@@ -18,6 +18,7 @@ from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
 from ckptctl.failures.deciding import Decision, decide, hardware
 from ckptctl.failures.matching import LogReader
+from ckptctl.failures.rank_dumps import compared
 from ckptctl.failures.reading import Read, read_logs
 from ckptctl.failures.results import (
     CLASSES,
@@ -31,7 +32,6 @@ from ckptctl.failures.results import (
     Role,
     Suspect,
 )
-from ckptctl.failures.stacks import compared
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 

@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptctl.data_classes import replace
 from ckptctl.failures.loglines import WARNING, LogLine, clock_of, take_apart
+from ckptctl.failures.rank_dumps import StackReader
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES, Rule, find_literals
-from ckptctl.failures.stacks import StackReader
 from ckptctl.storage.log_lines import MAX_MATCHED
 
 _MAX_TEXT = 400

@@ -15,16 +15,16 @@ from contextlib import suppress
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import BinaryData, PathNotFound, StorageError
-from ckptctl.failures.flight_recorder import (
+from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
     Dump,
     NotADump,
+    Stack,
     may_be_dump,
     read_dump,
 )
-from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.results import Evidence
-from ckptctl.failures.stacks import Stack
 from ckptctl.options import StorageOptions
 from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
 from ckptctl.storage.opening import is_local

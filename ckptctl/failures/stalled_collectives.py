@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import dataclass
-from ckptctl.failures.flight_recorder import Call, Dump
+from ckptctl.failures.rank_dumps import Call, Dump
 from ckptctl.failures.results import Evidence, Role, StalledCollective
 
 # Operations that no member can complete before every member has started them.

@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
-from ckptctl.failures.flight_recorder import MAX_BYTES as MAX_DUMP_BYTES
-from ckptctl.failures.flight_recorder import Dump, NotADump, read_dump
+from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
+from ckptctl.failures.rank_dumps import Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
 from ckptctl.supervisor.processes import Process, is_alive
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ckptctl.failures.flight_recorder import Dump
+from ckptctl.failures.rank_dumps import Dump
 from ckptctl.failures.stalled_collectives import compare_dumps, listed
 from ckptctl.supervisor.evidence import RankEvidence, Stack
 

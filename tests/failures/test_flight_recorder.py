@@ -16,7 +16,7 @@ from command_line import validated
 
 import ckptctl
 from ckptctl.errors import BinaryData, PathNotFound
-from ckptctl.failures.flight_recorder import NotADump, read_dump
+from ckptctl.failures.rank_dumps import NotADump, read_dump
 from ckptctl.failures.stalled_collectives import Stall, compare_dumps
 
 JOB = Path(__file__).parents[1] / "jobs" / "flight_recorder_job.py"

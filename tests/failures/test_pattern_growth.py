@@ -10,7 +10,7 @@ import pattern_growth
 import pytest
 from pattern_growth import Search
 
-from ckptctl.failures import loglines, matching, stacks
+from ckptctl.failures import loglines, matching, rank_dumps
 from ckptctl.failures.rules import RULES
 from ckptctl.storage.log_lines import MAX_MATCHED
 
@@ -60,7 +60,9 @@ def test_a_pattern_for_whole_messages_takes_linear_time_on_long_lines(name: str)
     assert too_slow(pattern.search, texts_of(pattern.pattern)) == []
 
 
-@pytest.mark.parametrize("pattern", [stacks._THREAD, stacks._FRAME], ids=["thread", "frame"])
+@pytest.mark.parametrize(
+    "pattern", [rank_dumps._THREAD, rank_dumps._FRAME], ids=["thread", "frame"]
+)
 def test_a_pattern_for_stacks_takes_linear_time_on_long_lines(pattern: re.Pattern[str]) -> None:
     assert too_slow(pattern.match, texts_of(pattern.pattern)) == []
 

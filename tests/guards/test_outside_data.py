@@ -276,7 +276,7 @@ def heartbeat(_root: Path, data: bytes) -> None:
 READERS: dict[str, tuple[Probe, ...]] = {
     "cli/values.py": (storage_option,),
     "failures/loglines.py": (classify_reads_a_log,),
-    "failures/flight_recorder.py": (classify_reads_a_dump,),
+    "failures/rank_dumps.py": (classify_reads_a_dump,),
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/own/heartbeats.py": (heartbeat,),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),

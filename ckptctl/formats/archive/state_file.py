@@ -30,6 +30,7 @@ from ckptctl.formats.archive.writing import (
     Placed,
     end,
     folded,
+    pickled_integer,
     place,
     tensor_value,
 )
@@ -273,17 +274,10 @@ def _bytes(value: bytes) -> bytes:
     return b"c_codecs\nencode\n" + text(value.decode("latin-1")) + text("latin1") + b"\x86R"
 
 
-def _integer(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + pack("<i", value)
-    n_bytes = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes((n_bytes,)) + value.to_bytes(n_bytes, "little", signed=True)
-
-
 _SIMPLE: Mapping[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
-    int: _integer,
+    int: pickled_integer,
     float: lambda value: b"G" + pack(">d", value),
     str: text,
     bytes: _bytes,

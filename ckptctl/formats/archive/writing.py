@@ -246,8 +246,10 @@ def tensor_value(dtype: str, shape: Sequence[int], key: str) -> bytes:
     name = key.encode()
     pickled = b"ctorch._utils\n_rebuild_tensor_v%d\n((X\7\0\0\0storagec" % (2 if storage else 3)
     pickled += kind.encode() + b"X" + pack("<I", len(name)) + name + b"X\3\0\0\0cpu"
-    pickled += _integer(n_stored) + b"tQK\0(" + b"".join(map(_integer, shape)) + b"t("
-    pickled += b"".join(map(_integer, strides_of(shape))) + b"t\x89ccollections\nOrderedDict\n)R"
+    pickled += pickled_integer(n_stored) + b"tQK\0(" + b"".join(map(pickled_integer, shape)) + b"t("
+    pickled += (
+        b"".join(map(pickled_integer, strides_of(shape))) + b"t\x89ccollections\nOrderedDict\n)R"
+    )
     return pickled + (b"" if storage else f"ctorch\n{dtype}\n".encode()) + b"tR"
 
 
@@ -266,7 +268,7 @@ def _tensor_pickle(
         return b"q" + bytes((memo - 1,))
 
     def dims(values: Sequence[int]) -> bytes:
-        items = b"".join(map(_integer, values))
+        items = b"".join(map(pickled_integer, values))
         if not values:
             return b")"
         if len(values) <= 3:
@@ -276,7 +278,7 @@ def _tensor_pickle(
     pickled = b"\x80\2ctorch._utils\n_rebuild_tensor_v%d\nq\0((X\7\0\0\0storageq\1c" % (
         2 if storage else 3
     )
-    pickled += kind.encode() + b"q\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4" + _integer(n_stored)
+    pickled += kind.encode() + b"q\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4" + pickled_integer(n_stored)
     strides = strides_of(shape) if strides is None else strides
     pickled += b"tq\5QK\0" + dims(shape) + dims(strides) + b"\x89"
     pickled += b"ccollections\nOrderedDict\n" + memoized() + b")R" + memoized()
@@ -285,12 +287,13 @@ def _tensor_pickle(
     return pickled + b"t" + memoized() + b"R" + memoized() + b"."
 
 
-def _integer(value: int) -> bytes:
-    if value < 1 << 8:
+def pickled_integer(value: int) -> bytes:
+    """An integer as `pickle` writes it from protocol 2 on."""
+    if 0 <= value < 1 << 8:
         return pack("<cB", b"K", value)
-    if value < 1 << 16:
+    if 0 <= value < 1 << 16:
         return pack("<cH", b"M", value)
-    if value < 1 << 31:
+    if -(1 << 31) <= value < 1 << 31:
         return pack("<ci", b"J", value)
     n_bytes = value.bit_length() // 8 + 1
     return pack("<cB", b"\x8a", n_bytes) + value.to_bytes(n_bytes, "little", signed=True)

@@ -18,6 +18,7 @@ from struct import pack
 from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
+from ckptctl.formats.archive.writing import pickled_integer
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -129,7 +130,7 @@ class _Memo:
     def call(self, module: str, name: str, argument: str | int) -> bytes:
         """What a function gives for one argument."""
         named = self.name(module, name)
-        given = self.text(argument) if isinstance(argument, str) else _integer(argument)
+        given = self.text(argument) if isinstance(argument, str) else pickled_integer(argument)
         self.n_kept += 2
         return named + given + _CALL
 
@@ -160,18 +161,7 @@ def _tuple(items: Sequence[bytes]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _dims(dims: Dims) -> bytes:
-    return _tuple([_integer(dim) for dim in dims])
-
-
-def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + bytes((value,))
-    if 0 <= value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    n_bytes = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes((n_bytes,)) + value.to_bytes(n_bytes, "little", signed=True)
+    return _tuple([pickled_integer(dim) for dim in dims])
 
 
 def _entry(memo: _Memo, entry: SavedTensor | SavedBytes) -> bytes:
@@ -210,7 +200,7 @@ def _properties(memo: _Memo, tensor: SavedTensor) -> bytes:
 
 
 def _path(memo: _Memo, path: tuple[str | int, ...]) -> bytes:
-    made = _tuple([memo.text(p) if isinstance(p, str) else _integer(p) for p in path])
+    made = _tuple([memo.text(p) if isinstance(p, str) else pickled_integer(p) for p in path])
     memo.n_kept += bool(path)
     return made
 
@@ -221,7 +211,7 @@ def _storage(memo: _Memo, entries: Sequence[SavedTensor | SavedBytes]) -> Iterat
             yield _key(memo, entry.fqn, b"N") + b"ub" + _info(memo, entry)
             continue
         for number, chunk in enumerate(entry.chunks):
-            key = _key(memo, entry.fqn, _integer(number))
+            key = _key(memo, entry.fqn, pickled_integer(number))
             key += memo.text("offset") + memo.size(chunk.offsets) + b"ub"
             yield key + _info(memo, chunk)
 
@@ -234,8 +224,8 @@ def _key(memo: _Memo, fqn: str, index: bytes) -> bytes:
 def _info(memo: _Memo, at: SavedChunk | SavedBytes) -> bytes:
     head = memo.new(_FILESYSTEM, "_StorageInfo")
     file = memo.text("relative_path") + memo.text(at.file)
-    start = memo.text("offset") + _integer(at.start)
-    end = memo.text("length") + _integer(at.length)
+    start = memo.text("offset") + pickled_integer(at.start)
+    end = memo.text("length") + pickled_integer(at.length)
     if isinstance(at, SavedBytes) and at.transforms:
         end += memo.text("transform_descriptors") + b"]" + _MEMOIZED
         memo.n_kept += 1

@@ -285,17 +285,7 @@ def _fields_of(seal: Seal) -> Fields:
         "sealed_at": seal.sealed_at,
         "algorithm": seal.algorithm.value,
         "block_bytes": BLOCK_BYTES,
-        "step": {
-            "number": step.number,
-            "name": step.name,
-            "layout": step.layout,
-            "level": step.level,
-            "metadata": dict(step.metadata),
-            "save_ids": list(step.save_ids),
-            "world_size": step.world_size,
-            "state": list(step.state),
-            "tokens": step.tokens,
-        },
+        "step": {**asdict(step), "metadata": dict(step.metadata)},
         "files": [_fields_of_file(file) for file in seal.files],
     }
 
