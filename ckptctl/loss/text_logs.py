@@ -151,6 +151,7 @@ class TextLog:
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, int | None, Row | Marker]] = []
         self._resumed: int | None = None
+        self._stopped: int | None = None
         self._accumulated = 1
         self._hints: tuple[bytes, ...] = ()
         self._shapes: LineShapes | None = None
@@ -237,9 +238,12 @@ class TextLog:
         marker = markers.read_marker(rest[:MAX_MATCHED], LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
+            self._stopped = markers.stopped_in(rest[:MAX_MATCHED])
+            for reader in self._line_readers():
+                reader.stop(self._stopped)
             return
         yield from self._ended()
-        self._resumed = marker.step
+        self._resumed, self._stopped = marker.step, None
         for reader in self._line_readers():
             reader.resume(marker.step)
         if self._undecided:
@@ -282,6 +286,7 @@ class TextLog:
                 if isinstance(reader, LineReader):
                     reader.accumulated = self._accumulated
                     reader.resume(self._resumed)
+                    reader.stop(self._stopped)
             for row in reader.read(text if form.records else text[:MAX_MATCHED], position):
                 yield from self._found(form, rank, row)
             if reader.open:

@@ -106,6 +106,32 @@ def test_a_bar_that_is_drawn_again_is_one_row_and_the_next_bar_goes_on():
     ]  # fmt: skip
 
 
+BAR = "Epoch {}/-2 ━━━━━━ {} 0:00:01 • 0:00:00 81.94it/s loss: 0.0{}\n"
+
+
+@pytest.mark.parametrize(
+    ("resumed", "stopped", "bar", "step"),
+    [
+        ("", 53, (2, "13/13"), 53),
+        ("Restored all states from the checkpoint at a/epoch=1-step=40.ckpt", 80, (3, "20/20"), 80),
+        ("Restored all states from the checkpoint at a/epoch=2-step=36.ckpt", 48, (3, "12/11"), 48),
+    ],
+)
+def test_the_one_rich_bar_in_a_file_is_at_the_step_where_lightning_stopped(
+    resumed, stopped, bar, step
+):
+    """Lightning 2.6.6 writes these lines where its output is no terminal."""
+    text = f"{resumed}\n`Trainer.fit` stopped: `max_steps={stopped}` reached.\n"
+    assert [row.step for row in rows(text + BAR.format(*bar, 45))] == [step]
+
+
+def test_bars_of_the_next_process_do_not_begin_where_the_last_one_stopped():
+    text = "".join(BAR.format(0, f"{n}/20", n) for n in (7, 14, 20))
+    text += "`Trainer.fit` stopped: `max_steps=20` reached.\n" + BAR.format(0, "20/20", 20)
+    text += "".join(BAR.format(0, f"{n}/20", n) for n in (1, 9))
+    assert [row.step for row in rows(text)] == [7, 14, 20, 1, 9]
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -324,6 +324,10 @@ class LineReader:
         """Take note that the log announced a resume after `step`."""
         self._rounds.resume(None if step is None else step * self._batches)
 
+    def stop(self, step: int | None) -> None:
+        """Take note that the log announced the end of the training at `step`."""
+        self._rounds.stop(None if step is None else step * self._batches)
+
     @property
     def _batches(self) -> int:
         """How many of the steps that are printed make one step of the run."""
@@ -430,10 +434,18 @@ class Rounds:
         self._per: int | None = None
         self._longest = 0
         self._resumed: int | None = None
+        self._stopped: int | None = None
 
     def resume(self, step: int | None) -> None:
         """Take note that the next step follows `step` of the run."""
-        self._resumed = step
+        self._resumed, self._stopped = step, None
+
+    def stop(self, step: int | None) -> None:
+        """Take note that the run ended at `step`: a bar that is drawn once more is at it.
+
+        Off a terminal, rich draws each bar of a process only then.
+        """
+        self._stopped = step
 
     def step(self, step: int, per: int | None, epoch: int | None) -> int:
         """The step of the run; `per` is the number of steps in a round, where it is known.
@@ -443,6 +455,9 @@ class Rounds:
         round in which it ended.
         """
         resumed, self._resumed = self._resumed, None
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and per is not None and per <= step <= stopped:
+            return stopped
         # The last round of a run can be cut short.
         self._longest = max(self._longest, per or 0)
         if resumed is not None and (before := self._steps_before(resumed, step)) is not None:

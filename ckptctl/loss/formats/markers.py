@@ -85,6 +85,7 @@ HINTS: Sequence[bytes] = (
     b"oading checkpoint from",
     b"from scratch",
     b"NEW RUN",
+    b"Trainer.fit` stopped",
     b"accumulate_grad_batches",
 )
 """Every marker's line contains one of these literals; other lines are not matched."""
@@ -93,6 +94,7 @@ HINTS: Sequence[bytes] = (
 _ROOTS = (
     *(b"checkpoint", b"raining starts", b"ing training", b"fresh start", b"from scratch"),
     *(b"estored all states", b"esumed ", b"esuming ", b"NEW RUN", b"accumulate_grad_batches"),
+    b"Trainer.fit` stopped",
 )
 # With few kinds of characters kept, a line has a tenth of its length, and lines that differ
 # only in numbers are equal.
@@ -143,6 +145,15 @@ def accumulated_in(text: str) -> int | None:
     """How many batches make one step of Lightning, where a line shows its setting."""
     match = _ACCUMULATED.search(text)
     return max(1, int(match[1])) if match else None
+
+
+_STOPPED = re.compile(r"`Trainer\.fit` stopped: `max_steps=(\d{1,12})` reached")
+
+
+def stopped_in(text: str) -> int | None:
+    """The step at which Lightning ended a training, where a line announces it."""
+    match = _STOPPED.search(text)
+    return int(match[1]) if match else None
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
