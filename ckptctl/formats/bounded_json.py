@@ -69,7 +69,7 @@ def decode_json(
     try:
         text = data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
-        raise NotJson(str(error)[:200]) from error
+        raise NotJson(str(error)[:200], malformed=True) from error
     text = text.strip(" \t\r\n")
     value, end = decode_first_json(text, numbers=numbers, unique_keys=unique_keys)
     if end < len(text):

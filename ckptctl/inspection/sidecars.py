@@ -106,27 +106,39 @@ def read_sidecars(
 def check_documents(
     store: Store, folder: str, needed: Collection[str], sidecars: Sequence[FileInfo]
 ) -> Iterator[Finding]:
-    """Yield a finding for each document in JSON beside the shards that ends too early.
+    """Yield a finding for each damaged document in JSON beside the shards.
 
-    `file.unreadable` for one that is `needed` to load the step, `file.truncated` for any
-    other. Those that hold train state are `read_sidecars`'. Cost: at most `MAX_SIDECARS`
-    reads of up to `MAX_DOCUMENT_BYTES`.
+    `file.unreadable` for one that is `needed` to load the step and is empty or no JSON,
+    `file.truncated` for any other that ends too early. Those that hold train state are
+    `read_sidecars`'. Cost: at most `MAX_SIDECARS` reads of up to `MAX_DOCUMENT_BYTES`.
     """
-    wanted = [f for f in sidecars if f.kind == "file" and 0 < f.size <= MAX_DOCUMENT_BYTES]
-    wanted = [f for f in wanted if f.path.endswith(".json")][:MAX_SIDECARS]
+    wanted = [f for f in sidecars if f.kind == "file" and f.size <= MAX_DOCUMENT_BYTES]
+    wanted = [f for f in wanted if f.path.endswith(".json") and (f.size or f.path in needed)]
+    wanted = wanted[:MAX_SIDECARS]
     spans = [Span(inside(folder, file.path), 0, file.size) for file in wanted]
     for file, (_, data) in zip(wanted, store.read_spans(spans), strict=True):
-        if not _ends_early(data):
+        is_needed = file.path in needed
+        if not (_is_no_json(data) if is_needed else _ends_early(data)):
             continue
-        code = "file.unreadable" if file.path in needed else "file.truncated"
+        code, what = "file.truncated", "truncated"
+        if is_needed:
+            code, what = "file.unreadable", "no complete JSON document, and a load parses it"
         yield Finding(
             code,
             file.path,
-            f"{file.path} is truncated: writing or copying it was interrupted",
+            f"{file.path} is {what}: writing or copying it was interrupted",
             expected="a complete JSON document",
             found=f"{file.size:,} bytes of one",
             next_command=f"ckptctl explain {code}",
         )
+
+
+def _is_no_json(data: bytes) -> bool:
+    try:
+        decode_json(data, max_bytes=MAX_DOCUMENT_BYTES)
+    except NotJson as error:
+        return error.malformed
+    return False
 
 
 def _ends_early(data: bytes) -> bool:

@@ -186,7 +186,7 @@ def state(opened: OpenStep, found: Found) -> Iterator[Finding]:
                 yield sidecar.finding
             if sidecar.content is not None:
                 contents[sidecar.path] = sidecar.content
-        needed = layouts.written_last(step.layout, step.parts, step.files)
+        needed = layouts.documents_parsed(step.layout, step.parts, step.files)
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
         for part in opened.parts:

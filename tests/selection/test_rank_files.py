@@ -174,6 +174,16 @@ def test_a_step_without_what_the_one_before_held_is_passed_over(root, name):
     assert ckptctl.pick(str(root)).path == str(root / "checkpoint-4")
 
 
+@pytest.mark.parametrize("root", ["transformers"], indirect=True)
+@pytest.mark.parametrize("data", [b"", b'{"model_type": "gpt2",', bytes(9), b'{"a": "\xff"}'])
+def test_a_configuration_that_the_trainer_cannot_parse_is_damage(root, data):
+    (root / "checkpoint-6" / "config.json").write_bytes(data)
+    report = ckptctl.verify(str(root / "checkpoint-6"), grace_s=0)
+    assert (report.exit_code, faults(report)) == (21, {"file.unreadable"})
+    (root / "checkpoint-6" / "config.json").unlink()  # not every model has one
+    assert ckptctl.verify(str(root / "checkpoint-6")).exit_code == 0
+
+
 @pytest.mark.parametrize("root", ["transformers", "accelerate"], indirect=True)
 def test_a_step_without_weights_is_incomplete(root):
     (root / NEWEST[root.name] / "model.safetensors").unlink()

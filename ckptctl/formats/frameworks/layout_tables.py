@@ -140,6 +140,12 @@ WRITTEN_LAST: Mapping[str, tuple[str, ...]] = {
     "megatron-bridge": ("train_state.pt", "run_config.yaml"),
 }
 
+PARSED: Mapping[str, tuple[str, ...]] = {"transformers": ("config.json", "adapter_config.json")}
+"""Documents that a load need not find, and does not survive where they are no JSON.
+
+Source: transformers 5.23 `trainer.py` (`_load_from_checkpoint`); PEFT `PeftConfig`.
+"""
+
 # Megatron's torch_dist: `metadata.json` says what the folder is, and no load works without.
 MEGATRON = ("megatron", "megatron-bridge")
 

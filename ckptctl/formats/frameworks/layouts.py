@@ -430,6 +430,14 @@ def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) 
     return last
 
 
+def documents_parsed(
+    layout: str, parts: Sequence[Part], files: Iterable[FileInfo]
+) -> frozenset[str]:
+    """The documents in JSON that a load of the step parses: damage to one ends it."""
+    last = written_last(layout, parts, files)
+    return frozenset((*last, *tables.PARSED.get(layout, ())))
+
+
 def unfinished_markers(files: Iterable[FileInfo]) -> tuple[str, ...]:
     """Marker files that a framework keeps in a step until it is whole."""
     return tuple(f.path for f in files if re.fullmatch(tables.UNFINISHED_MARKERS, f.path))
