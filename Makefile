@@ -16,7 +16,7 @@ help: ## List the targets
 demo: $(READY) ## Train a small model, kill it during a save, and resume to the last digit of the loss
 	@$(BIN)/python examples/demo/run.py
 
-drill: $(READY) ## Kill and damage a real job in nine ways, and run the runbook each time
+drill: $(READY) ## Hang, kill and damage a job on two nodes; it must resume to the last digit of the loss
 	@$(BIN)/python examples/drill/run.py
 
 check: lint ## Lint, types and fast tests, in two minutes: before every commit
@@ -96,7 +96,7 @@ campaign: $(READY) ## Damage checkpoints in thirty thousand ways, and count what
 	@$(BIN)/python tests/campaign/soak.py
 
 clean: ## Remove everything that make created
-	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist
+	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist drill
 
 # pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
 $(READY): pyproject.toml constraints.txt tools/install_torch.py

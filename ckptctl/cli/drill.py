@@ -9,6 +9,7 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
+from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, parts, sizes
 from ckptctl.cli.values import parse_duration
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
@@ -16,6 +17,7 @@ from ckptctl.drill.faults import FAULTS
 from ckptctl.drill.report import COLUMNS, facts, row, write_reports
 from ckptctl.drill.results import Drilled
 from ckptctl.options import StorageOptions
+from ckptctl.supervisor.nodes import NodeOptions
 
 EXAMPLES = (
     "ckptctl drill --root /shared/ckpt/run -- torchrun --nproc-per-node 8 train.py --root {root}",
@@ -61,6 +63,9 @@ def drill(
     seed: Annotated[
         int, option("--seed", metavar="N", help="Determines ranks, moments and bytes.")
     ] = 0,
+    nodes: NodesOpt = None,
+    world_sizes: WorldSizesOpt = None,
+    hosts_file: HostsFileOpt = None,
     work: Annotated[
         str,
         option(
@@ -93,13 +98,18 @@ def drill(
     For each fault the step is copied (reflinks or real copies, never hard links), and the job is
     run on the copy by `ckptctl run`. After the fault RB-7 resumes the job, and its loss is
     compared with that of a run without a fault. The job needs no change; it must save steps,
-    print its loss, and resume by itself or by {step}. Writes report.md and report.html. Ends
-    with 33 where the job does not survive a fault.
+    print its loss, and resume by itself or by {step}. With --nodes a node on which a rank hangs
+    is left out, and with --world-sizes the job is resumed with fewer ranks; no node is drained.
+    Writes report.md and report.html. Ends with 33 where the job does not survive a fault. Ctrl-C
+    and SIGTERM end everything that was started and remove the copies.
     """
     options = DrillOptions(
         root_env=root_env,
         faults=tuple(dict.fromkeys(fault or FAULTS)),
         seed=seed,
+        nodes=NodeOptions(
+            nodes=parts(nodes or ()), world_sizes=sizes(world_sizes), hosts_file=hosts_file
+        ),
         work=work,
         keep=keep,
         hang_after_s=parse_duration(hang_after, "--hang-after"),

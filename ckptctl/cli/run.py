@@ -31,6 +31,33 @@ EXIT_CODES = (0, 2, 10, 11, 22, 75, 77, 93, 94)
 
 _STDERR = 2
 
+NodesOpt = Annotated[
+    list[str] | None,
+    option(
+        "--nodes",
+        metavar="NODE,...",
+        help="The nodes of the job; by default those that SLURM allocated, or this machine.",
+    ),
+]
+WorldSizesOpt = Annotated[
+    str | None,
+    option(
+        "--world-sizes",
+        metavar="N,...",
+        help="The numbers of ranks that the job can run with, the largest for all its nodes; "
+        "the one that fits is filled in for {world_size} and {nodes} of the command.",
+    ),
+]
+HostsFileOpt = Annotated[
+    str | None,
+    option(
+        "--hosts-file",
+        metavar="FILE",
+        help="Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
+        "for a launcher such as mpirun --hostfile FILE.",
+    ),
+]
+
 
 def run(
     root: Annotated[
@@ -63,6 +90,16 @@ def run(
             metavar="DIR",
             help="Write the output of each attempt to DIR/PHASE/ATTEMPT/output.log, and the "
             "decisions to DIR/run.log; with --job by default .ckptctl/supervisor/logs of the root.",
+        ),
+    ] = None,
+    evidence_dir: Annotated[
+        str | None,
+        option(
+            "--evidence-dir",
+            metavar="DIR",
+            help="Keep the stacks and flight-recorder dumps of a hang in DIR/attempt-N; by default "
+            "in a new folder for temporary files on this node. DIR must not be on a storage that "
+            "can hang.",
         ),
     ] = None,
     max_restarts: Annotated[
@@ -185,23 +222,8 @@ def run(
             help="How many nodes are excluded without a person.",
         ),
     ] = 1,
-    nodes: Annotated[
-        list[str] | None,
-        option(
-            "--nodes",
-            metavar="NODE,...",
-            help="The nodes of the job; by default those that SLURM allocated, or this machine.",
-        ),
-    ] = None,
-    world_sizes: Annotated[
-        str | None,
-        option(
-            "--world-sizes",
-            metavar="N,...",
-            help="The numbers of ranks that the job can run with, the largest for all its nodes; "
-            "the one that fits is filled in for {world_size} and {nodes} of the command.",
-        ),
-    ] = None,
+    nodes: NodesOpt = None,
+    world_sizes: WorldSizesOpt = None,
     min_world_size: Annotated[
         int,
         option(
@@ -211,15 +233,7 @@ def run(
             help="Wait for capacity (94) rather than run with fewer ranks.",
         ),
     ] = 1,
-    hosts_file: Annotated[
-        str | None,
-        option(
-            "--hosts-file",
-            metavar="FILE",
-            help="Write the nodes of each attempt to FILE, one a line, without the excluded ones, "
-            "for a launcher such as mpirun --hostfile FILE.",
-        ),
-    ] = None,
+    hosts_file: HostsFileOpt = None,
     allow_missing_state: Annotated[
         bool,
         option(
@@ -267,13 +281,16 @@ def run(
             reset_budget=reset_budget,
         ),
         output=OutputOptions(
-            logs=log or (), log_dir=log_dir, stdout=_STDERR if out.as_json else None
+            logs=log or (),
+            log_dir=log_dir,
+            evidence_dir=evidence_dir,
+            stdout=_STDERR if out.as_json else None,
         ),
         nodes=NodeOptions(
-            nodes=_parts(nodes or ()),
+            nodes=parts(nodes or ()),
             exclude_command=exclude_command,
             max_excluded=max_excluded,
-            world_sizes=_sizes(world_sizes),
+            world_sizes=sizes(world_sizes),
             min_world_size=min_world_size,
             hosts_file=hosts_file,
         ),
@@ -334,12 +351,14 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
     return limits
 
 
-def _parts(given: Sequence[str]) -> list[str]:
+def parts(given: Sequence[str]) -> list[str]:
+    """The names in values that are separated by commas."""
     return [word.strip() for each in given for word in each.split(",") if word.strip()]
 
 
-def _sizes(given: str | None) -> tuple[int, ...]:
-    words = _parts(() if given is None else (given,))
+def sizes(given: str | None) -> tuple[int, ...]:
+    """The numbers of ranks that `--world-sizes` gives."""
+    words = parts(() if given is None else (given,))
     if given is not None and not (words and all(word.isdecimal() for word in words)):
         raise UsageError(
             f"--world-sizes takes numbers of ranks, not {given!r}", instead="--world-sizes 64,56,48"
@@ -348,7 +367,7 @@ def _sizes(given: str | None) -> tuple[int, ...]:
 
 
 def _codes(given: Sequence[str]) -> tuple[int, ...]:
-    words = _parts(given)
+    words = parts(given)
     for word in words:
         if not (word.isascii() and word.isdecimal()) or int(word[:4]) > 255:
             raise UsageError(

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckptctl.errors import PathNotFound
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.options import StorageOptions
 from ckptctl.selection.history import ROOT_FILE
 from ckptctl.storage.contract import Span
@@ -67,6 +69,8 @@ def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> st
             for folder in above:
                 beside = store.list_dir("" if str(folder) == "." else str(folder))
                 wanted += [each for each in beside if each.size <= _BESIDE_BYTES]
+            with suppress(PathNotFound):
+                wanted += [each for each in store.list_dir(OWN_FOLDER) if each.path == ROOT_FILE]
             for info in wanted:
                 if info.kind != "file":
                     continue

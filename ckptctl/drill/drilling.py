@@ -8,34 +8,30 @@ step it is resumed. Its loss is compared with that of a run of the same copy wit
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.copying import copy_step, fingerprint, read_only_launcher
-from ckptctl.drill.faults import FAULTS, STALL_S, STALLED, Injected, StalledStorage
-from ckptctl.drill.job import CKPTCTL, ROOT_WORD, Job, JobOptions, TrialFailed
+from ckptctl.drill.ending import Ending
+from ckptctl.drill.faults import FAULTS, STALL_S
+from ckptctl.drill.job import ROOT_WORD, Job, JobOptions, TrialFailed
 from ckptctl.drill.results import Drilled, Trial
+from ckptctl.drill.trial import SAVES_BEFORE, run_trial
 from ckptctl.errors import UsageError
-from ckptctl.loss.checking import check_loss
 from ckptctl.options import StorageOptions
-from ckptctl.runbook.record import newest as newest_record
 from ckptctl.selection.picking import pick
-from ckptctl.storage.opening import absolute_url, is_local, open_store
+from ckptctl.storage.opening import absolute_url, is_local
+from ckptctl.supervisor.nodes import NodeOptions
 
 FAILED = 33
 """The exit code where the job does not survive a fault."""
 
-_SAVES_BEFORE, _REFERENCE_SAVES = 2, 4
-"""How many steps the job saves before a fault: one may be damaged, and `loss` needs rows before
-the other. And how many the run without a fault saves: the resumed job saves again."""
-_STEPS_BEFORE = 6
-"""Steps between the newest save and a fault. They are trained twice; `loss` compares five."""
+_REFERENCE_SAVES = 4
+"""How many steps the run without a fault saves: the resumed job saves again."""
 _LEAST_STEP_S, _LEAST_SILENCE_S = 15.0, 60.0
 _FACTOR = 5.0
 """A limit is so many times the longest time seen without a fault, as in `run`."""
@@ -46,15 +42,17 @@ class DrillOptions:
     """How a job is drilled.
 
     The command names its root as `{root}`, or finds it in the variable `root_env`. `faults`
-    are names of `FAULTS`. `seed` determines ranks, moments and bytes. Copies, logs and
-    reports go to the new folder `work`; with `keep` the copies stay. `hang_after_s` is how long
-    a sound job may write no step; by default that is measured. Nothing is waited for longer
-    than `patience_s`.
+    are names of `FAULTS`. `seed` determines ranks, moments and bytes. `nodes` are those of the
+    job, and its numbers of ranks; a drill excludes a node from the job alone and drains none.
+    Copies, logs and reports go to the new folder `work`; with `keep` the copies stay.
+    `hang_after_s` is how long a sound job may write no step; by default that is measured.
+    Nothing is waited for longer than `patience_s`.
     """
 
     root_env: str | None = None
     faults: Collection[str] = tuple(FAULTS)
     seed: int = 0
+    nodes: NodeOptions = NodeOptions()
     work: str = "drill"
     keep: bool = False
     hang_after_s: float | None = None
@@ -64,6 +62,8 @@ class DrillOptions:
         for name in self.faults:
             if name not in FAULTS:
                 raise UsageError(f"{name!r} is no fault; they are {', '.join(FAULTS)}")
+        if self.nodes.exclude_command is not None:
+            raise UsageError("a drill drains no node: it takes no exclude_command")
 
 
 def drill(
@@ -76,7 +76,9 @@ def drill(
 ) -> Drilled:
     """Inject each fault into the job on a copy of its newest step, and grade what follows.
 
-    Raises `UsageError` where the command does not name its root or `work` exists,
+    A signal (SIGTERM, SIGINT, SIGHUP) ends all that was started and removes the copies; the
+    result holds the faults so far, and 128 + its number as exit code. Must be called in the
+    main thread. Raises `UsageError` where the command does not name its root or `work` exists,
     `NothingToResume` where no step is usable, `StorageError` where the root does not answer.
     """
     work = _check(command, root, options)
@@ -85,38 +87,43 @@ def drill(
     path = os.path.relpath(absolute_url(url), absolute_url(root)) if is_local(url) else ""
     path = path or url[len(root.rstrip("/")) + 1 :]
     before = fingerprint(root, storage)
-    work.mkdir(parents=True)
     read_only = read_only_launcher(root)
     about = JobOptions(
         command=tuple(command),
         read_only=read_only,
         root_env=options.root_env,
+        nodes=options.nodes,
         patience_s=options.patience_s,
     )
+    ending = Ending()
     means = ""
+    trials: list[Trial] = []
 
     def copied(name: str) -> Job:
         nonlocal means
-        job = Job(about, work / name / "root", work / name)
+        job = Job(about, work / name / "root", work / name, ending.end)
         means = copy_step(root, path, job.root, storage)
         return job
 
-    trials: list[Trial] = []
-    reference = copied("no-fault")
-    try:
-        tell("a run without a fault, to compare with")
+    def run() -> None:
+        nonlocal about
+        tell(f"a run from step {step} without a fault, to compare with")
+        reference = copied("no-fault")
         about = _measured(reference, options)
         for name in options.faults:
-            tell(name)
-            trial = _Trial(name, copied(name), reference, options.seed).run()
-            tell(f"{name}: {'; '.join(trial.problems) or 'survived'}")
-            trials.append(trial)
+            trials.append(run_trial(name, copied(name), reference.log(1), options.seed, tell))
             if not options.keep:
-                shutil.rmtree(work / name / "root", ignore_errors=True)
-    finally:
-        reference.stop()
-        if not options.keep:
-            shutil.rmtree(reference.root, ignore_errors=True)
+                shutil.rmtree(work / name / "root")
+
+    with ending.listening():
+        work.mkdir(parents=True)
+        try:
+            ending.call(run)
+        finally:
+            ending.end()
+            if not options.keep:
+                for copy in work.glob("*/root"):
+                    shutil.rmtree(copy, ignore_errors=True)
     unchanged = fingerprint(root, storage) == before
     failed = [trial.fault for trial in trials if not trial.passed]
     grade = f"the job survives {len(trials) - len(failed)} of {len(trials)} faults"
@@ -124,6 +131,10 @@ def drill(
         grade += f", not {', '.join(failed)}"
     if not unchanged:
         grade += f"; {root} was changed meanwhile"
+    exit_code = FAILED if failed or not unchanged else 0
+    if ending.asked is not None:
+        grade = f"ended by {ending.asked.name}; of {len(options.faults)} faults, {grade}"
+        exit_code = 128 + ending.asked
     return Drilled(
         tuple(command),
         root,
@@ -134,7 +145,7 @@ def drill(
         unchanged,
         tuple(trials),
         grade,
-        FAILED if failed or not unchanged else 0,
+        exit_code,
         f"less {shlex.quote(str(work / 'report.md'))}" if failed else None,
     )
 
@@ -159,192 +170,54 @@ def _check(command: Sequence[str], root: str, options: DrillOptions) -> Path:
 
 def _measured(job: Job, options: DrillOptions) -> JobOptions:
     """Run the job without a fault; its options with the limits that its pace suggests."""
-    began_s = grew_s = time.monotonic()
-    first_s = longest_s = 0.0
-    n_logged = 0
+    rows, saves = _Pace(), _Pace()
     job.newest()
+    n_copied = len(job.names)
     job.start()
 
     def saved() -> bool | None:
-        nonlocal first_s, longest_s, grew_s, n_logged
-        now_s, n_now = time.monotonic(), len(job.steps_logged(1))
-        if n_now > n_logged:
-            if n_logged:
-                longest_s = max(longest_s, now_s - grew_s)
-            first_s = first_s or now_s - began_s
-            grew_s, n_logged = now_s, n_now
+        rows.take(len(job.steps_logged(1)))
         job.newest()
-        return True if len(job.names) > _REFERENCE_SAVES or _over(job) else None
+        saves.take(len(job.names) - n_copied)
+        return True if saves.n >= _REFERENCE_SAVES or job.is_over() else None
 
-    job.await_(f"{_REFERENCE_SAVES} saves by the job", saved)
+    try:
+        job.await_(f"{_REFERENCE_SAVES} saves by the job", saved)
+    except TrialFailed as failed:
+        raise UsageError(
+            f"{failed}; see {job.log(1)}", instead="--patience 2h waits longer"
+        ) from failed
     if not job.steps_logged(1):
         raise UsageError(
             f"the output of the job has no loss that ckptctl reads; see {job.log(1)}",
             next_command=f"ckptctl loss {shlex.quote(str(job.log(1)))}",
         )
-    if len(job.names) <= _SAVES_BEFORE:
-        raise UsageError(f"the job ended before it saved {_SAVES_BEFORE} steps; see {job.log(1)}")
+    if saves.n < SAVES_BEFORE:
+        raise UsageError(f"the job ended before it saved {SAVES_BEFORE} steps; see {job.log(1)}")
     job.stop()
-    step_s = options.hang_after_s or max(_LEAST_STEP_S, _FACTOR * longest_s)
-    silence_s = max(_LEAST_SILENCE_S, _FACTOR * first_s) + STALL_S
-    return replace(job.options, step_s=step_s, silence_s=options.hang_after_s or silence_s)
+    start_s = max(_LEAST_SILENCE_S, _FACTOR * rows.first_s) + STALL_S
+    return replace(
+        job.options,
+        step_s=options.hang_after_s or max(_LEAST_STEP_S, _FACTOR * rows.longest_s),
+        # Without `Checkpointer.note` a rank reports nothing from one save to the next.
+        silence_s=options.hang_after_s or max(start_s, _FACTOR * saves.longest_s),
+    )
 
 
-def _over(job: Job) -> bool:
-    """Whether an attempt of the job has ended."""
-    attempts = job.attempts()
-    return bool(attempts) and attempts[-1]["decision"] is not None
+class _Pace:
+    """How long a count took to begin, and to grow, in seconds."""
 
+    def __init__(self) -> None:
+        self.n = 0
+        self.first_s = self.longest_s = 0.0
+        self._grew_s = time.monotonic()
 
-class _Trial:
-    """One fault, from the start of the job to its grade."""
-
-    def __init__(self, name: str, job: Job, reference: Job, seed: int) -> None:
-        self._name = name
-        self._job = job
-        self._reference = reference
-        self._draw = random.Random(f"{seed} {name}")  # noqa: S311  # a drill, no secret
-        self._injected: Injected | None = None
-        self._detected_s: float | None = None
-        self._restarted_s: float | None = None
-        self._runbook: int | None = None
-        self._loss: str | None = None
-        self._lost: int | None = None
-        self._problems: list[str] = []
-
-    def run(self) -> Trial:
-        """Inject the fault, let RB-7 resume the job, and compare."""
-        try:
-            self._break()
-            self._resume()
-        except TrialFailed as failed:
-            self._problems.append(str(failed))
-        finally:
-            self._job.stop()
-        self._problems += self._differences()
-        attempts = self._job.attempts()
-        first = attempts[0] if attempts else None
-        injected = self._injected
-        return Trial(
-            self._name,
-            injected.description if injected else "the fault was not injected",
-            self._detected_s,
-            self._restarted_s,
-            injected.expected_step if injected else None,
-            self._resumed_from(),
-            self._lost,
-            self._loss,
-            first["cause"] if first else None,
-            tuple(first["ranks"]) if first else (),
-            self._runbook,
-            tuple(self._problems),
-            str(self._job.folder),
-        )
-
-    def _break(self) -> None:
-        """Start the job, inject the fault after its first save, and wait until it is detected."""
-        job = self._job
-        first = job.newest() or 0
-        job.start()
-
-        def trained() -> int | None:
-            if _over(job):
-                raise TrialFailed(f"the job ended before the fault; see {job.log(1)}")
-            newest = job.newest() or 0
-            logged = max(job.steps_logged(1), default=0)
-            n_saved = sum(number > first for number in job.names.values())
-            # A job that logs as rarely as it saves never logs more.
-            enough = logged >= newest + _STEPS_BEFORE or n_saved > _SAVES_BEFORE
-            return newest if n_saved >= _SAVES_BEFORE and enough else None
-
-        newest = job.await_("newer step that is usable", trained)
-        self._injected = FAULTS[self._name](job, newest, self._draw)
-        job.await_("end of the attempt after the fault", lambda: _over(job) or None)
-        self._detected_s = time.monotonic() - self._injected.at_s
-        job.stop()
-
-    def _resume(self) -> None:
-        """Let RB-7 resume the job, and wait until it has saved a newer step than ever."""
-        job, began_s = self._job, time.monotonic()
-        best = max(job.names.values())
-        log = job.log(2)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
-        inputs = {
-            "LOG": str(job.log(1)),
-            "NEW_LOG": str(log),
-            "SEEN_BY": "the drill has this node only",
-            "CADENCE": "the drill injects its failures",
-            "RESUME": job.resume_command(),
-            "WAIT": f"{job.options.patience_s:.0f}",
-        }
-        words = [*CKPTCTL, "runbook", "run", "rb-7", str(job.root), "--yes"]
-        words += ["--transcript", str(job.folder / "transcript")]
-        words += [word for name, text in inputs.items() for word in ("--set", f"{name}={text}")]
-        stalled: StalledStorage | None = None
-        with (job.folder / "runbook.log").open("wb") as out:
-            led = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=job.environment(),
-            )
-            try:
-                job.await_(
-                    "restart of the job by RB-7",
-                    lambda: len(job.attempts()) > 1 or led.poll() is not None or None,
-                )
-                if len(job.attempts()) > 1:
-                    self._restarted_s = time.monotonic() - began_s
-                    stalled = StalledStorage(job) if self._name == STALLED else None
-                self._runbook = job.await_("end of RB-7", led.poll)
-                if self._runbook:
-                    raise TrialFailed(f"RB-7 ended with {self._runbook}")
-                job.await_(
-                    "save after the resume",
-                    lambda: (job.newest() or 0) > best or job.has_ended() or None,
-                )
-            finally:
-                if stalled is not None:
-                    stalled.end()
-                if led.poll() is None:
-                    led.kill()
-                    led.wait()
-
-    def _resumed_from(self) -> int | None:
-        """The step that RB-7 resumed from at last."""
-        with open_store(str(self._job.root)) as store:
-            record = newest_record(store, "rb-7")
-        begun = (
-            event["values"]
-            for event in (record.events if record else ())
-            if event["event"] == "began" and event["block"] == "resume"
-        )
-        chosen = [
-            os.path.relpath(str(values["STEP"]), self._job.root)
-            for values in begun
-            if isinstance(values, dict)
-        ]
-        return self._job.names.get(chosen[-1]) if chosen else None
-
-    def _differences(self) -> Iterator[str]:
-        """What is not as it must be, after the job was resumed."""
-        injected, resumed = self._injected, self._resumed_from()
-        if injected is None or resumed is None:
-            if not self._problems:
-                yield "the job was not resumed"
-            return
-        self._lost = max(0, max(self._job.steps_logged(1), default=resumed) - resumed)
-        if resumed != injected.expected_step:
-            yield f"it resumed from {resumed}, and should from {injected.expected_step}"
-        named = self._job.attempts()[0]["ranks"]
-        if self._name == "rank-stopped" and named and named != [injected.rank]:
-            yield f"rank {injected.rank} was stopped, and {named} named"
-        if not self._job.steps_logged(2):
-            yield "the resumed job logged no loss"
-            return
-        found = check_loss([str(self._reference.log(1))], canary=str(self._job.log(2)))
-        self._loss = found.verdict.value
-        if found.exit_code:
-            yield f"compared with the run without a fault: {found.message}"
+    def take(self, n: int) -> None:
+        """Take the count as it is now."""
+        if n > self.n:
+            took_s = time.monotonic() - self._grew_s
+            if self.n:
+                self.longest_s = max(self.longest_s, took_s)
+            else:
+                self.first_s = took_s
+            self.n, self._grew_s = n, self._grew_s + took_s

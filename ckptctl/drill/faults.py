@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.drill.job import Job, TrialFailed
-from ckptctl.supervisor.processes import signal_all
+from ckptctl.supervisor.processes import Process, signal_all
 
 STALL_S = 60.0
 """How long the storage does not answer."""
@@ -24,51 +24,54 @@ _MOST_SAVES = 20
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """What was done, to which rank, and which step is the newest good one after it."""
+    """What was done, to which rank, and which step is the newest good one after it.
+
+    `rank` is -1 and `node` is empty where all ranks are meant, or where the node is unknown.
+    `newest_step` is the newest step at that moment, damaged or not.
+    """
 
     description: str
     rank: int
+    node: str
+    newest_step: int
     expected_step: int
     at_s: float
 
 
-def _one_rank(job: Job, draw: random.Random) -> int:
-    ranks = sorted(job.ranks())
+def _signal_one(job: Job, draw: random.Random, number: signal.Signals, what: str) -> Injected:
+    """Send a signal to a rank that is drawn."""
+    ranks, newest = job.ranks(), _newest(job)
     if not ranks:
         raise TrialFailed("the job has no process")
-    return draw.choice(ranks)
+    rank = draw.choice(sorted(ranks))
+    process, node = ranks[rank]
+    at_s = time.monotonic()
+    signal_all([process], number)
+    on_node = f" on {node}" if job.options.nodes.nodes else ""
+    return Injected(f"rank {rank}{on_node} was {what}", rank, node, newest, newest, at_s)
 
 
-def _signal_rank(job: Job, rank: int, number: signal.Signals) -> None:
-    signal_all([job.ranks()[rank]], number)
-
-
-def kill_rank(job: Job, newest: int, draw: random.Random) -> Injected:
+def kill_rank(job: Job, draw: random.Random) -> Injected:
     """End one rank with SIGKILL."""
-    rank = _one_rank(job, draw)
-    at_s = time.monotonic()
-    _signal_rank(job, rank, signal.SIGKILL)
-    return Injected(f"rank {rank} was killed", rank, newest, at_s)
+    return _signal_one(job, draw, signal.SIGKILL, "killed")
 
 
-def stop_rank(job: Job, newest: int, draw: random.Random) -> Injected:
+def stop_rank(job: Job, draw: random.Random) -> Injected:
     """Stop one rank with SIGSTOP: it neither ends nor goes on."""
-    rank = _one_rank(job, draw)
-    at_s = time.monotonic()
-    _signal_rank(job, rank, signal.SIGSTOP)
-    return Injected(f"rank {rank} was stopped", rank, newest, at_s)
+    return _signal_one(job, draw, signal.SIGSTOP, "stopped")
 
 
-def kill_in_save(job: Job, newest: int, draw: random.Random) -> Injected:
+def kill_in_save(job: Job, draw: random.Random) -> Injected:
     """End all ranks with SIGKILL while they write a step.
 
     The ranks are stopped as soon as a new entry appears beside the steps. If the save was
     faster, they go on, and the next save is waited for.
     """
+    newest = _newest(job)
     step = next(name for name, number in job.names.items() if number == newest)
     folders = {job.root, (job.root / step).parent}
     for _ in range(_MOST_SAVES):
-        before, ranks = _entries(folders), [*job.ranks().values()]
+        before, ranks = _entries(folders), _processes(job)
         until_s = time.monotonic() + job.options.patience_s
         while not _entries(folders) - before:
             if time.monotonic() > until_s or job.has_ended():
@@ -77,50 +80,61 @@ def kill_in_save(job: Job, newest: int, draw: random.Random) -> Injected:
         time.sleep(draw.random() * 0.005)
         signal_all(ranks, signal.SIGSTOP)
         at_s = time.monotonic()
-        found = job.newest()
+        found = _newest(job)
         if found == newest:
             signal_all(ranks, signal.SIGKILL)
-            return Injected("all ranks were killed in a save", -1, newest, at_s)
+            return Injected("all ranks were killed in a save", -1, "", newest, newest, at_s)
         signal_all(ranks, signal.SIGCONT)
-        newest = found or newest
+        newest = found
     raise TrialFailed(f"none of {_MOST_SAVES} saves could be interrupted: they are too short")
+
+
+def _newest(job: Job) -> int:
+    newest = job.newest()
+    if newest is None:
+        raise TrialFailed("the job has no usable step")
+    return newest
+
+
+def _processes(job: Job) -> list[Process]:
+    return [rank.process for rank in job.ranks().values()]
 
 
 def _entries(folders: set[Path]) -> set[str]:
     return {entry.path for folder in folders for entry in os.scandir(folder)}
 
 
-def damage_shard(job: Job, newest: int, draw: random.Random) -> Injected:
+def damage_shard(job: Job, draw: random.Random) -> Injected:
     """Damage a shard file of the newest step, and kill one rank."""
-    ranks = [*job.ranks().values()]
+    ranks = _processes(job)
     signal_all(ranks, signal.SIGSTOP)
+    newest = _newest(job)
     step = next(name for name, number in job.names.items() if number == newest)
     files = (path for path in (job.root / step).rglob("*") if path.is_file())
     shards = sorted(path for path in files if ".ckptctl" not in path.parts)
     shards = [path for path in shards if path.suffix == ".distcp"] or shards
     shard = draw.choice([path for path in shards if path.stat().st_size])
-    size = shard.stat().st_size
-    with shard.open("r+b") as file:
-        if draw.random() < 0.5:
-            what = "half of it was removed"
-            file.truncate(size // 2)
-        else:
-            # A record begins with its headers, so that its middle is data of a tensor.
-            what, at = "a byte was changed", size // 2
-            file.seek(at)
+    what = draw.choice(("a byte was changed", "half of it was removed", "it was removed"))
+    # A record begins with its headers, so that its middle is data of a tensor.
+    middle = shard.stat().st_size // 2
+    if what == "it was removed":
+        shard.unlink()
+    elif what == "half of it was removed":
+        os.truncate(shard, middle)
+    else:
+        with shard.open("r+b") as file:
+            file.seek(middle)
             byte = file.read(1)[0]
-            file.seek(at)
+            file.seek(middle)
             file.write(bytes([byte ^ 0xFF]))
-    rank = _one_rank(job, draw)
-    at_s = time.monotonic()
-    signal_all(ranks, signal.SIGCONT)
-    _signal_rank(job, rank, signal.SIGKILL)
     older = max(number for number in job.names.values() if number < newest)
+    killed = replace(kill_rank(job, draw), newest_step=newest, expected_step=older)
+    signal_all(ranks, signal.SIGCONT)
     name = shard.relative_to(job.root)
-    return Injected(f"{name}: {what}, and rank {rank} was killed", rank, older, at_s)
+    return replace(killed, description=f"{name}: {what}, and {killed.description}")
 
 
-Inject = Callable[[Job, int, random.Random], Injected]
+Inject = Callable[[Job, random.Random], Injected]
 
 STALLED = "storage-stalled"
 FAULTS: Mapping[str, Inject] = {

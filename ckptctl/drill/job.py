@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError
@@ -18,10 +17,12 @@ from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Row
 from ckptctl.selection.picking import pick
+from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import open_store
-from ckptctl.supervisor.heartbeats import beats_of_launched
+from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
-from ckptctl.supervisor.processes import Process, is_alive, marked, signal_all
+from ckptctl.supervisor.nodes import NodeOptions
+from ckptctl.supervisor.processes import Process, is_alive, marked
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
 
 CKPTCTL = (sys.executable, "-m", "ckptctl")
@@ -39,27 +40,39 @@ class JobOptions:
     """How the job is called, and how long anything is waited for.
 
     `read_only` are the words that make the real root read-only for the command. `root_env` is
-    the variable with the root. A job hangs after `step_s` seconds without a step, and after
-    `silence_s` without a line of output.
+    the variable with the root. `nodes` are those of the job, and its numbers of ranks. A job
+    hangs after `step_s` seconds without a step, and after `silence_s` without anything else.
     """
 
     command: Sequence[str]
     read_only: Sequence[str] = ()
     root_env: str | None = None
+    nodes: NodeOptions = NodeOptions()
     step_s: float = 0.0
     silence_s: float = 0.0
     patience_s: float = 1800.0
 
 
+class Rank(NamedTuple):
+    """The process of a rank, and its node."""
+
+    process: Process
+    node: str
+
+
 @dataclass(slots=True)
 class Job:
-    """A job on the copy `root` of a root; logs and records lie in `folder`."""
+    """A job on the copy `root` of a root; logs and records lie in `folder`.
+
+    `stop` ends the job, its `ckptctl run` and RB-7, and waits for all of them.
+    """
 
     options: JobOptions
     root: Path
     folder: Path
+    stop: Callable[[], None]
     names: dict[str, int] = field(default_factory=dict)
-    """The steps that were usable at some time, by the names of their folders."""
+    """The steps up to the newest that was usable, by the paths of their folders."""
     _run: subprocess.Popen[bytes] | None = None
 
     def log(self, attempt: int) -> Path:
@@ -70,13 +83,24 @@ class Job:
         """`ckptctl run` with the command of the job."""
         limits: list[str] = []
         if self.options.silence_s:
-            step = f"step:{self.options.step_s:.0f},checkpoint:{self.options.step_s:.0f}"
-            limits += ["--section-timeouts", step]
-            limits += ["--out-of-section-timeout", f"{self.options.silence_s:.0f}"]
+            step, silence = f"{self.options.step_s:.0f}", f"{self.options.silence_s:.0f}"
+            sections = {"setup": silence, "first-step": silence, "step": step, "checkpoint": step}
+            limits += ["--section-timeouts", ",".join(":".join(each) for each in sections.items())]
+            limits += ["--out-of-section-timeout", silence]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
         words = [*CKPTCTL, "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
-        words += ["--log-dir", str(self.folder / "logs"), *limits, "--"]
-        return [*words, *self.options.read_only, *command]
+        words += ["--log-dir", str(self.folder / "logs")]
+        words += ["--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words()]
+        return [*words, "--", *self.options.read_only, *command]
+
+    def _node_words(self) -> list[str]:
+        nodes = self.options.nodes
+        words = ["--nodes", ",".join(nodes.nodes)] if nodes.nodes else []
+        if nodes.world_sizes:
+            words += ["--world-sizes", ",".join(map(str, nodes.world_sizes))]
+        if nodes.hosts_file is not None:
+            words += ["--hosts-file", nodes.hosts_file]
+        return words
 
     def environment(self) -> dict[str, str]:
         """The environment of `ckptctl run`, of RB-7 and of the job."""
@@ -103,10 +127,17 @@ class Job:
         return f"{line} >> {shlex.quote(str(self.folder / 'run.log'))} 2>&1 &"
 
     def newest(self) -> int | None:
-        """The number of the newest usable step of the copy."""
+        """The number of the newest usable step of the copy; notes all steps up to it."""
         found = pick(str(self.root), allow_fresh=True, grace_s=0.0).chosen
         if found is None or found.number is None:
             return None
+        with open_store(str(self.root)) as store:
+            steps = list_root(store).steps
+        self.names |= {
+            step.name: step.number
+            for step in steps
+            if step.number <= found.number and not step.unfinished
+        }
         self.names[os.path.relpath(found.url, self.root)] = found.number
         return found.number
 
@@ -125,13 +156,14 @@ class Job:
         state = self.state()
         return marked(marker_of(state, str(self.root))) if state else []
 
-    def ranks(self) -> Mapping[int, Process]:
+    def ranks(self) -> Mapping[int, Rank]:
         """The process of each rank; the oldest process alone where no launcher started ranks."""
         found = self.processes()
         beats = beats_of_launched(found)
         if beats:
-            return {n: Process(each["pid"], each["started"]) for n, each in beats.items()}
-        return {0: min(found, key=lambda each: (each.started, each.pid))} if found else {}
+            return {n: Rank(process_of(each), each["node"]) for n, each in beats.items()}
+        oldest = min(found, key=lambda each: (each.started, each.pid), default=None)
+        return {} if oldest is None else {0: Rank(oldest, "")}
 
     def steps_logged(self, attempt: int) -> list[int]:
         """The steps whose loss an attempt has logged."""
@@ -150,26 +182,13 @@ class Job:
             time.sleep(_POLL_S)
         return one
 
+    def is_over(self) -> bool:
+        """Whether an attempt of the job has ended."""
+        attempts = self.attempts()
+        return bool(attempts) and attempts[-1]["decision"] is not None
+
     def has_ended(self) -> bool:
         """Whether no `ckptctl run` supervises the job any more."""
         state = self.state()
         owner = state["owner"] if state else None
         return owner is None or not is_alive(Process(owner["pid"], owner["started"]))
-
-    def stop(self) -> None:
-        """End the job and its `ckptctl run`, and wait for both."""
-        state = self.state()
-        owner = state["owner"] if state else None
-        if owner is not None:
-            supervisor = Process(owner["pid"], owner["started"])
-            signal_all(self.processes(), signal.SIGCONT)
-            signal_all([supervisor], signal.SIGTERM)
-            until_s = time.monotonic() + self.options.patience_s
-            while is_alive(supervisor) and time.monotonic() < until_s:
-                self._collect()
-                time.sleep(_POLL_S)
-        self._collect()
-
-    def _collect(self) -> None:
-        if self._run is not None:
-            self._run.poll()

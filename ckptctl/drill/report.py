@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +12,10 @@ from pathlib import Path
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.formatting import duration
 
-COLUMNS = ("fault", "grade", "detected in", "restarted in", "resumed from", "lost steps", "loss")
+COLUMNS = (
+    *("fault", "grade", "detected in", "restarted in", "resumed from", "resumed with"),
+    *("lost steps", "loss"),
+)
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
@@ -25,16 +30,22 @@ def write_reports(found: Drilled, folder: Path) -> None:
     (folder / "report.html").write_text(as_html(found), encoding="utf-8")
 
 
+def grade(trial: Trial) -> str:
+    """The grade of a trial in one word."""
+    return "survived" if trial.passed else "failed"
+
+
 def row(trial: Trial) -> tuple[str, ...]:
     """The cells of a trial, under `COLUMNS`."""
     seconds = (
         "-" if each is None else duration(each) for each in (trial.detected_s, trial.restarted_s)
     )
-    numbers = (
+    step, lost = (
         "-" if each is None else str(each) for each in (trial.resumed_from, trial.lost_steps)
     )
-    grade = "survived" if trial.passed else "failed"
-    return (trial.fault, grade, *seconds, *numbers, trial.loss or "-")
+    size = "-" if trial.world_size is None else f"{trial.world_size} ranks"
+    without = f", without {', '.join(trial.excluded)}" if trial.excluded else ""
+    return (trial.fault, grade(trial), *seconds, step, size + without, lost, trial.loss or "-")
 
 
 def facts(found: Drilled) -> Iterator[tuple[str, str]]:
@@ -52,10 +63,17 @@ def details(trial: Trial) -> Iterator[str]:
     """One sentence each about a trial."""
     yield trial.description
     if trial.cause is not None:
+        section = f" in section {trial.section}" if trial.section else ""
         ranks = f", ranks {', '.join(map(str, trial.ranks))}" if trial.ranks else ""
-        yield f"`ckptctl run` named: {trial.cause}{ranks}"
+        nodes = f", nodes {', '.join(trial.nodes)}" if trial.nodes else ""
+        yield f"`ckptctl run` named: {trial.cause}{section}{ranks}{nodes}"
+    if trial.evidence:
+        folder, names = Path(trial.evidence[0]).parent, map(os.path.basename, trial.evidence)
+        yield f"evidence in {folder}: {', '.join(names)}"
     if trial.runbook_exit_code is not None:
         yield f"RB-7 ended with {trial.runbook_exit_code}"
+    if trial.loss_message is not None:
+        yield f"loss: {trial.loss_message}"
     yield from trial.problems
     yield f"logs and transcript: {trial.folder}"
 
@@ -67,7 +85,12 @@ def as_markdown(found: Drilled) -> str:
     lines += ["", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
     lines += [_line(row(trial)) for trial in found.trials]
     for trial in found.trials:
-        lines += ["", f"## {trial.fault}", "", *(f"- {each}" for each in details(trial))]
+        lines += [
+            "",
+            f"## {trial.fault}: {grade(trial)}",
+            "",
+            *(f"- {each}" for each in details(trial)),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -87,8 +110,8 @@ def as_html(found: Drilled) -> str:
         for cells in map(row, found.trials)
     )
     parts = "".join(
-        f"<h2>{trial.fault}</h2><ul>"
-        + "".join(f"<li>{html.escape(each)}</li>" for each in details(trial))
+        f'<h2 class="{grade(trial)}">{trial.fault}: {grade(trial)}</h2><ul>'
+        + "".join(f"<li>{_with_code(each)}</li>" for each in details(trial))
         + "</ul>"
         for trial in found.trials
     )
@@ -97,3 +120,8 @@ def as_html(found: Drilled) -> str:
         f"<style>{_STYLE}</style><h1>{title}</h1><ul>{about}</ul>"
         f"<table><tr>{head}</tr>{rows}</table>{parts}</html>\n"
     )
+
+
+def _with_code(text: str) -> str:
+    """A line of Markdown as HTML, of which it has only code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))

@@ -26,16 +26,28 @@ class Trial:
     """Steps that were trained before the fault and had to be trained again."""
     loss: str | None
     """Whether the loss continues as in the run without a fault; a verdict of `loss`."""
+    loss_message: str | None
+    """Why: how many steps agree, and how closely."""
     cause: str | None
     """What `run` called the cause."""
+    section: str | None
+    """The section in which the job hung, as `run` named it."""
     ranks: tuple[int, ...]
     """The ranks that `run` named."""
+    nodes: tuple[str, ...]
+    """The nodes that `run` named."""
+    excluded: tuple[str, ...]
+    """The nodes that the job was resumed without."""
+    world_size: int | None
+    """With how many ranks it was resumed; null where the command decides that."""
     runbook_exit_code: int | None
     """How RB-7 ended."""
     problems: tuple[str, ...]
     """What is not as it must be; none where the job survives the fault."""
     folder: str
     """Where its logs and the transcript of RB-7 are."""
+    evidence: tuple[str, ...]
+    """The files that show why the job hung: stacks, dumps of the flight recorder."""
 
     @property
     def passed(self) -> bool:
@@ -62,7 +74,7 @@ class Drilled:
     root_unchanged: bool
     """Whether the real root is the same as before the drill."""
     trials: tuple[Trial, ...]
-    """The faults, in order."""
+    """The faults, in order; fewer than were asked for where a signal ended the drill."""
     message: str
     """The grade in one line."""
     exit_code: ExitCode

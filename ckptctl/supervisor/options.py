@@ -29,11 +29,13 @@ class OutputOptions:
     With `log_dir` the output of each attempt goes to a file there, which is classified too,
     and the decisions to `run.log`. `phase` names one of several jobs in the same root: it has
     a state and a log folder of its own. `stdout` is the descriptor for the command's output,
-    by default the one of this process.
+    by default the one of this process. What is collected of a hang goes to `evidence_dir`, by
+    default a new folder for temporary files on this node.
     """
 
     logs: Sequence[str] = ()
     log_dir: str | None = None
+    evidence_dir: str | None = None
     phase: str = ""
     stdout: int | None = None
 
@@ -120,5 +122,6 @@ class RunKeywords(PickKeywords, total=False):
     reset_budget: str | None
     logs: Sequence[str]
     log_dir: str | None
+    evidence_dir: str | None
     phase: str
     stdout: int | None

@@ -135,6 +135,18 @@ def children() -> set[int]:
     return {each.process.pid for each in _table().values() if each.parent == os.getpid()}
 
 
+def descendants(bystanders: Collection[int]) -> list[Process]:
+    """The living processes below this one, without those that `bystanders` are or have started.
+
+    Orphans are found, too, while this process adopts them.
+    """
+
+    def is_first(entry: _Entry) -> bool:
+        return entry.parent == os.getpid() and entry.process.pid not in bystanders
+
+    return [each.process for each in _of_job(_table(), is_first)]
+
+
 def end_processes(find: Callable[[], Sequence[Process]], grace_s: float) -> list[Process]:
     """End what `find` finds, with SIGTERM and a grace, then SIGKILL; those that remained.
 

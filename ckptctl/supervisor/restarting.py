@@ -151,7 +151,12 @@ class _Supervisor:
                 return Supervised(*about, stop.code, stop.next_command)
             stack.callback(held.release)
             self._sections.recall(held.state["sections"])
-            hangs = HangWatcher(self._sections, self._tell, step_times=self._step_times)
+            hangs = HangWatcher(
+                self._sections,
+                self._tell,
+                self._options.output.evidence_dir,
+                step_times=self._step_times,
+            )
             stack.callback(hangs.close)
             runner = AttemptRunner(
                 self._options.output, self._log_folder, (held, hangs), self._signals, self._tell

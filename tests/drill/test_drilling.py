@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import clean_environment, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from services.plugin import S3Server
 from supervisor.supervised_root import processes_with
 
 from ckptctl.drill.copying import copy_step, fingerprint
@@ -16,7 +18,7 @@ from ckptctl.drill.faults import FAULTS
 from ckptctl.options import StorageOptions
 
 STOCK = Path(__file__).with_name("stock_job.py")
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "drill" / "train.py"
+PLAIN = Path(__file__).with_name("plain_job.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -97,22 +99,99 @@ def test_every_change_of_a_root_shows_in_its_fingerprint(root: Path):
     assert len(seen) == 4
 
 
+@pytest.mark.server
+def test_a_copy_of_a_step_in_an_object_store_is_whole(
+    root: Path, tmp_path: Path, s3_moto: S3Server
+):
+    url, storage = upload(root, s3_moto), StorageOptions(storage_options=s3_moto.options)
+    before = fingerprint(url, storage)
+    assert copy_step(url, "step_30", tmp_path / "copy", storage) == "download"
+    files = contents(root)
+    assert contents(tmp_path / "copy") == files
+    assert fingerprint(url, storage) == before
+    (name,) = (name for name in files if name.endswith(".distcp"))
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    s3_moto.client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=b"another")
+    assert fingerprint(url, storage) != before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def upload(root: Path, s3: S3Server) -> str:
+    """Put a root into a bucket of its own; its URL."""
+    bucket = s3.new_bucket()
+    for path in root.rglob("*"):
+        if path.is_file():
+            key = f"runs/{path.relative_to(root)}"
+            s3.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+    return f"s3://{bucket}/runs"
+
+
+# Signals
+
+
+@pytest.mark.parametrize(
+    ("when", "number", "fault"),
+    [
+        ("a run from step", signal.SIGTERM, "rank-killed"),
+        ("was stopped", signal.SIGTERM, "rank-stopped"),
+        ("RB-7 begins", signal.SIGINT, "rank-killed"),
+        ("restarted after", signal.SIGTERM, "storage-stalled"),
+    ],
+)
+@pytest.mark.slow
+def test_a_signal_ends_all_that_was_started_and_leaves_a_report(
+    root: Path, tmp_path: Path, when: str, number: signal.Signals, fault: str
+):
+    """The signal comes after a message; the job ignores SIGTERM on one of its ranks."""
+    before = fingerprint(str(root), StorageOptions())
+    words = ("--root", root, "--work", tmp_path / "drill", "--fault", fault, "--", sys.executable)
+    drill = subprocess.Popen(
+        [*COMMAND, "drill", *map(str, words), PLAIN, "{root}", "{step}", root / "step_30"],
+        env=clean_environment(DRILLED_IN=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert drill.stderr is not None
+    said = []
+    for line in drill.stderr:
+        said.append(line)
+        if when in line:
+            break
+    if number is signal.SIGINT:  # as a terminal does
+        os.killpg(drill.pid, number)
+    else:
+        drill.send_signal(number)
+    out, errors = drill.communicate()
+    assert drill.returncode == 128 + number, [said, out, errors]
+    assert processes_with(str(tmp_path)) == []
+    assert not list((tmp_path / "drill").glob("*/root")), "the copies are removed"
+    report = (tmp_path / "drill" / "report.md").read_text()
+    assert f"ended by {number.name}; of 1 faults, the job survives 0 of 0 faults" in report
+    assert fingerprint(str(root), StorageOptions()) == before
+
+
 # Real jobs
 
 
-def drilled(tmp_path: Path, *words: object, exit_code: int = 0) -> dict[str, dict]:
+def drilled(work: Path, root: object, *words: object, exit_code: int = 0, **env: str) -> dict:
     """The trials of a drill by their faults; the root must be as it was."""
     done = run_ckptctl(
-        *("drill", "--root", tmp_path / "ckpt", "--work", tmp_path / "drill", "--json", *words),
-        env=ONE_THREAD,
+        *("drill", "--root", root, "--work", work, "--json", *words), env={**ONE_THREAD, **env}
     )
     assert done.returncode == exit_code, done.stdout + done.stderr
     found = validated(done.stdout)
     assert found["root_unchanged"]
-    assert processes_with(str(tmp_path)) == []
-    assert not list((tmp_path / "drill").glob("*/root")), "the copies are removed"
+    assert processes_with(str(work)) == []
+    assert not list(work.glob("*/root")), "the copies are removed"
     for name in ("report.md", "report.html"):
-        assert found["message"] in (tmp_path / "drill" / name).read_text()
+        assert found["message"] in (work / name).read_text()
     return {trial["fault"]: trial for trial in found["trials"]}
 
 
@@ -123,12 +202,16 @@ def trained(*words: object) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.server
 @pytest.mark.slow
-def test_a_script_of_stock_dcp_survives_a_damaged_shard(tmp_path: Path):
+def test_a_script_of_stock_dcp_in_an_object_store_survives_a_damaged_shard(
+    tmp_path: Path, s3_moto: S3Server
+):
     trained(STOCK, "--root", tmp_path / "ckpt", "--steps", 10)
     trials = drilled(
-        *(tmp_path, "--fault", "shard-damaged", "--"),
-        *(*TORCHRUN, STOCK, "--root", "{root}", "--resume-from", "{step}"),
+        *(tmp_path / "drill", upload(tmp_path / "ckpt", s3_moto), "--fault", "shard-damaged"),
+        *("--", *TORCHRUN, STOCK, "--root", "{root}", "--resume-from", "{step}"),
+        **s3_moto.environment,
     )
     damaged = trials["shard-damaged"]
     assert damaged["problems"] == []
@@ -139,15 +222,15 @@ def test_a_script_of_stock_dcp_survives_a_damaged_shard(tmp_path: Path):
 
 @pytest.mark.torch
 @pytest.mark.long
-def test_the_example_survives_every_fault(tmp_path: Path):
-    job = (EXAMPLE, "--save-every", 8, "--steps", 160, "--pace", 0.3)
-    trained(*job, "--root", tmp_path / "ckpt", "--kill-rank", 10)
-    words = (*TORCHRUN, *job, "--root", "{root}")
-    trials = drilled(tmp_path, "--seed", 2, "--", *words)
+def test_a_script_of_stock_dcp_survives_every_fault(tmp_path: Path):
+    trained(STOCK, "--root", tmp_path / "ckpt", "--steps", 10)
+    trials = drilled(
+        *(tmp_path / "drill", tmp_path / "ckpt", "--seed", 2, "--"),
+        *(*TORCHRUN, STOCK, "--root", "{root}", "--resume-from", "{step}"),
+    )
     assert [*trials] == [*FAULTS]
     assert all(trial["problems"] == [] for trial in trials.values()), trials
-    stopped = trials["rank-stopped"]
-    assert (stopped["cause"], len(stopped["ranks"])) == ("hang", 1)
+    assert trials["rank-stopped"]["cause"] == "hang"
 
 
 @pytest.mark.torch
@@ -155,7 +238,7 @@ def test_the_example_survives_every_fault(tmp_path: Path):
 def test_a_job_that_forgets_its_state_fails_the_drill(tmp_path: Path):
     trained(STOCK, "--root", tmp_path / "ckpt", "--steps", 10)
     trials = drilled(
-        *(tmp_path, "--fault", "rank-killed", "--"),
+        *(tmp_path / "drill", tmp_path / "ckpt", "--fault", "rank-killed", "--"),
         *(*TORCHRUN, STOCK, "--forgets", "--root", "{root}", "--resume-from", "{step}"),
         exit_code=33,
     )

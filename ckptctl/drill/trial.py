@@ -1,0 +1,240 @@
+"""Inject one fault into a job, let RB-7 resume it, and compare with the run without a fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ckptctl.data_classes import replace
+from ckptctl.drill.faults import FAULTS, STALLED, Injected, StalledStorage
+from ckptctl.drill.job import CKPTCTL, Job, TrialFailed
+from ckptctl.drill.results import Trial
+from ckptctl.formats.own.supervision import SupervisorDocument
+from ckptctl.formatting import duration
+from ckptctl.loss.checking import check_loss
+from ckptctl.runbook.record import newest as newest_record
+from ckptctl.storage.opening import open_store
+from ckptctl.supervisor.nodes import Nodes
+
+SAVES_BEFORE = 2
+"""How many steps the job saves before a fault: one may be damaged, and `loss` needs rows before
+the other."""
+_STEPS_BEFORE = 6
+"""Steps between the newest save and a fault. They are trained twice; `loss` compares five."""
+
+
+def run_trial(
+    name: str, job: Job, reference: Path, seed: int, tell: Callable[[str], None]
+) -> Trial:
+    """Inject the fault `name` into the job, and grade what follows.
+
+    `reference` is the log of the run without a fault. No process of the job remains.
+    """
+    return _Trial(name, job, reference, seed, tell).run()
+
+
+class _Trial:
+    """One fault, from the start of the job to its grade."""
+
+    def __init__(
+        self, name: str, job: Job, reference: Path, seed: int, tell: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._job = job
+        self._reference = reference
+        self._report = tell
+        self._draw = random.Random(f"{seed} {name}")  # noqa: S311  # a drill, no secret
+        self._injected: Injected | None = None
+        self._detected_s: float | None = None
+        self._restarted_s: float | None = None
+        self._runbook: int | None = None
+        self._loss: str | None = None
+        self._agreement: str | None = None
+        self._lost: int | None = None
+        self._problems: list[str] = []
+
+    def _tell(self, message: str) -> None:
+        self._report(f"{self._name}: {message}")
+
+    def run(self) -> Trial:
+        """See `run_trial`."""
+        try:
+            self._break()
+            self._resume()
+        except TrialFailed as failed:
+            self._problems.append(str(failed))
+        finally:
+            self._job.stop()
+        self._problems += self._differences()
+        attempts = self._job.attempts()
+        first = attempts[0] if attempts else None
+        injected = self._injected
+        evidence = self._job.folder / "evidence" / "attempt-1"
+        trial = Trial(
+            fault=self._name,
+            description=injected.description if injected else "the fault was not injected",
+            detected_s=self._detected_s,
+            restarted_s=self._restarted_s,
+            expected_step=injected.expected_step if injected else None,
+            resumed_from=self._resumed_from(),
+            lost_steps=self._lost,
+            loss=self._loss,
+            loss_message=self._agreement,
+            cause=first["cause"] if first else None,
+            section=first["section"] if first else None,
+            ranks=tuple(first["ranks"]) if first else (),
+            nodes=tuple(first["nodes"]) if first else (),
+            excluded=tuple(self._excluded()),
+            world_size=attempts[-1]["world_size"] if len(attempts) > 1 else None,
+            runbook_exit_code=self._runbook,
+            problems=tuple(self._problems),
+            folder=str(self._job.folder),
+            evidence=tuple(sorted(map(str, evidence.iterdir()))) if evidence.is_dir() else (),
+        )
+        self._tell("survived" if trial.passed else f"failed: {'; '.join(trial.problems)}")
+        return trial
+
+    def _break(self) -> None:
+        """Start the job, inject the fault after its first saves, and wait until it is detected."""
+        job = self._job
+        first = job.newest() or 0
+        job.start()
+
+        def trained() -> bool | None:
+            if job.is_over():
+                raise TrialFailed(f"the job ended before the fault; see {job.log(1)}")
+            newest = job.newest() or 0
+            logged = max(job.steps_logged(1), default=0)
+            n_saved = sum(number > first for number in job.names.values())
+            # A job that logs as rarely as it saves never logs more.
+            enough = logged >= newest + _STEPS_BEFORE or n_saved > SAVES_BEFORE
+            return True if n_saved >= SAVES_BEFORE and enough else None
+
+        job.await_("newer step that is usable", trained)
+        injected = self._injected = FAULTS[self._name](job, self._draw)
+        self._tell(injected.description)
+        job.await_("end of the attempt after the fault", lambda: job.is_over() or None)
+        self._detected_s = time.monotonic() - injected.at_s
+        job.stop()
+        newest = job.newest() or 0
+        if newest > injected.newest_step:  # a save in flight was completed
+            self._injected = replace(injected, expected_step=newest)
+        self._tell(f"detected after {duration(self._detected_s)}; RB-7 begins")
+
+    def _resume(self) -> None:
+        """Let RB-7 resume the job, and wait until it has saved a newer step than ever."""
+        job, began_s = self._job, time.monotonic()
+        best = max(job.names.values())
+        log = job.log(2)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        inputs = {
+            "LOG": str(job.log(1)),
+            "NEW_LOG": str(log),
+            "SEEN_BY": "the drill has this node only",
+            "CADENCE": "the drill injects its failures",
+            "RESUME": job.resume_command(),
+            "WAIT": f"{job.options.patience_s:.0f}",
+            **self._node_inputs(),
+        }
+        words = [*CKPTCTL, "runbook", "run", "rb-7", str(job.root), "--yes"]
+        words += ["--transcript", str(job.folder / "transcript")]
+        words += [word for name, text in inputs.items() for word in ("--set", f"{name}={text}")]
+        with (job.folder / "runbook.log").open("wb") as out:
+            led = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=job.environment(),
+            )
+        job.await_(
+            "restart of the job by RB-7",
+            lambda: len(job.attempts()) > 1 or led.poll() is not None or None,
+        )
+        stalled: StalledStorage | None = None
+        if len(job.attempts()) > 1:
+            self._restarted_s = time.monotonic() - began_s
+            self._tell(f"restarted after {duration(self._restarted_s)}{self._smaller()}")
+            stalled = StalledStorage(job) if self._name == STALLED else None
+        self._runbook = job.await_("end of RB-7", led.poll)
+        if self._runbook:
+            raise TrialFailed(f"RB-7 ended with {self._runbook}")
+        job.await_(
+            "save after the resume",
+            lambda: (job.newest() or 0) > best or job.has_ended() or None,
+        )
+        if stalled is not None:
+            stalled.end()
+
+    def _node_inputs(self) -> dict[str, str]:
+        """What RB-7 must know of the nodes that `ckptctl run` excluded."""
+        job, state = self._job, self._job.state()
+        if state is None or not state["excluded"]:
+            return {}
+        inputs = {"NODE": ",".join(self._excluded()), "DRAINED": "ckptctl run excludes it"}
+        plan = Nodes(job.options.nodes, job.options.command, self._tell).plan(
+            state, lambda _world_size: True
+        )
+        if plan is not None and plan.world_size is not None:
+            inputs |= {"WORLD_SIZE": str(plan.world_size), "ELASTIC": "yes"}
+        return inputs
+
+    def _excluded(self) -> list[str]:
+        state: SupervisorDocument | None = self._job.state()
+        return [each["node"] for each in state["excluded"]] if state else []
+
+    def _smaller(self) -> str:
+        """With how many ranks the job was restarted, where `ckptctl run` decides that."""
+        size, excluded = self._job.attempts()[-1]["world_size"], self._excluded()
+        without = f", without {', '.join(excluded)}" if excluded else ""
+        return f" with {size} ranks{without}" if size is not None else without
+
+    def _resumed_from(self) -> int | None:
+        """The step that RB-7 resumed from at last."""
+        with open_store(str(self._job.root)) as store:
+            record = newest_record(store, "rb-7")
+        begun = (
+            event["values"]
+            for event in (record.events if record else ())
+            if event["event"] == "began" and event["block"] == "resume"
+        )
+        chosen = [
+            os.path.relpath(str(values["STEP"]), self._job.root)
+            for values in begun
+            if isinstance(values, dict)
+        ]
+        return self._job.names.get(chosen[-1]) if chosen else None
+
+    def _differences(self) -> Iterator[str]:
+        """What is not as it must be, after the job was resumed."""
+        injected, resumed = self._injected, self._resumed_from()
+        if injected is None or resumed is None:
+            if not self._problems:
+                yield "the job was not resumed"
+            return
+        self._lost = max(0, max(self._job.steps_logged(1), default=resumed) - resumed)
+        if resumed != injected.expected_step:
+            yield f"it resumed from {resumed}, and should from {injected.expected_step}"
+        yield from self._misnamed(injected)
+        if not self._job.steps_logged(2):
+            yield "the resumed job logged no loss"
+            return
+        found = check_loss([str(self._reference)], canary=str(self._job.log(2)))
+        self._loss, self._agreement = found.verdict.value, found.message
+        if found.exit_code:
+            yield f"compared with the run without a fault: {found.message}"
+
+    def _misnamed(self, injected: Injected) -> Iterator[str]:
+        """Ranks and nodes that `ckptctl run` named in place of the stopped one."""
+        if self._name != "rank-stopped":
+            return
+        first = self._job.attempts()[0]
+        if first["ranks"] and first["ranks"] != [injected.rank]:
+            yield f"rank {injected.rank} was stopped, and {first['ranks']} named"
+        if first["nodes"] and first["nodes"] != [injected.node]:
+            yield f"a rank on {injected.node} was stopped, and {first['nodes']} named"

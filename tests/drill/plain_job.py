@@ -1,0 +1,59 @@
+"""A job of two ranks without torch, each in a session of its own, as torchrun starts them.
+
+plain_job.py ROOT STEP TEMPLATE: goes on after the step at the path STEP. Each tenth step is saved
+as a copy of the step TEMPLATE. Rank 0 waits for rank 1 in every step. Rank 1 ignores SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def launch() -> int:
+    """Start both ranks; the first that ends ends the other."""
+    reads, writes = os.pipe()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv, str(reads), str(writes)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            pass_fds=(reads, writes),
+            start_new_session=True,
+        )
+        for rank in (0, 1)
+    ]
+    while all(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+    return 1
+
+
+def train(rank: int) -> None:
+    """Train for ever."""
+    root, start, template = map(Path, sys.argv[1:4])
+    reads, writes = map(int, sys.argv[4:6])
+    if rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            os.write(writes, b"x")
+            time.sleep(0.05)
+    for step in range(int(start.name.removeprefix("step_")) + 1, 1_000_000):
+        os.read(reads, 1)
+        print(json.dumps({"step": step, "loss": 2 + random.Random(step).random()}), flush=True)
+        if step % 10 == 0:
+            shutil.copytree(template, root / f"tmp-{step}")
+            (root / f"tmp-{step}").rename(root / f"step_{step}")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        train(int(os.environ["RANK"]))
+    sys.exit(launch())
