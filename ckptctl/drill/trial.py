@@ -220,7 +220,7 @@ class _Trial:
         self._lost = max(0, max(self._job.steps_logged(1), default=resumed) - resumed)
         if resumed != injected.expected_step:
             yield f"it resumed from {resumed}, and should from {injected.expected_step}"
-        yield from self._misnamed(injected)
+        yield from self._wrongly_named(injected)
         if not self._job.steps_logged(2):
             yield "the resumed job logged no loss"
             return
@@ -229,7 +229,7 @@ class _Trial:
         if found.exit_code:
             yield f"compared with the run without a fault: {found.message}"
 
-    def _misnamed(self, injected: Injected) -> Iterator[str]:
+    def _wrongly_named(self, injected: Injected) -> Iterator[str]:
         """Ranks and nodes that `ckptctl run` named in place of the stopped one."""
         if self._name != "rank-stopped":
             return
