@@ -27,14 +27,13 @@ def main() -> int:
         port = probe.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={n_ranks}"]
-    agents = [
-        subprocess.Popen(
-            [*torchrun, f"--node-rank={n}", *sys.argv[3:]],
-            env={**os.environ, "SLURMD_NODENAME": node, "OMP_NUM_THREADS": "1"},
-        )
-        for n, node in enumerate(nodes)
-    ]
-    signal.signal(signal.SIGTERM, lambda *_: [agent.terminate() for agent in agents])
+    agents: list[subprocess.Popen[bytes]] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: [agent.terminate() for agent in agents])
+    for n, node in enumerate(nodes):
+        environment = {**os.environ, "SLURMD_NODENAME": node, "OMP_NUM_THREADS": "1"}
+        words = [*torchrun, f"--node-rank={n}", *sys.argv[3:]]
+        agents.append(subprocess.Popen(words, env=environment))
     while None in (codes := [agent.poll() for agent in agents]):
         if any(codes):
             for agent in agents:

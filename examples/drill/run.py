@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,16 @@ def main() -> int:
     train = [sys.executable, str(HERE / "launch.py"), str(HOSTS)]
     with (FOLDER / "train.log").open("wb") as log:
         script = [str(HERE / "train.py"), "--steps", "8", "--root", str(ROOT)]
-        subprocess.run([*train, "4", *script], stdout=log, stderr=log, check=True)
+        code = _run([*train, "4", *script], stdout=log, stderr=log)
+    if code:
+        print(f"the job ended with {code}; see {FOLDER / 'train.log'}")
+        return code
     drill = ["drill", "--root", str(ROOT), "--work", str(FOLDER / "faults")]
     drill += ["--nodes", ",".join(NODES), "--world-sizes", "4,2", "--hosts-file", str(HOSTS)]
     drill += ["--report", str(FOLDER / "drill.json"), *sys.argv[1:], "--"]
     command = [*drill, *train, "{world_size}", str(HERE / "train.py"), "--root", "{root}"]
     print(f"$ ckptctl {shlex.join(command)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "ckptctl", *command], check=False).returncode
+    code = _run([sys.executable, "-m", "ckptctl", *command])
     shutil.rmtree(ROOT, ignore_errors=True)
     if code:
         return code
@@ -49,6 +53,14 @@ def main() -> int:
     for each in missing:
         print(f"{HANG}: {each}")
     return int(bool(missing))
+
+
+def _run(command: Sequence[str], **streams: Any) -> int:
+    """Run a command to its end, and pass on the signals that ask to end; its exit code."""
+    process = subprocess.Popen(command, **streams)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: process.send_signal(received))
+    return process.wait()
 
 
 def _missing(trial: dict[str, Any]) -> Iterator[str]:

@@ -109,7 +109,7 @@ def test_a_copy_of_a_step_in_an_object_store_is_whole(
     files = contents(root)
     assert contents(tmp_path / "copy") == files
     assert fingerprint(url, storage) == before
-    (name,) = (name for name in files if name.endswith(".distcp"))
+    name = next(name for name in files if name.endswith(".distcp"))
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     s3_moto.client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=b"another")
     assert fingerprint(url, storage) != before
