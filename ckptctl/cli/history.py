@@ -9,7 +9,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import MetricsOpt, argument, option
+from ckptctl.cli.options import HtmlOpt, MetricsOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import Mark, glyph
 from ckptctl.cli.rendering import EMPTY, Line, Span, finding_lines, line, padded
@@ -49,6 +49,7 @@ def history(
         ),
     ] = None,
     metrics: MetricsOpt = None,
+    html: HtmlOpt = None,
     *,
     storage: StorageOptions,
     out: Output,
@@ -64,6 +65,10 @@ def history(
         from ckptctl.cli.metrics import history_samples, write_metrics
 
         write_metrics(metrics, history_samples(found))
+    if html is not None:
+        from ckptctl.cli.html_pages import write_history
+
+        write_history(html, found)
     share = found.goodput.goodput
     out.answer(
         lambda: document("history", found),
@@ -124,7 +129,7 @@ def _root_lines(
             yield EMPTY
             yield from _time_lines(attempts, goodput, unicode=unicode)
             yield EMPTY
-            yield from _mtbf_lines(goodput)
+            yield from mtbf_lines(goodput)
             yield EMPTY
             yield from _table(attempts)
     for warning in history.warnings:
@@ -164,30 +169,37 @@ def _seconds(attempt: PastAttempt, name: str) -> float:
 _BETWEEN = ("restart_s", "idle_s")
 
 
-def _time_lines(
-    attempts: Sequence[PastAttempt], goodput: Goodput, *, unicode: bool
-) -> Iterator[Line]:
+def time_rows(attempts: Sequence[PastAttempt]) -> Iterator[tuple[Mark, float | None, str]]:
+    """What became of the time: how it is drawn, the seconds, and the bucket."""
     for name, mark in _MARKS.items():
         seconds = [each for one in attempts if (each := getattr(one, name)) is not None]
         if name == "other_s":
             seconds = [_seconds(one, name) for one in attempts]
         if name in ("other_s", "idle_s") and not sum(seconds) > 0:
             continue
-        value = duration(sum(seconds), digits=3) if seconds else "unknown"
-        share = sum(seconds) / goodput.elapsed_s if goodput.elapsed_s > 0 else 0.0
+        yield mark, sum(seconds) if seconds else None, _BUCKET_OF[name]
+
+
+def _time_lines(
+    attempts: Sequence[PastAttempt], goodput: Goodput, *, unicode: bool
+) -> Iterator[Line]:
+    for mark, seconds, bucket in time_rows(attempts):
+        value = "unknown" if seconds is None else duration(seconds, digits=3)
+        share = (seconds or 0.0) / goodput.elapsed_s if goodput.elapsed_s > 0 else 0.0
         yield line(
             "  ",
             glyph(mark, unicode),
             f" {mark.word:<16}{value:>9}",
-            f"{share:>8.1%}  " if seconds else " " * 10,
-            _BUCKET_OF[name],
+            " " * 10 if seconds is None else f"{share:>8.1%}  ",
+            bucket,
             solid=True,
         )
     if goodput.ettr is not None and goodput.goodput is not None:
         yield line(f"  goodput {goodput.goodput:.1%}, ETTR {goodput.ettr:.1%} of all time", hang=2)
 
 
-def _mtbf_lines(goodput: Goodput) -> Iterator[Line]:
+def mtbf_lines(goodput: Goodput) -> Iterator[Line]:
+    """The time between failures, with its bounds."""
     yield line("  MTBF ", *_mtbf(goodput.mtbf), hang=4)
     if goodput.recent != goodput.mtbf:
         yield line("  in the last 24 h of running ", *_mtbf(goodput.recent), hang=4)
@@ -206,28 +218,43 @@ def _mtbf(measured: Mtbf) -> Iterator[str]:
     yield f"95 %: {low} to {duration(measured.high_s, digits=2)}; {ran}"
 
 
+COLUMNS = ("#", "started (UTC)", "ran", "step", "exit", "ended")
+
+
+def attempt_cells(attempt: PastAttempt) -> tuple[str, ...]:
+    """The cells of an attempt under `COLUMNS` but the last."""
+    return (
+        str(attempt.number),
+        attempt.started_at[:16].replace("T", " "),
+        duration(attempt.seconds),
+        "-" if attempt.step is None else f"{attempt.step:,}",
+        "-" if attempt.exit_code is None else str(attempt.exit_code),
+    )
+
+
 def _table(attempts: Sequence[PastAttempt]) -> Iterator[Line]:
     shown = attempts[-MOST_ROWS:]
-    width = max(2, *(len(str(each.number)) for each in shown))
-    yield line(
-        f"  {'#':>{width}}  {'started (UTC)':<16} {'ran':>8} {'step':>9} {'exit':>4}  ended",
-        solid=True,
-    )
+    widths = (max(2, *(len(str(each.number)) for each in shown)), 16, 8, 9, 4)
+    *columns, ended = COLUMNS
+    yield line(*_padded(columns, widths), f"  {ended}", solid=True)
     allocation = ""
     for each in shown:
-        step = "-" if each.step is None else f"{each.step:,}"
-        code = "-" if each.exit_code is None else str(each.exit_code)
         yield line(
-            f"  {each.number:>{width}}  {each.started_at[:16].replace('T', ' ')} ",
-            padded(duration(each.seconds), 8, right=True),
-            f" {step:>9} {code:>4}  ",
-            *_end(each),
+            *_padded(attempt_cells(each), widths),
+            "  ",
+            *attempt_end(each),
             "" if each.allocation == allocation else f" on {each.allocation}",
-            hang=46 + width,
+            hang=46 + widths[0],
         )
         allocation = each.allocation
     if len(attempts) > len(shown):
         yield line(f"  {len(attempts) - len(shown):,} earlier attempts: --json has all", hang=2)
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> Iterator[Span | str]:
+    for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        yield "  " if place in (0, 1) else " "
+        yield padded(cell, width, right=place != 1)
 
 
 def _signal(exit_code: int | None) -> str:
@@ -237,7 +264,7 @@ def _signal(exit_code: int | None) -> str:
     return "unknown cause"
 
 
-def _end(attempt: PastAttempt) -> Iterator[Span]:
+def attempt_end(attempt: PastAttempt) -> Iterator[Span]:
     """How an attempt ended, by what, and what followed."""
     if attempt.ended_at is None:
         yield Span("running", "good")

@@ -8,7 +8,7 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.documents import document
 from ckptctl.cli.loss_rendering import canary_lines, loss_lines
-from ckptctl.cli.options import argument, option
+from ckptctl.cli.options import HtmlOpt, argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import line
 from ckptctl.errors import UsageError
@@ -140,9 +140,10 @@ def loss(
         option(
             "--plot",
             metavar="FILE",
-            help="Also write the plot to a file: .svg, .html or .png.",
+            help="Also write the plot to a file: .svg or .png; .html is the page of --html.",
         ),
     ] = None,
+    html: HtmlOpt = None,
     canary: Annotated[
         bool,
         option(
@@ -202,6 +203,8 @@ def loss(
         out.lines(canary_lines())
         return 0
     _check(paths, resume, canary=canary, follow=follow)
+    if plot is not None and plot.lower().endswith(".html"):
+        html, plot = html or plot, None
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
@@ -239,6 +242,10 @@ def loss(
             keys=keys,
             storage=storage,
         )
+    if html is not None:
+        from ckptctl.cli.html_pages import write_loss
+
+        write_loss(html, report)
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.cli.pictures import Mark
 from ckptctl.cli.rendering import (
@@ -27,7 +27,7 @@ from ckptctl.loss.rows import Number
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, share, signed
 
-_STYLES: dict[LossVerdict, Style] = {
+STYLES: Mapping[LossVerdict, Style] = {
     LossVerdict.DISCONTINUOUS: "bad",
     LossVerdict.SUSPECT: "warn",
     LossVerdict.INCONCLUSIVE: "warn",
@@ -59,11 +59,11 @@ _AXES = {True: ("┤", "└", "─"), False: ("|", "+", "-")}
 Grid = list[list[str | None]]
 
 
-def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
-    """The verdict, the resume, the steps logged twice, the picture, the faults."""
+def loss_lines(report: LossReport, *, width: int | None, unicode: bool) -> list[Line]:
+    """The verdict, the resume, the steps logged twice, the picture `width` wide, the faults."""
     arrow = "→" if unicode else "->"
     lines = [
-        line(Span(report.verdict.value, _STYLES[report.verdict]), f": {report.message}", hang=2),
+        line(Span(report.verdict.value, STYLES[report.verdict]), f": {report.message}", hang=2),
         EMPTY,
     ]
     for assessment in report.assessments:
@@ -74,7 +74,7 @@ def loss_lines(report: LossReport, *, width: int, unicode: bool) -> list[Line]:
         lines += section(_replay_lines(worst, arrow, several=len(report.assessments) > 1))
         lines += section(_level_lines(worst))
         curve = curve_of(worst)
-        if curve is not None:
+        if curve is not None and width is not None:
             lines += section(picture_of_loss(curve, width, unicode=unicode))
     lines += section(finding_lines(_every_finding(report)))
     lines += section(_fault_lines(report))
@@ -111,7 +111,7 @@ def _every_finding(report: LossReport) -> tuple[Finding, ...]:
 def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
     resume = assessment.resume
     if several:
-        word = Span(assessment.verdict.value, _STYLES[assessment.verdict])
+        word = Span(assessment.verdict.value, STYLES[assessment.verdict])
         yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
     yield line(f"  {_resume_point_text(resume)}", hang=4)
     yield line(

@@ -178,6 +178,14 @@ AcceptAsItIsOpt = Annotated[
         help="Accept a step that cannot be proven good.",
     ),
 ]
+HtmlOpt = Annotated[
+    str | None,
+    option(
+        "--html",
+        metavar="FILE",
+        help="Also write the answer as one HTML page, which needs nothing beside itself.",
+    ),
+]
 MetricsOpt = Annotated[
     str | None,
     option(

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.documents import document
-from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
+from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.pictures import (
     LACKING,
@@ -54,6 +54,7 @@ def scan(
         option("--last", metavar="N", min=0, help="Only the newest N steps; 0 for all of them."),
     ] = NEWEST,
     metrics: MetricsOpt = None,
+    html: HtmlOpt = None,
     *,
     policy: PickPolicy,
     requirements: OfStep,
@@ -83,6 +84,10 @@ def scan(
         from ckptctl.cli.metrics import root_samples, write_metrics
 
         write_metrics(metrics, root_samples(found))
+    if html is not None:
+        from ckptctl.cli.html_pages import write_scan
+
+        write_scan(html, found)
     shown.finish(found)
     return found.exit_code
 
@@ -199,7 +204,7 @@ class StepTable:
             mark.word if state == LACKING else report.verdict.value,
             "-" if unknown else report.level.value,
             size(report.n_bytes),
-            _ranks(report.world_size),
+            ranks_word(report.world_size),
             age(report.written_s, self.now_s),
             written,
         )
@@ -295,7 +300,8 @@ def reason_of(report: Report) -> str:
     return next(map(said_of, worth_telling), "")
 
 
-def _ranks(world_size: WorldSize | None) -> str:
+def ranks_word(world_size: WorldSize | None) -> str:
+    """How many ranks wrote a step, as far as that is known."""
     if world_size is None:
         return "-"
     return f"{world_size.size}{'+' if world_size.at_least else ''}"

@@ -1,7 +1,7 @@
-"""Draw the loss around a resume as SVG, HTML or PNG.
+"""Draw the loss around a resume as SVG or PNG.
 
-`curve_of` chooses the points; the terminal draws the same ones. SVG and HTML are written
-here and reference no other files. PNG needs Pillow, an extra. The colours are
+`curve_of` chooses the points; the terminal draws the same ones. SVG is written
+here and references no other files. PNG needs Pillow, an extra. The colours are
 distinguishable with any kind of colour vision, and each kind of point also has its own
 shape. Source of the colours: Okabe and Ito, Color Universal Design.
 """
@@ -253,7 +253,7 @@ def _fitted(text: str, width: float) -> str:
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-FORMATS = (".svg", ".html", ".png")
+FORMATS = (".svg", ".png")
 
 _FONT = "system-ui, 'DejaVu Sans', Arial, sans-serif"
 _SHARP = 2  # pixels of a PNG for one of the drawing
@@ -275,9 +275,23 @@ def check_plot(path: str) -> None:
             import PIL  # noqa: F401
         except ImportError as error:
             raise MissingExtra(
-                f"{path}: PNG needs Pillow, which is not installed; .svg and .html need no package",
+                f"{path}: PNG needs Pillow, which is not installed; .svg needs no package",
                 next_command="pip install 'ckptctl[plot]'",
             ) from error
+
+
+def svg_of(report: LossReport) -> str | None:
+    """The plot of the worst resume; None where there is no loss to draw."""
+    drawn = _drawn(report)
+    return None if drawn is None else _svg(*drawn)
+
+
+def _drawn(report: LossReport) -> tuple[list[Shape], str] | None:
+    worst = report.worst
+    curve = curve_of(worst) if worst is not None else None
+    if worst is None or curve is None:
+        return None
+    return [*draw(curve, worst.verdict, worst.message)], worst.message
 
 
 def write_plot(report: LossReport, path: str) -> bool:
@@ -286,17 +300,11 @@ def write_plot(report: LossReport, path: str) -> bool:
     Raises `UsageError` where the file cannot be written.
     """
     check_plot(path)
-    worst = report.worst
-    curve = curve_of(worst) if worst is not None else None
-    if worst is None or curve is None:
+    drawn = _drawn(report)
+    if drawn is None:
         return False
-    shapes = draw(curve, worst.verdict, worst.message)
-    ending = os.path.splitext(path)[1].lower()
-    if ending == ".png":
-        data = _png(shapes)
-    else:
-        text = _svg(shapes, worst.message)
-        data = (_html(text, worst.message) if ending == ".html" else text).encode("utf-8")
+    is_png = os.path.splitext(path)[1].lower() == ".png"
+    data = _png(drawn[0]) if is_png else _svg(*drawn).encode("utf-8")
     aside = f"{path}.{os.getpid()}.tmp"
     try:
         with open(aside, "wb") as file:
@@ -336,16 +344,6 @@ def _element(shape: Shape) -> str:
     return (
         f'<text x="{shape.x:g}" y="{shape.y:g}" fill="{shape.color}" font-size="{shape.size}" '
         f'text-anchor="{shape.anchor}"{weight}>{escape(shape.text)}</text>'
-    )
-
-
-def _html(svg: str, title: str) -> str:
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n"
-        "<style>body { margin: 1rem; } svg { max-width: 100%; height: auto; }</style>\n"
-        f"</head>\n<body>\n{svg}</body>\n</html>\n"
     )
 
 

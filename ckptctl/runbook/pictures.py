@@ -17,16 +17,16 @@ Document = Mapping[str, object]
 
 _GOOD, _WARN, _BAD, _NEUTRAL = "#2a7f3f", "#b35c00", "#b3261e", "#5b6470"
 _LOOKS: Mapping[str, tuple[str, str]] = {
-    "complete": (_GOOD, "✓"),
-    "unverifiable": (_WARN, "?"),
-    "in-progress": (_WARN, "…"),
-    "superseded": (_NEUTRAL, "»"),
-    "rejected": (_WARN, "R"),
-    "unknown": (_NEUTRAL, "?"),
-    "changed": (_WARN, "Δ"),
-    "incomplete": (_BAD, "○"),
+    "complete": (_GOOD, "◇"),
+    "unverifiable": (_WARN, "◌"),
+    "in-progress": (_WARN, "⋯"),
+    "superseded": (_WARN, "»"),
+    "rejected": (_BAD, "⨯"),
+    "unknown": (_WARN, "?"),
+    "changed": (_WARN, "∆"),
+    "incomplete": (_BAD, "!"),
     "corrupt": (_BAD, "✗"),
-    "unsafe": (_BAD, "!"),
+    "unsafe": (_BAD, "⊘"),
 }
 _UNKNOWN_LOOK = (_NEUTRAL, "·")
 _MAX_STEPS = 40

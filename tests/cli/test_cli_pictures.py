@@ -16,6 +16,7 @@ from ckptctl.cli.pictures import (
 )
 from ckptctl.findings import Finding, Verdict
 from ckptctl.model import Level, WorldSize
+from ckptctl.runbook.pictures import timeline_of_steps
 
 
 def strip(reports, chosen=None, width=80, unicode=True):
@@ -187,3 +188,9 @@ def test_a_step_of_weights_alone_is_never_shown_as_a_good_one():
     weights = report(1, state=state("model", "step"), level=Level.CONTENT)
     assert step_state(weights) == LACKING
     assert STEP_MARKS[LACKING].style != "good"
+
+
+def test_the_pictures_of_a_transcript_have_the_symbols_of_the_terminal():
+    for verdict in Verdict:
+        document = {"reports": [{"number": 1, "url": "step_1", "verdict": verdict.value}]}
+        assert f">{STEP_MARKS[verdict.value].glyph}<" in timeline_of_steps(document, None)

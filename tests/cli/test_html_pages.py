@@ -1,0 +1,119 @@
+"""`--html`: pages that need nothing else, say what the terminal says, and fit a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from command_line import run_ckptctl, validated
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+VOID = {"meta", "img", "rect", "line", "circle", "path", "polyline", "br"}
+
+
+class Page(HTMLParser):
+    """The text of a page by tag; a tag that is not closed in order is an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.source = path.read_text()
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in set(self.open):
+            self.texts[tag][-1] += data
+
+
+@pytest.fixture(scope="module")
+def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
+    """A page of each command, of a root whose name is markup."""
+    folder = tmp_path_factory.mktemp("pages")
+    root = folder / "<script>alert(1)<&script>"
+    shutil.copytree(framework_roots / "kempnerforge" / "checkpoints", root)
+    (root / "step_30" / ".metadata").unlink()
+    log = folder / "train.jsonl"
+    rows = [(step, 3.0 - step / 100) for step in range(1, 41)]
+    rows += [(step, 3.6 - step / 100) for step in range(31, 60)]
+    log.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows))
+    job = ("--", sys.executable, "-c", "raise SystemExit(9)")
+    run_ckptctl("run", "--root", root, "--max-restarts", 1, "--backoff", "0s", *job)
+    made = {name: folder / f"{name}.html" for name in ("scan", "loss", "history")}
+    for name, path in made.items():
+        done = run_ckptctl(name, log if name == "loss" else root, "--html", path)
+        assert path.exists(), done.stderr
+    return made
+
+
+@pytest.mark.parametrize("name", ["scan", "loss", "history"])
+def test_a_page_is_well_formed_and_needs_nothing_else(pages, name):
+    page = Page(pages[name])
+    assert len(page.texts["h1"]) == 1
+    assert not {"script", "link", "iframe"} & page.texts.keys()
+    assert re.findall(r"(?:href|src|url)\s*[=(]", page.source) == []
+
+
+def test_the_page_of_a_scan_has_every_step_and_its_verdict(pages, tmp_path):
+    page = Page(pages["scan"])
+    assert page.texts["h1"][0].startswith("resume from step 20: complete")
+    rows = [row for row in page.texts["tr"] if "verdict" not in row]
+    assert [row[:2] for row in rows] == ["30", "20", "10"]
+    assert ["! incomplete" in row for row in rows] == [True, False, False]
+    assert "metadata.missing" in rows[0]
+    assert "← pick" in rows[1]
+    assert "next: ckptctl verify" in page.texts["pre"][-1]
+
+
+def test_the_page_of_a_loss_has_the_verdict_and_the_table(pages):
+    page = Page(pages["loss"])
+    assert page.texts["h1"][0].startswith("discontinuous: ")
+    assert "<svg" in page.source
+    assert any("difference" in text and "+" in text for text in page.texts["pre"])
+
+
+def test_the_page_of_a_history_has_every_attempt(pages, tmp_path):
+    page = Page(pages["history"])
+    assert sum("unknown cause" in row for row in page.texts["tr"]) == 2
+
+
+def test_a_page_that_cannot_be_written_ends_with_2(framework_roots, tmp_path):
+    root = framework_roots / "kempnerforge" / "checkpoints"
+    done = run_ckptctl("scan", root, "--html", tmp_path / "missing" / "page.html", "--json")
+    assert done.returncode == 2
+    assert "the page cannot be written" in validated(done.stdout)["message"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("name", ["scan", "loss", "history"])
+def test_a_page_is_not_wider_than_a_phone(pages, tmp_path, name):
+    source = pages[name].read_text()
+    probe = "<script>document.title = document.documentElement.scrollWidth</script></body>"
+    page = tmp_path / "page.html"
+    page.write_text(source.replace("</body>", probe))
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless=new", "--no-sandbox", "--window-size=500,900"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    width = int(re.search(r"<title>(\d+)</title>", done.stdout)[1])
+    assert width <= 500
