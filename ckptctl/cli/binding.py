@@ -25,7 +25,7 @@ from ckptctl.cli.options import COMMAND_LINE_ONLY, COMMON, OFFERS, Declared, Off
 from ckptctl.cli.output import Output
 from ckptctl.cli.parsing import TRUE, Parameter, parameters_of
 from ckptctl.cli.rendering import Line, line
-from ckptctl.errors import UsageError
+from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.options import TIMEOUT_S, without_secrets
 from ckptctl.storage.waiting import Watchdog
 
@@ -82,7 +82,12 @@ def with_common(command: Callable[..., int], out: Output) -> Bound:
             given[name] = _made(made, offers, given, keep=own)
         if "storage" not in objects:
             return command(**given, out=out)
-        with Watchdog(_PATIENCE * timeout_s, out.error):
+
+        def stalled(error: StorageUnavailable) -> None:
+            error.next_command = f"ckptctl explain {error.exit_code}"
+            out.error(error)
+
+        with Watchdog(_PATIENCE * timeout_s, stalled):
             return command(**given, out=out)
 
     return Bound(parameters, run)

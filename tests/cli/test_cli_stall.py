@@ -31,6 +31,7 @@ def test_it_ends_with_75_and_says_what_hangs(tmp_path):
     done = stalled("pick", str(tmp_path), "--timeout", "0.2")
     assert (done.returncode, done.stdout) == (75, "")
     assert f"error: {tmp_path}: listing: no progress for 0.8 s" in done.stderr
+    assert done.stderr.endswith("next:  ckptctl explain 75\n")
     assert "Traceback" not in done.stderr
 
 
