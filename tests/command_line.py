@@ -1,4 +1,4 @@
-"""Running the command line in a process of its own; its documents against their schemas."""
+"""Run the command line, and check its documents against their schemas."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from forking import ForkServer
 from jsonschema import Draft202012Validator, FormatChecker
-from next_commands import follow
 
 from ckptctl.cli.schemas import schema
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-COMMAND = (sys.executable, "-m", "ckptctl")
+MODULE = ("-m", "ckptctl")
+COMMAND = (sys.executable, *MODULE)
+
+_NEEDS_TORCH = ("distributed", "integrations", "train")
+_READ_AT_START = ("PYTHON", "LANG", "LC_")
+"""What the names of variables begin with that Python reads when it starts."""
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -36,26 +42,34 @@ def clean_environment(**changes: str) -> dict[str, str]:
 def run_ckptctl(
     *args: object, env: dict[str, str] | None = None, **kwargs: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run `ckptctl` with `args`; what it writes is kept unless `kwargs` say otherwise."""
+    """Run `ckptctl` with `args`; what it writes is kept unless `kwargs` say otherwise.
+
+    Its process is forked, or started where `env` or `kwargs` ask for what only that can give.
+    """
+    words = [*MODULE, *map(str, args)]
+    variables = clean_environment(**(env or {}))
+    starts = any(name.startswith(_READ_AT_START) for name in env or ())
+    if not starts and kwargs.keys() <= {"cwd", "input"}:
+        return _server().run(words, env=variables, **kwargs)
     return subprocess.run(
-        [*COMMAND, *map(str, args)],
-        env=clean_environment(**(env or {})),
+        [sys.executable, *words],
+        env=variables,
         encoding="utf-8",
         errors="surrogateescape",
         **{"capture_output": True, **kwargs},
     )
 
 
-def run_and_follow(
-    *args: object, env: dict[str, str] | None = None, **kwargs: object
-) -> subprocess.CompletedProcess[str]:
-    """Run `ckptctl` as `run_ckptctl` does, and what its `next:` says; see `next_commands`."""
-    done = run_ckptctl(*args, env=env, **kwargs)
-    said = (done.stdout or "") + (done.stderr or "")
-    cwd = Path(str(kwargs.get("cwd") or Path.cwd()))
-    variables = clean_environment(**(env or {}))
-    follow([*map(str, args)], done.returncode, said, cwd=cwd, env=variables)
-    return done
+@cache
+def _server() -> ForkServer:
+    """Forks processes that have imported all of ckptctl that needs no torch, and clients of S3."""
+    paths = (path.relative_to(REPOSITORY) for path in (REPOSITORY / "ckptctl").rglob("*.py"))
+    modules = [
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+        if path.parts[1] not in _NEEDS_TORCH and path.name != "__main__.py"
+    ]
+    return ForkServer([*sorted(modules), "s3fs", "obstore"], clean_environment())
 
 
 def validated(text: str) -> dict:

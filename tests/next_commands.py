@@ -14,14 +14,14 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-COMMAND = (sys.executable, "-m", "ckptctl")
+from command_line import clean_environment, run_ckptctl
+
 READS = {
     *("scan", "verify", "pick", "show", "diff", "explain", "loss", "classify", "cost"),
     *("doctor", "preflight", "prune"),
@@ -56,6 +56,18 @@ def next_command(output: str) -> str | None:
         return None
     found = document.get("next_command") if isinstance(document, dict) else None
     return found if isinstance(found, str) else None
+
+
+def run_and_follow(
+    *args: object, env: dict[str, str] | None = None, **kwargs: object
+) -> subprocess.CompletedProcess[str]:
+    """Run `ckptctl` as `run_ckptctl` does, and the command that its `next:` names."""
+    done = run_ckptctl(*args, env=env, **kwargs)
+    said = (done.stdout or "") + (done.stderr or "")
+    cwd = Path(str(kwargs.get("cwd") or Path.cwd()))
+    variables = clean_environment(**(env or {}))
+    follow([*map(str, args)], done.returncode, said, cwd=cwd, env=variables)
+    return done
 
 
 def follow(
@@ -149,15 +161,7 @@ def _ran(
 def _run(
     words: Sequence[str], cwd: Path, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words],
-        cwd=cwd,
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",
-    )
+    return run_ckptctl(*words, env=dict(env), cwd=cwd)
 
 
 def _on_copies(

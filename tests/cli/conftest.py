@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow
+from next_commands import run_and_follow
 
 
 @pytest.fixture

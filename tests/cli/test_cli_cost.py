@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 KNOWN = ("--interval", "1h", "--save-time", "60", "--mtbf", "11124", "--load", "5m")
 

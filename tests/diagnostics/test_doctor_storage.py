@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.diagnostics import storage_traits

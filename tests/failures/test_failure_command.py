@@ -6,9 +6,9 @@ import gzip
 import subprocess
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import run_ckptctl as run_alone
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError

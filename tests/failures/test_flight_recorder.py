@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import BinaryData, PathNotFound

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 from services.plugin import S3Server
 
 import ckptctl

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 from made_logs import VERSION_EVENT, scalar_event
 from made_losses import loss_at
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.loss.reading import read_logs
 

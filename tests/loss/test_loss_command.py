@@ -11,10 +11,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 from made_losses import DIED, SAVED, TOKENS, loss_at, resumed, rows, times
 from next_commands import next_command
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.loss.rows import Row
 

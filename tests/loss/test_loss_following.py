@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
 from made_losses import DIED, SAVED, resumed, rows, times
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.errors import UsageError
 from ckptctl.loss.checking import check_rows

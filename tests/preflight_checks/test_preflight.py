@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.distributed.launcher import cluster_context

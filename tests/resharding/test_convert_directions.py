@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
 from command_line import run_ckptctl as run_alone
 from made_steps import grid, octets, read_step, write_step
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.formats.archive.directory import parse_directory, tail_needed

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 from made_steps import octets
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.formats.archive.writing import WRITABLE

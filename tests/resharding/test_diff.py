@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
 from made_steps import grid, write_step
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 

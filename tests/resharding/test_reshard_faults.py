@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
 from made_steps import grid, write_step
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.formats.dcp.metadata import decode_metadata

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.formats.archive.writing import tensor_frame

@@ -13,8 +13,8 @@ import random
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.runbook.reading import find_runbook, runbook_names
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 LOST_GPU = (
     "Nov 20 03:12:44 node017 kernel: [12345.678901] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, "

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
 from next_commands import next_command
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.options import StorageOptions
 from ckptctl.runbook.running import _handed_on

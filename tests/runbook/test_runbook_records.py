@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
+from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.runbook.reading import find_runbook
 from ckptctl.runbook.running import _digest

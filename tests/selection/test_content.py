@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
 from huge_step import make_huge, wait_until_it_has_read
+from next_commands import run_and_follow as run_ckptctl
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
 

@@ -10,8 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 from services.plugin import S3Server
 from storage.faulty import FaultyStore
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl import Level, Report, Severity, Verdict

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow, validated
+from command_line import validated
+from next_commands import run_and_follow
 from services.plugin import S3Server
 
 pytestmark = pytest.mark.server

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
-from command_line import run_and_follow as run_ckptctl
+from next_commands import run_and_follow as run_ckptctl
 from services.counting_proxy import CountingProxy, Fault
 from services.plugin import S3Server
 from services.processes import wait_until

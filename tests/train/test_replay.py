@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import run_and_follow as run_ckptctl
 from command_line import validated
+from next_commands import run_and_follow as run_ckptctl
 from running import codes_of, rows_of, run_job
 
 torch = pytest.importorskip("torch")
