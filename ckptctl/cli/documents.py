@@ -133,6 +133,8 @@ class Kind(NamedTuple):
     is_answer: bool = True
     is_closed: bool = False
     has_digest: bool = False
+    is_line: bool = False
+    """It is one of several classes, which its field `event` names, and has no field `schema`."""
 
 
 def _own_file(title: str, holds: str, module: str = "documents") -> Kind:
@@ -197,6 +199,12 @@ DOCUMENTS: Mapping[str, Kind] = {
         ("formats.own.documents:ResumeDocument",),
         is_answer=False,
         is_closed=True,
+    ),
+    "ledger": Kind(
+        "A line of a ledger: .ckptctl/attempts/ATTEMPT.jsonl of a root",
+        ("formats.own.ledger:LedgerEvent",),
+        is_answer=False,
+        is_line=True,
     ),
     "node": Kind(
         "ckptctl preflight --node-report",

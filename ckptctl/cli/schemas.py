@@ -60,6 +60,10 @@ def schema(name: str) -> Schema:
         known = ", ".join(f"ckptctl.{each}/1" for each in DOCUMENTS)
         raise UsageError(f"there is no document {name!r}; the documents are {known}")
     definitions: dict[str, Schema] = {}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.title}
+    if kind.is_line:
+        (lines,) = _classes(kind)
+        return {**head, **_of(lines, definitions, signed=False), "$defs": definitions}
     parts = [_object(each, definitions) for each in _classes(kind)]
     own: dict[str, Schema] = {"schema": {"const": f"ckptctl.{short}/1"}}
     if kind.has_digest:
@@ -68,8 +72,7 @@ def schema(name: str) -> Schema:
     properties = {key: each for part in parts[::-1] for key, each in part["properties"].items()}
     order = dict.fromkeys(key for part in parts for key in part["properties"])
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": kind.title,
+        **head,
         "type": "object",
         "required": list(dict.fromkeys(key for part in parts for key in part["required"])),
         "properties": {key: properties[key] for key in order} | own,
@@ -81,7 +84,7 @@ def schema(name: str) -> Schema:
     }
 
 
-def _classes(kind: Kind) -> Iterator[type]:
+def _classes(kind: Kind) -> Iterator[Any]:
     for place in (*(("cli.documents:Envelope",) if kind.is_answer else ()), *kind.holds):
         module, _, name = place.partition(":")
         yield getattr(import_module(f"ckptctl.{module}"), name)

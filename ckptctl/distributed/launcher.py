@@ -6,17 +6,18 @@ guess. Only `torch.distributed` knows ranks that a script assigns itself (`mp.sp
 `Cluster.placed` takes them.
 """
 
-from __future__ import annotations
-
+# Annotations stay objects, so that reading a ledger evaluates no string as code.
 import datetime
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl.data_classes import dataclass, replace
+from ckptctl.data_classes import dataclass, fields, replace
+from ckptctl.model import Time
 
 NO_SCHEDULER = "none"
 NO_LAUNCHER = "none"
+
 
 RESTART_COUNT = "CKPTCTL_RESTART_COUNT"
 """The variable in which `ckptctl run` gives the number of restarts to its command."""
@@ -35,40 +36,54 @@ _N_PORTS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The job, the nodes and the rank of this process.
-
-    `scheduler` is `slurm`, `kubernetes` or `none`; `launcher` is `torchrun` (and all
-    that use its agent), `srun`, `mpirun`, `environment` (something else set `RANK` and
-    `WORLD_SIZE`) or `none`. `job` is the scheduler's id of the job, `run_id` the id
-    that torchrun was given. `requeues` counts how often the scheduler started the job
-    again, `restarts` how often the launcher (at most `max_restarts` times) or `ckptctl run`
-    started the processes again, whichever is more. `rank`, `world_size`, `local_rank` and
-    `local_world_size` count processes, `nodes` and `node_rank` count machines. `node` is
-    this machine, `node_list` all of them in the scheduler's own short form
-    (`gpu-[007-009]`), `pod` the pod in Kubernetes. `gpus_per_node` is what the scheduler
-    granted on this node. `ends_s` is when the scheduler will end the job, in seconds since
-    1970.
-    """
+    """The job, the nodes and the rank of a process; null where no variable gives a value."""
 
     scheduler: str
+    """`slurm`, `kubernetes` or `none`."""
     launcher: str
+    """`torchrun` (and all that use its agent), `srun`, `mpirun`, `environment` (something else set
+    `RANK` and `WORLD_SIZE`) or `none`."""
     node: str
+    """This machine."""
     job: str | None = None
+    """The scheduler's id of the job."""
     job_name: str | None = None
+    """Its name."""
     run_id: str | None = None
+    """The id that torchrun was given."""
     requeues: int | None = None
+    """How often the scheduler started the job again."""
     restarts: int | None = None
+    """How often the launcher or `ckptctl run` started the processes again, whichever is more."""
     max_restarts: int | None = None
+    """How often the launcher does that at most."""
     rank: int | None = None
+    """The rank of this process."""
     world_size: int | None = None
+    """The processes of the job."""
     local_rank: int | None = None
+    """The rank of this process among those on this machine."""
     local_world_size: int | None = None
+    """The processes on this machine."""
     nodes: int | None = None
+    """The machines of the job."""
     node_rank: int | None = None
+    """The rank of this machine."""
     node_list: str | None = None
+    """All machines, in the scheduler's own short form (`gpu-[007-009]`)."""
     pod: str | None = None
+    """The pod in Kubernetes."""
     gpus_per_node: int | None = None
-    ends_s: int | None = None
+    """What the scheduler granted on this machine."""
+    ends_at: Time | None = None
+    """When the scheduler will end the job."""
+
+    @property
+    def ends_s(self) -> int | None:
+        """When the scheduler will end the job, in seconds since 1970."""
+        if self.ends_at is None:
+            return None
+        return int(datetime.datetime.fromisoformat(f"{self.ends_at[:-1]}+00:00").timestamp())
 
     @property
     def restarted(self) -> bool:
@@ -92,20 +107,13 @@ class Cluster:
         attempts = f" ({', '.join(again)})" if again else ""
         return f"{named}{attempts}: {place}{by}, on {self.node}"
 
-    def placed(self, rank: int, world_size: int) -> Cluster:
+    def placed(self, rank: int, world_size: int) -> "Cluster":
         """The same with the rank and world size of an existing process group."""
         return replace(self, rank=rank, world_size=world_size)
 
     def document(self) -> dict[str, str | int | None]:
-        """The fields for ledgers, seals and reports; None if no variable gives a value.
-
-        `ends_s` becomes `ends_at`, RFC 3339 in UTC.
-        """
-        from dataclasses import asdict
-
-        fields: dict[str, str | int | None] = asdict(self)
-        del fields["ends_s"]
-        return {**fields, "ends_at": _rfc3339(self.ends_s)}
+        """The fields for ledgers and reports."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
@@ -141,7 +149,7 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
         node_list=read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
         pod=_pod(read, scheduler),
         gpus_per_node=read.number("SLURM_GPUS_ON_NODE"),
-        ends_s=read.number("SLURM_JOB_END_TIME"),
+        ends_at=_rfc3339(read.number("SLURM_JOB_END_TIME")),
     )
 
 

@@ -11,16 +11,26 @@ import datetime
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import OwnFileUnreadable, PathNotFound
 from ckptctl.failures.slow_ranks import SlowRank
+from ckptctl.formats.own.ledger import (
+    EndedLine,
+    FailedLine,
+    LedgerLine,
+    ProgressLine,
+    ResumedLine,
+    SavedLine,
+    SavingLine,
+    StartedLine,
+)
 from ckptctl.formats.own.supervision import AttemptDocument, SlowRankDocument, SupervisorDocument
 from ckptctl.goodput.timeline import Record
-from ckptctl.selection.history import Row, read_attempts
+from ckptctl.selection.history import read_attempts
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name
 from ckptctl.supervisor.state import STATE_FOLDER, Revisions
@@ -35,7 +45,7 @@ _JUMP_S = 5.0
 """A clock that differs by more from one that nobody sets has jumped."""
 
 _MOST_S = 1e10
-_LARGEST = 1 << 62
+_MOST_TEXT = 200
 
 
 class _Ledger(NamedTuple):
@@ -59,8 +69,8 @@ def read_records(store: Store, state: Store | None, now_s: float) -> tuple[list[
     states = [*_states(state or store, "" if state else STATE_FOLDER, warnings)]
     ledgers = [
         ledger
-        for _, rows in read_attempts(store, last=MAX_ATTEMPTS)
-        if (ledger := _ledger(rows, now_s)) is not None
+        for _, lines in read_attempts(store, last=MAX_ATTEMPTS)
+        if (ledger := _ledger(lines, now_s)) is not None
     ]
     jumps = [ledger.jumped_s for ledger in ledgers if abs(ledger.jumped_s) > _JUMP_S]
     if jumps:
@@ -92,117 +102,107 @@ def _states(store: Store, folder: str, warnings: list[str]) -> Iterator[Supervis
 # One ledger
 
 
-def _ledger(rows: Sequence[Row], now_s: float) -> _Ledger | None:
-    """What the lines of rank 0 say; None where no line has a time."""
-    own = [row for row in rows if row.get("rank", 0) == 0 and _moment(row) is not None]
+def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
+    """The record that the lines of rank 0 give; None where none of them has a time."""
+    own = [
+        (at_s, line)
+        for line in lines
+        if line.rank == 0 and line.at is not None and (at_s := _moment(line.at)) is not None
+    ]
     if not own:
         return None
-    is_timed = all(_number(row, "process_s") is not None for row in own)
-    first_at = _moment(own[0]) or 0.0
-    aged = [(_age(row, first_at, is_timed), row) for row in own]
-    aged.sort(key=lambda each: each[0])
-    (first_age, first), (last_age, last) = aged[0], aged[-1]
-    first_at, last_at = _moment(first) or 0.0, _moment(last) or 0.0
-    of: dict[str, list[tuple[float, Row]]] = defaultdict(list)
-    for age, row in aged:
-        of[str(row.get("event"))].append((age, row))
-    resumed_age, resumed = of["resumed"][0] if of["resumed"] else (math.nan, None)
-    load_s = None if resumed is None else _number(resumed, "load_s")
-    cluster = _object(of["started"][0][1], "cluster") if of["started"] else {}
-    saves = [step for _, row in of["saved"] if (step := _step(row)) is not None]
-    begins = [age for age, _ in of["saving"] if age > resumed_age]
-    how = str(of["ended"][-1][1].get("how")) if of["ended"] else None
-    points = () if resumed is None else tuple(_points(aged, resumed_age, resumed, is_timed))
-    begun = [row for age, row in aged if age > resumed_age and _is_point(row, is_timed)]
+    # Older ledgers hold no age of the process; then that since the first line is used.
+    is_timed = all(line.process_s is not None for _, line in own)
+    first_at = own[0][0]
+    aged = [
+        ((line.process_s or 0.0) if is_timed else max(0.0, at_s - first_at), at_s, line)
+        for at_s, line in own
+    ]
+    aged.sort(key=itemgetter(0))
+    (first_age, first_at, _), (last_age, last_at, _) = aged[0], aged[-1]
+    by_age = [(age, line) for age, _, line in aged]
+    # Nearly all lines report progress: the others are searched several times.
+    others = [(age, line) for age, line in by_age if not isinstance(line, ProgressLine)]
+    started = next((line for _, line in others if isinstance(line, StartedLine)), None)
+    resumed_age, resumed = next(
+        ((age, line) for age, line in others if isinstance(line, ResumedLine)), (math.nan, None)
+    )
+    ended = [str(line.how) for _, line in others if isinstance(line, EndedLine)]
+    failed = [line for _, line in others if isinstance(line, FailedLine)]
+    saved = (line.step for _, line in others if isinstance(line, SavedLine))
+    saves = [step for step in saved if step is not None]
+    begins = [age for age, line in others if isinstance(line, SavingLine) and age > resumed_age]
+    after = [
+        (age, line, step)
+        for age, line in by_age
+        if age > resumed_age and (step := _reached(line, is_timed)) is not None
+    ]
+    load_s = None if resumed is None else resumed.load_s
+    cluster = None if started is None else started.cluster
+    job = None if cluster is None else cluster.job
+    nodes = None if cluster is None else cluster.node_list or cluster.node
     record = Record(
         began_s=first_at - first_age,
         ran_s=last_age,
         ended_s=last_at,
-        running=how is None and now_s - last_at < FRESH_S,
-        done=how is not None and how != "exception" and not of["failed"],
+        running=not ended and now_s - last_at < FRESH_S,
+        done=bool(ended) and ended[-1] != "exception" and not failed,
         resumed=resumed is not None,
-        resumed_from=None if resumed is None else _step(resumed),
+        resumed_from=None if resumed is None else resumed.step,
         startup_s=None if load_s is None else max(0.0, resumed_age - load_s),
         load_s=load_s,
-        stalled_s=max(
-            (value for row in own if (value := _number(row, "stalled_s")) is not None),
-            default=None,
-        ),
-        points=points,
-        has_first_step=bool(begun) and begun[0].get("event") == "progress",
+        stalled_s=max((s for _, line in own if (s := line.stalled_s) is not None), default=None),
+        points=() if resumed is None else tuple(_points(resumed_age, resumed, after)),
+        has_first_step=bool(after) and isinstance(after[0][1], ProgressLine),
         saved=max(saves, default=None),
         n_saves=len(saves),
         interval_s=(begins[-1] - resumed_age) / len(begins) if begins else None,
-        job=_text(cluster, "job"),
-        requeued=bool(_number(cluster, "requeues")),
-        world_size=_step(of["started"][0][1], "world_size") if of["started"] else None,
-        allocation=_text(cluster, "node_list") or _text(cluster, "node") or "",
-        cause=next(
-            (cause for _, row in of["failed"] if (cause := _text(row, "evidence", "reason"))), None
-        ),
+        job=(job or "")[:_MOST_TEXT] or None,
+        requeued=cluster is not None and bool(cluster.requeues),
+        world_size=None if started is None else started.world_size,
+        allocation=(nodes or "")[:_MOST_TEXT],
+        cause=next((text[:_MOST_TEXT] for e in failed if (text := e.evidence or e.reason)), None),
     )
-    supervised = _text(of["started"][0][1], "supervised") if of["started"] else None
+    supervised = None if started is None else started.supervised
     return _Ledger(record, supervised or "", (last_at - first_at) - (last_age - first_age))
 
 
-def _age(row: Row, first_at: float, is_timed: bool) -> float:
-    """The age of the process at a line; that since the first line where none is recorded."""
-    if is_timed:
-        return _number(row, "process_s") or 0.0
-    return max(0.0, (_moment(row) or 0.0) - first_at)
-
-
-def _is_point(row: Row, is_timed: bool) -> bool:
-    # A line about a save that is done has the time of its end, which a save in the background
-    # reaches later than the step. Older ledgers have no line about its begin.
-    if row.get("event") == "ended":
-        return row.get("how") != "exception"
-    return row.get("event") in ("progress", "saving" if is_timed else "saved")
+def _reached(line: LedgerLine, is_timed: bool) -> int | None:
+    """The step that training had reached at a line; None if that is not known from it."""
+    match line:
+        case ProgressLine(step=step):
+            return step
+        case EndedLine(step=step, how=how) if how != "exception":
+            return step
+        # A line about a save that is done has the time of its end, which a save in the background
+        # reaches later than the step. Older ledgers have no line about its begin.
+        case SavingLine(step=step) if is_timed:
+            return step
+        case SavedLine(step=step) if not is_timed:
+            return step
+    return None
 
 
 def _points(
-    aged: Sequence[tuple[float, Row]], resumed_age: float, resumed: Row, is_timed: bool
+    resumed_age: float, resumed: ResumedLine, after: Sequence[tuple[float, LedgerLine, int]]
 ) -> Iterator[tuple[float, int]]:
     """The steps with their training time, rising in both."""
-    last_s, last = resumed_age - (_number(resumed, "stalled_s") or 0.0), _step(resumed) or 0
+    last_s, last = resumed_age - (resumed.stalled_s or 0.0), resumed.step or 0
     yield last_s, last
-    for age, row in aged:
-        trained_s, step = age - (_number(row, "stalled_s") or 0.0), _step(row)
-        if step is not None and _is_point(row, is_timed) and trained_s >= last_s and step > last:
+    for age, line, step in after:
+        trained_s = age - (line.stalled_s or 0.0)
+        if trained_s >= last_s and step > last:
             last_s, last = trained_s, step
             yield trained_s, step
 
 
-def _moment(row: Row) -> float | None:
-    at = row.get("at")
-    if not isinstance(at, str) or len(at) > 40:
-        return None
-    with suppress(ValueError, OverflowError):
+def _moment(at: str) -> float | None:
+    """A time in seconds since 1970; None for what is none."""
+    try:
         seconds = datetime.datetime.fromisoformat(at.replace("Z", "+00:00")).timestamp()
-        return seconds if 0 <= seconds < _MOST_S else None
-    return None
-
-
-def _number(row: Row, name: str) -> float | None:
-    value = row.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    except (ValueError, OverflowError):
         return None
-    return float(value) if 0 <= value < _MOST_S else None
-
-
-def _step(row: Row, name: str = "step") -> int | None:
-    value = row.get(name)
-    return value if type(value) is int and 0 <= value < _LARGEST else None
-
-
-def _text(row: Row, *names: str) -> str | None:
-    found = (row.get(name) for name in names)
-    return next((each[:200] for each in found if isinstance(each, str) and each), None)
-
-
-def _object(row: Row, name: str) -> Mapping[str, object]:
-    value = row.get(name)
-    return value if isinstance(value, dict) else {}
+    return seconds if 0 <= seconds < _MOST_S else None
 
 
 # Ledgers and states together
@@ -252,7 +252,7 @@ _Span = tuple[float, float, str]
 def _spans(attempts: _Attempts) -> Iterator[_Span]:
     """The attempts of `run` with when they began and ended; one without an end may still run."""
     for name, (_, attempt) in attempts.items():
-        began_s = _moment({"at": attempt["started_at"]})
+        began_s = _moment(attempt["started_at"])
         if began_s is not None:
             ran_s = attempt["milliseconds"] / 1000
             runs = attempt["decision"] is None and not ran_s
@@ -271,7 +271,7 @@ def _supervised(
 ) -> Iterator[Record]:
     """The records of one attempt of `run`: more than one where the launcher restarted the ranks."""
     last = ledgers[-1] if ledgers else None
-    start_s = _moment({"at": attempt["started_at"]})
+    start_s = _moment(attempt["started_at"])
     began_s = start_s if start_s is not None else last.began_s if last else now_s
     runs = attempt["decision"] is None and held and (last is None or last.running)
     ran_s = attempt["milliseconds"] / 1000

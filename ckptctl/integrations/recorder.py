@@ -138,7 +138,7 @@ class Recorder:
             "previous_attempt": None,
             # The framework does not report what it restored.
             "state": {"restored": [], "derived": [], "lost": []},
-            "cluster": cluster.document(),
+            "cluster": cluster,
         }
         with open_store(self._root) as store:
             put_report(store, self._attempt, {"schema": SCHEMA, **report})

@@ -10,22 +10,26 @@ that cannot be read in full proves nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AlreadyExists, OwnFileUnreadable, PathNotFound, StorageError
-from ckptctl.formats.bounded_json import NotJson, decode_json, read_json
+from ckptctl.formats.bounded_json import NotJson, read_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
-from ckptctl.formats.own.files import Fields, as_stored, read_back, time_now
+from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
+
+if TYPE_CHECKING:
+    from ckptctl.formats.own.ledger import LedgerLine
 
 ROOT_FILE = f"{OWN_FOLDER}/root.json"
 ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
@@ -34,7 +38,6 @@ FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 _SCHEMA = "ckptctl.root/1"
 _MAX_SENTINEL = 64 << 10
 _MAX_LEDGER = 16 << 20
-_MAX_LINE = 1 << 20
 _MAX_LEDGERS = 1_000
 _MAX_RESUMES = 20
 
@@ -42,9 +45,6 @@ MAX_ATTEMPTS = 20
 """The number of newest attempts whose ledgers a resume reads."""
 MAX_LEDGER_BYTES = 256 << 20
 """Bytes of ledgers that are read at most; a month of training writes 13 MB."""
-
-Row = Mapping[str, Any]
-"""One line of a ledger."""
 
 _NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
 
@@ -169,49 +169,52 @@ def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
     by_name = {name.partition(".resume.json")[0] for name in files if name.endswith(".resume.json")}
     by_name |= {name.removesuffix(".jsonl") for name in files if name.endswith(".jsonl")}
     newest = sorted(by_name, reverse=True)[:_MAX_RESUMES]
-    steps = set()
+    steps: set[int | None] = set()
     for attempts in ([holder] if holder in by_name else [], newest):
         for attempt in attempts:
-            resume = _resume_of(store, attempt, files)
-            if resume is not None:
-                steps.add(resume.get("step"))
+            resumed = _resume_of(store, attempt, files)
+            steps |= resumed
+            if resumed:
                 break
-    return frozenset(step for step in steps if isinstance(step, int))
+    return frozenset(step for step in steps if step is not None)
 
 
-def _resume_of(store: Store, attempt: str, files: Collection[str]) -> Fields | None:
-    """The step that an attempt recorded for its resume, None if it has not resumed."""
+def _resume_of(store: Store, attempt: str, files: Collection[str]) -> AbstractSet[int | None]:
+    """The step that an attempt resumed from, None for a fresh run; empty if it has not resumed."""
+    from ckptctl.formats.own.ledger import MAX_LINE_BYTES, ResumedLine, read_line  # few need them
+
     report, ledger = f"{attempt}.resume.json", f"{attempt}.jsonl"
     if report in files:
         with suppress(NotJson, PathNotFound):
             path = f"{ATTEMPTS_FOLDER}/{report}"
-            fields = read_json(store, path, max_bytes=_MAX_LINE)
+            fields = read_json(store, path, max_bytes=MAX_LINE_BYTES)
             if isinstance(fields, dict) and isinstance(fields.get("step"), int | None):
-                return fields
+                return {fields.get("step")}
     data = _read(store, f"{ATTEMPTS_FOLDER}/{ledger}") if ledger in files else b""
     for line in (data or b"").splitlines():
-        with suppress(NotJson):
-            row = decode_json(line, max_bytes=_MAX_LINE)
-            if isinstance(row, dict) and row.get("event") == "resumed":
-                return row
+        with suppress(OwnFileUnreadable):
+            found = read_line(line)
+            if isinstance(found, ResumedLine):
+                return {found.step}
     if report in files:
         raise OwnFileUnreadable(f"{ATTEMPTS_FOLDER}/{report} cannot be read")
-    return None
+    return set()
 
 
 def read_attempts(
-    store: Store, *, last: int = MAX_ATTEMPTS
-) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The newest attempts with their events in order of time, oldest attempt first.
+    store: Store, *, last: int = MAX_ATTEMPTS, events: Collection[str] = ()
+) -> Iterator[tuple[str, tuple[LedgerLine, ...]]]:
+    """The newest attempts with their lines in order of time, oldest attempt first.
 
-    No decision depends on a single line: truncated lines and unreadable files are ignored.
-    Attempts beyond `MAX_LEDGER_BYTES` are left out, the oldest first. Raises `StorageError` if
-    the folder of the attempts cannot be listed. Cost: one listing, and one read per attempt.
+    With `events`, only the lines of these kinds are decoded. No decision depends on a single
+    line: truncated lines and unreadable files are ignored. Attempts beyond `MAX_LEDGER_BYTES`
+    are left out, the oldest first. Raises `StorageError` if the folder of the attempts cannot
+    be listed. Cost: one listing, and one read per attempt.
     """
     try:
         entries = store.list_dir(ATTEMPTS_FOLDER)
     except PathNotFound:
-        return ()
+        return
     files: dict[str, list[FileInfo]] = {}
     for entry in entries:
         match = _OF_ATTEMPT.fullmatch(base_name(entry.path))
@@ -224,25 +227,29 @@ def read_attempts(
         if kept and n_bytes > MAX_LEDGER_BYTES:
             break
         kept.append(attempt)
-    reads = in_flight(lambda attempt: _events(store, files[attempt], attempt), reversed(kept))
-    return tuple(reads)
+    words = [f'"{event}"'.encode() for event in events]
+    yield from in_flight(lambda one: _lines(store, files[one], one, words), reversed(kept))
 
 
-def _events(store: Store, files: Iterable[FileInfo], attempt: str) -> tuple[Row, ...]:
-    rows: list[Row] = []
+def _lines(
+    store: Store, files: Iterable[FileInfo], attempt: str, words: Collection[bytes]
+) -> tuple[LedgerLine, ...]:
+    from ckptctl.formats.own.ledger import read_line
+
+    lines: list[LedgerLine] = []
     for file in files:
         try:
             data = store.read(file.path, limit=_MAX_LEDGER)
         except StorageError:
             continue
-        for line in data.splitlines():
-            try:
-                row = decode_json(line, max_bytes=_MAX_LINE)
-            except NotJson:
+        for each in data.splitlines():
+            if words and not any(word in each for word in words):
                 continue
-            if isinstance(row, dict) and row.get("attempt") == attempt:
-                rows.append(row)
-    return tuple(sorted(rows, key=lambda row: str(row.get("at", ""))))
+            with suppress(OwnFileUnreadable):
+                line = read_line(each)
+                if line.attempt == attempt:
+                    lines.append(line)
+    return tuple(sorted(lines, key=lambda line: line.at or ""))
 
 
 def _check_absent(store: Store, path: str, kind: str) -> None:
@@ -314,21 +321,14 @@ def _step_in(data: bytes | None) -> int | None:
 
     Raises `OwnFileUnreadable` for an empty ledger or an unreadable line.
     """
+    from ckptctl.formats.own.ledger import FailedLine, ResumedLine, SavedLine, read_line
+
     if not data:
         raise OwnFileUnreadable("it is empty" if data is not None else "it is missing or too large")
     for line in data.splitlines():
-        try:
-            row = decode_json(line, max_bytes=_MAX_LINE)
-        except NotJson as error:
-            raise OwnFileUnreadable("a line is not JSON, or was truncated") from error
-        if not isinstance(row, dict):
-            raise OwnFileUnreadable("a line is not an object")
-        if (step := _step_of(row)) is not None:
-            return step
+        match read_line(line):
+            case SavedLine(step=int(step)) | ResumedLine(step=int(step)):
+                return step
+            case FailedLine(step=int(step), phase="loading"):
+                return step
     return None
-
-
-def _step_of(row: Mapping[str, object]) -> int | None:
-    step = row.get("step")
-    loaded = row.get("event") in ("saved", "resumed") or row.get("phase") == "loading"
-    return step if loaded and isinstance(step, int) else None

@@ -15,17 +15,25 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.data_classes import dataclass, replace
+from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import CkptctlError, StorageError
 from ckptctl.findings import Report
+from ckptctl.formats.own.ledger import (
+    EndedLine,
+    FailedLine,
+    LedgerLine,
+    ProgressLine,
+    ResumedLine,
+)
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.formats.own.seals import Origin
 from ckptctl.selection.fencing import Token
-from ckptctl.selection.history import ATTEMPTS_FOLDER, Row
+from ckptctl.selection.history import ATTEMPTS_FOLDER, read_attempts
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
@@ -54,7 +62,7 @@ class Attempt:
     resumed_from: int | None = None
     step: int = 0
     saved: int = 0
-    cluster: dict[str, Any] = field(default_factory=dict)
+    cluster: Cluster | None = None
     _noted_s: float = -math.inf
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None
@@ -65,14 +73,13 @@ class Attempt:
     @property
     def origin(self) -> Origin:
         """The description of the attempt in the seals of its steps."""
-        job, node = (str(self.cluster.get(name) or "") for name in ("job", "node"))
-        return Origin(self.token.attempt, self.resumed_from, job, node)
+        job, node = (self.cluster.job, self.cluster.node) if self.cluster else (None, None)
+        return Origin(self.token.attempt, self.resumed_from, job or "", node or "")
 
-    def record(self, event: str, **fields: object) -> None:
+    def record(self, line: LedgerLine) -> None:
         """Write a line in a thread; does not delay training and never raises."""
         with suppress(CkptctlError):
-            stalled_s = round(self.stalled_s, 3)
-            self.ledger.add_later(event, rank=self.ledger.rank, stalled_s=stalled_s, **fields)
+            self.ledger.add_later(replace(line, stalled_s=round(self.stalled_s, 3)))
 
     @property
     def stalled_s(self) -> float:
@@ -101,14 +108,14 @@ class Attempt:
             self.failed(NOT_FINITE)
         elif time.monotonic() - self._noted_s > PROGRESS_EVERY_S:
             self._noted_s = time.monotonic()
-            self.record("progress", step=step, loss=loss)
+            self.record(ProgressLine(step=step, loss=loss))
 
     def failed(self, evidence: str) -> None:
         """Record the first failure only: later ones are its consequences."""
         if self._has_failed:
             return
         self._has_failed = True
-        self.record("failed", step=self.step, evidence=evidence)
+        self.record(FailedLine(step=self.step, evidence=evidence))
 
     def ended_by(self, error: BaseException) -> None:
         """Record an exception that ends the attempt, if it is evidence against the step."""
@@ -134,7 +141,7 @@ class Attempt:
             sys.excepthook = self._hooks[0]
         self._hooks = None
         if not self._over and self.ledger.rank == 0:
-            self.record("ended", step=self.step, how="exception" if self._has_failed else how)
+            self.record(EndedLine(step=self.step, how="exception" if self._has_failed else how))
         self._over = True
         self.ledger.close(RECORD_TIMEOUT_S)
 
@@ -144,8 +151,8 @@ WITHIN_STEPS = 20
 
 NOT_FINITE = "non-finite loss"
 
-Attempts = tuple[tuple[str, tuple[Row, ...]], ...]
-"""The attempts as `read_attempts` returns them, oldest first."""
+Attempts = Sequence[tuple[str, Sequence[LedgerLine]]]
+"""The attempts and their lines, oldest first."""
 
 _OF_OTHERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
 _MESSAGES_OF_OTHERS = ("connection closed", "connection reset", "timed out", "gloo", "nccl")
@@ -181,17 +188,21 @@ class Failure:
 
 def failures_in(attempts: Attempts) -> Iterator[Failure]:
     """Yield at most one failure per attempt: the first that has evidence."""
-    for attempt, events in attempts:
-        resumed: Row = next((e for e in events if e.get("event") == "resumed"), {})
-        step, metadata = resumed.get("step"), resumed.get("metadata")
-        if not isinstance(step, int) or not isinstance(metadata, dict):
+    for attempt, lines in attempts:
+        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
+        if resumed is None or resumed.step is None or resumed.metadata is None:
             continue
-        for event in events:
-            evidence, at = event.get("evidence"), event.get("step")
-            failed = event.get("event") == "failed" and isinstance(evidence, str)
-            if failed and isinstance(at, int) and 0 <= at - step <= WITHIN_STEPS:
-                yield Failure(attempt, step, metadata, str(evidence))
-                break
+        for line in lines:
+            match line:
+                case FailedLine(step=int(at), evidence=str(evidence)):
+                    if 0 <= at - resumed.step <= WITHIN_STEPS:
+                        yield Failure(attempt, resumed.step, resumed.metadata, evidence)
+                        break
+
+
+def read_failures(store: Store) -> Attempts:
+    """What the newest attempts resumed from, and how they failed; raises `StorageError`."""
+    return tuple(read_attempts(store, events=("resumed", "failed")))
 
 
 def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.data_classes import replace
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.own.ledger import SavedLine, SavingLine
 from ckptctl.options import (
     PickPolicy,
     Requirements,
@@ -280,7 +281,7 @@ class Checkpointer:
                 f"step {step} cannot be saved: the run is already at step {attempt.saved}"
             )
         if self._job.group.is_first:
-            attempt.record("saving", step=step)
+            attempt.record(SavingLine(step=step))
         target = SaveTarget(
             self._save_store,
             group,
@@ -322,13 +323,14 @@ class Checkpointer:
         if not self._job.group.is_first:
             return
         attempt.record(
-            "saved",
-            step=one.number,
-            path=one.url,
-            tokens=tokens,
-            loss=loss if loss is not None and math.isfinite(loss) else None,
-            took_s=round(time.monotonic() - began_s, 3),
-            moved_aside=one.moved_aside,
+            SavedLine(
+                step=one.number,
+                path=one.url,
+                tokens=tokens,
+                loss=loss if loss is not None and math.isfinite(loss) else None,
+                took_s=round(time.monotonic() - began_s, 3),
+                moved_aside=one.moved_aside,
+            )
         )
         attempt.ledger.drain(RECORD_TIMEOUT_S)
         if self._keep is not None:

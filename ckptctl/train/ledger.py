@@ -1,8 +1,8 @@
 """The ledger of the attempts of a run, and the report of a resume.
 
-Each attempt has one file under `.ckptctl/attempts/` of the root, with one JSON object per line, to
-which lines are only added. The report of the resume is beside it; rank 0 prints its lines to
-standard error unless the script gives a function of its own. No other module of `train/` prints.
+Each attempt has one file under `.ckptctl/attempts/` of the root, whose lines `formats.own.ledger`
+defines. The report of the resume is beside it; rank 0 prints its lines to standard error unless
+the script gives a function of its own. No other module of `train/` prints.
 `attempt` decides what the records of several attempts prove against a step.
 """
 
@@ -19,9 +19,10 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from ckptctl.data_classes import dataclass, field
+from ckptctl.data_classes import dataclass, field, replace
 from ckptctl.errors import CkptctlError
-from ckptctl.formats.own.files import utc_now
+from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
+from ckptctl.formats.own.ledger import LedgerLine
 from ckptctl.resharding.advising import Advice, advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
@@ -74,9 +75,6 @@ class Ledger:
     `add` writes synchronously. `add_later` passes the line to a thread, which writes it
     once through `later`, a store with a short timeout, so that a hung storage does not
     delay training. A line that could not be written is written with the next one.
-
-    `process_s` of each line is the age of the process in seconds, by a clock that does not
-    jump; `at` is the time of day.
     """
 
     store: Store
@@ -88,18 +86,18 @@ class Ledger:
     _queue: SimpleQueue[bytes | Event | None] = field(default_factory=SimpleQueue)
     _thread: Thread | None = None
 
-    def add(self, event: str, **fields: object) -> None:
+    def add(self, line: LedgerLine) -> None:
         """Append one line, durably. Raises `StorageError`.
 
         Must not be called after `add_later`, because two threads would write.
         """
-        self._write(self.store, self._line(event, fields))
+        self._write(self.store, self._stored(line))
 
-    def add_later(self, event: str, **fields: object) -> None:
+    def add_later(self, line: LedgerLine) -> None:
         """Append one line in a thread; does not wait and never raises."""
         if self._thread is None:
             self._thread = start_daemon("ckptctl-ledger", self._write_queued)
-        self._queue.put(self._line(event, fields))
+        self._queue.put(self._stored(line))
 
     def drain(self, timeout_s: float) -> None:
         """Wait until the thread has tried to write every line, at most `timeout_s`."""
@@ -126,15 +124,11 @@ class Ledger:
                 self._write(store, b"".join(unwritten))
                 unwritten.clear()
 
-    def _line(self, event: str, fields: Mapping[str, object]) -> bytes:
-        row = {
-            "at": utc_now(),
-            "event": event,
-            "attempt": self.attempt,
-            "process_s": round(clock_s() - self.began_s, 3),
-            **fields,
-        }
-        return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+    def _stored(self, line: LedgerLine) -> bytes:
+        age_s = round(clock_s() - self.began_s, 3)
+        return line_bytes(
+            replace(line, at=utc_now(), attempt=self.attempt, rank=self.rank, process_s=age_s)
+        )
 
     def _write(self, store: Store, lines: bytes) -> None:
         if store.folders is not None:
@@ -149,7 +143,7 @@ class Ledger:
 def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
     """Write the report of a resume (schema `ckptctl.resume/1`); returns its address."""
     path = f"{ATTEMPTS_FOLDER}/{attempt}.resume.json"
-    data = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    data = json.dumps(report, indent=2, allow_nan=False, default=as_fields) + "\n"
     store.put(path, data.encode(), replace=True)
     return join_url(store.url, path)
 

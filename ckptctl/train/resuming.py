@@ -27,9 +27,10 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Report
+from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.selection.fencing import check_token, take_token
-from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run, read_attempts
+from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
 from ckptctl.train.agreement import (
@@ -44,7 +45,7 @@ from ckptctl.train.agreement import (
     too_many,
     wanted_step,
 )
-from ckptctl.train.attempt import Attempt, reject_proven
+from ckptctl.train.attempt import Attempt, read_failures, reject_proven
 from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
@@ -80,7 +81,7 @@ class Resume:
         """Load, restore, take the root over, and record it; see `Checkpointer.resume`."""
         job, first = self._job, self._job.group.from_first
         first(self._check_before)
-        history = first(lambda: read_attempts(job.store))
+        history = first(lambda: read_failures(job.store))
         restored = self._load_and_restore()
         token = first(lambda: take_token(job.store, new_attempt))
         attempt = Attempt(token, Ledger(job.store, token.attempt, job.group.rank, job.later))
@@ -190,18 +191,20 @@ class Resume:
 
     def _record_start(self, attempt: Attempt, restored: Restored) -> None:
         group = self._job.group
-        attempt.cluster = cluster_context().placed(group.rank, group.size).document()
+        attempt.cluster = cluster_context().placed(group.rank, group.size)
         attempt.ledger.add(
-            "started",
-            token=attempt.token.number,
-            resume_from=str(self._resume_from),
-            world_size=group.size,
-            cluster=attempt.cluster,
-            supervised=os.environ.get(ATTEMPT),
+            StartedLine(
+                token=attempt.token.number,
+                resume_from=str(self._resume_from),
+                world_size=group.size,
+                cluster=attempt.cluster,
+                supervised=os.environ.get(ATTEMPT),
+            )
         )
         for one in restored.rejected:
             if one.not_loaded:
-                attempt.ledger.add("failed", step=one.step, reason=one.reason, phase="loading")
+                line = FailedLine(step=one.step, reason=one.reason, phase="loading")
+                attempt.ledger.add(line)
 
     def _check_after(self, attempt: Attempt, restored: Restored) -> tuple[Rejected, ...] | None:
         """None if the decision still holds, now that no other attempt writes to the root.
@@ -212,7 +215,7 @@ class Resume:
         """
         job = self._job
         # Read again: the earlier attempt may have failed or ended since.
-        attempts = read_attempts(job.store)
+        attempts = read_failures(job.store)
         held = Held(job.store, attempt.token)
         rejected: list[tuple[Report, bool]] = []
         for url, store in job.stores.items():
@@ -252,20 +255,21 @@ class Resume:
             "superseded": superseded,
             "warnings": warnings,
             "previous_attempt": previous,
-            "cluster": attempt.cluster,
+            "cluster": None if attempt.cluster is None else attempt.cluster.document(),
         }
         put_report(job.store, attempt.token.attempt, report)
         # The sentinel before the ledger, which also names the step.
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], decision.step)
         attempt.ledger.add(
-            "resumed",
-            step=decision.step,
-            path=decision.path,
-            metadata=dict(decision.digests),
-            tokens=restored.saved.tokens,
-            rejected=[one.step for one in restored.rejected],
-            previous=previous,
-            load_s=round(clock_s() - self._began_s, 3),
+            ResumedLine(
+                step=decision.step,
+                path=decision.path,
+                metadata=dict(decision.digests),
+                tokens=restored.saved.tokens,
+                rejected=[one.step for one in restored.rejected],
+                previous=previous,
+                load_s=round(clock_s() - self._began_s, 3),
+            )
         )
         self._print(report, restored)
         return report

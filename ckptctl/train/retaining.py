@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.data_classes import replace
 from ckptctl.errors import CkptctlError, StorageError
+from ckptctl.formats.own.ledger import RemovingLine
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.model import Level
 from ckptctl.selection.branches import read_resumes
@@ -93,7 +94,7 @@ class Retention:
         # Before it goes: a signal may end this process at any moment.
         name = looked.step.name
         number = looked.report.number
-        self._attempt.record("removing", step=number, path=join_url(self._store.url, name))
+        self._attempt.record(RemovingLine(step=number, path=join_url(self._store.url, name)))
         self._attempt.ledger.drain(RECORD_TIMEOUT_S)
         return remove_step(self._store, name, seen=looked.step.files)
 

@@ -210,7 +210,7 @@ def ledger(root: Path, data: bytes) -> None:
     with open_store(str(root)) as store:
         ((_, events),) = read_attempts(store)
     too_large = len(data) > 16 << 20  # then the whole file is left out
-    assert [event["event"] for event in events] == ([] if too_large else ["saved"])
+    assert [event.event for event in events] == ([] if too_large else ["saved"])
 
 
 def history(root: Path, data: bytes) -> None:
@@ -279,10 +279,11 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "failures/rank_dumps.py": (classify_reads_a_dump,),
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/own/heartbeats.py": (heartbeat,),
+    "formats/own/ledger.py": (history, ledger),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
     "preflight_checks/sizing.py": (preflight_reads_a_resume_report,),
-    "selection/history.py": (history, ledger, prune_reads_a_resume_report),
+    "selection/history.py": (prune_reads_a_resume_report,),
     "inspection/sidecars.py": (sidecar,),
     "loss/resume_points.py": (loss_reads_a_resume_report,),
     "loss/formats/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),

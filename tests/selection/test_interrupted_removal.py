@@ -22,6 +22,7 @@ from services.processes import wait_until
 
 import ckptctl
 from ckptctl.cli.app import run
+from ckptctl.formats.own.ledger import RemovingLine, SavedLine
 from ckptctl.selection.history import read_attempts
 from ckptctl.storage.opening import open_store
 
@@ -222,10 +223,11 @@ def test_the_ledger_names_every_step_that_keep_removed_however_the_job_ends(
     assert process.returncode
     with open_store(str(root)) as store:
         ((_, rows),) = read_attempts(store)
-    saved = {row["step"] for row in rows if row["event"] == "saved"}
-    named = {row["step"] for row in rows if row["event"] == "removing"}
+    saved = {row.step for row in rows if isinstance(row, SavedLine)}
+    removing = [row for row in rows if isinstance(row, RemovingLine)]
+    named = {row.step for row in removing}
     gone = {step for step in saved if not (root / f"step_{step}").exists()}
     assert len(gone) >= 2
     assert gone <= named <= saved
-    paths_of = {row["step"]: row["path"] for row in rows if row["event"] == "removing"}
+    paths_of = {row.step: row.path for row in removing}
     assert all(path == str(root / f"step_{step}") for step, path in paths_of.items())

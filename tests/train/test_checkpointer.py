@@ -8,9 +8,11 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import validated
+from jsonschema import Draft202012Validator, FormatChecker
 
 torch = pytest.importorskip("torch")
 
@@ -19,6 +21,7 @@ from small_job import Lines, train_one  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import ckptctl  # noqa: E402
+from ckptctl.cli.schemas import schema  # noqa: E402
 from ckptctl.errors import (  # noqa: E402
     Fenced,
     ModelDiffers,
@@ -28,6 +31,8 @@ from ckptctl.errors import (  # noqa: E402
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.formats.own.files import line_bytes  # noqa: E402
+from ckptctl.formats.own.ledger import LedgerEvent, read_line  # noqa: E402
 from ckptctl.train import Checkpointer, GlobalLoader, resolve  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -555,6 +560,24 @@ def test_an_older_save_still_shows_that_a_failure_is_no_step_s_fault(half):
     job.die()
     after = [fail(half, ValueError("a bug in the script"), at=10) for _ in range(3)]
     assert after == [9, 9, 9]
+
+
+def test_each_line_of_a_ledger_is_as_its_schema_says_and_reads_back_as_it_was_written(half):
+    fail(half, ValueError("a bug in the script"))
+    job = Job(half, keep=1)
+    job.resume()
+    job.train(7, 12)
+    job.die()
+    lines = [
+        line
+        for ledger in (half / ".ckptctl" / "attempts").glob("*.jsonl")
+        for line in ledger.read_bytes().splitlines(keepends=True)
+    ]
+    validator = Draft202012Validator(schema("ckptctl.ledger/1"), format_checker=FormatChecker())
+    for line in lines:
+        validator.validate(json.loads(line))
+        assert line_bytes(read_line(line)) == line
+    assert {type(read_line(line)) for line in lines} == set(get_args(LedgerEvent))
 
 
 # Saving

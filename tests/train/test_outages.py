@@ -49,7 +49,7 @@ def begun(s3: S3Server, root: str, proxy: CountingProxy, **options: object) -> J
 
 def events(s3: S3Server, root: str) -> list[str]:
     with open_store(root, storage_options=s3.options) as store:
-        return [row["event"] for _, rows in read_attempts(store) for row in rows]
+        return [line.event for _, lines in read_attempts(store) for line in lines]
 
 
 def test_what_is_written_beside_the_training_does_not_wait_for_the_storage(

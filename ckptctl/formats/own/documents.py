@@ -1,6 +1,7 @@
 """The JSON documents that ckptctl keeps in roots and steps, as typed dictionaries.
 
-That of a seal is in `seals`, which few commands load.
+That of a seal is in `seals`, which few commands load; those of the lines of a ledger
+are data classes, in `ledger`.
 
 They are read strictly: `files.read_back` accepts these fields and no others, with these
 types. `ckptctl explain ckptctl.seal/1` prints the JSON Schema of one. Each has a field `schema`
@@ -8,10 +9,12 @@ more, and all but the resume report a `digest`: the SHA-256 of the document with
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
-from collections.abc import Mapping
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ckptctl.model import Positive, Sha256, Time
+
+if TYPE_CHECKING:
+    from ckptctl.distributed.launcher import Cluster
 
 
 class MarkedStep(TypedDict):
@@ -216,5 +219,5 @@ class ResumeDocument(_ResumeOptions):
     """The attempt before, however it ended."""
     state: RestoredState
     """What became of the train state."""
-    cluster: Mapping[str, object]
+    cluster: "Cluster"
     """The job, the scheduler and the machine."""

@@ -6,6 +6,9 @@ read back strictly: truncated, with a field too many, twice or not at all, of
 another type, or with one bit changed, they are refused. `documents` lists the
 fields; `seals` and `marks` give them meaning.
 
+The lines of a ledger are data classes: an object each, of the kind that its field
+`event` names, without a digest.
+
 The digest shows damage. Whoever can write the file can make it anew; only a
 seal with a key withstands that.
 """
@@ -16,12 +19,30 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
-from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
+from ckptctl.data_classes import fields as fields_of
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, decode_json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Fields = dict[str, object]
 
@@ -112,6 +133,34 @@ def _check_schema(document: Fields, schema: str) -> None:
     raise OwnFileUnreadable(f"it does not say that it is {schema}")
 
 
+def as_fields(made: DataclassInstance) -> Fields:
+    """The fields of a data class."""
+    return {field.name: getattr(made, field.name) for field in fields_of(made)}
+
+
+def line_bytes(made: DataclassInstance) -> bytes:
+    """A data class as one line of JSON, as `made_of` reads it back."""
+    text = json.dumps(as_fields(made), allow_nan=False, separators=(",", ":"), default=as_fields)
+    return text.encode("ascii") + b"\n"
+
+
+def classes_by_event(union: Any) -> Mapping[object, Any]:
+    """The data classes of a union, by the word that the field `event` of each holds."""
+    return {get_args(each.__annotations__["event"])[0]: each for each in get_args(union)}
+
+
+def made_of(kind: type[Kind], fields: Fields, *, lenient: bool = False) -> Kind:
+    """A data class of the fields that it has; others are those of a later version.
+
+    A missing value is the default of its field, or null. A value that is not of its type
+    raises `OwnFileUnreadable`; with `lenient` it counts as missing.
+    """
+    try:
+        return cast(Kind, _made(kind, fields, lenient=lenient))
+    except _Misfit as misfit:
+        raise OwnFileUnreadable(f"{misfit.where.lstrip('.')} {misfit.what}") from None
+
+
 def typed(kind: type[Kind], fields: Fields) -> Kind:
     """The fields as a `TypedDict`, none missing and none more.
 
@@ -140,31 +189,99 @@ def _check_of(hint: Any, /) -> _Check:
     """The check of a type: it returns the value, or raises `_Misfit`."""
     origin, of = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _constrained(_check_of(of[0]), dict(of[1:]))
-    if origin is list:
+        limits = dict(of[1:])
+        if of[0] is str:
+            return _check_text(limits.get("maxLength", MAX_STRING), limits.get("pattern"))
+        return _check_number(of[0], limits.get("minimum"), limits.get("maximum"))
+    if origin in (list, Sequence):
         return partial(_check_list, _check_of(of[0]))
-    if origin is dict:
+    if origin in (dict, Mapping):
         return partial(_check_values, _check_of(of[1]))
-    if of:  # `X | None`
-        inner = _check_of(of[0])
-        return lambda value: None if value is None else inner(value)
+    if origin is Literal:
+        return partial(_check_word, of)
+    if of:  # a union
+        check, *others = [_check_of(each) for each in of if each is not NoneType]
+        if others:
+            check = partial(_check_any, (check, *others))
+        return (lambda value: None if value is None else check(value)) if NoneType in of else check
     if hint in _SIMPLE:
         return _SIMPLE[hint]
-    hints = get_type_hints(hint, include_extras=True)
-    checks = {name: _check_of(each) for name, each in hints.items()}
-    return partial(_check_fields, checks, hint.__required_keys__)
+    if is_typeddict(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        checks = {name: _check_of(each) for name, each in hints.items()}
+        return partial(_check_fields, checks, hint.__required_keys__)
+    return partial(_check_object, hint)
 
 
-def _check_text(value: object) -> object:
-    if not isinstance(value, str) or len(value) > MAX_STRING:
-        raise _Misfit(f"is not a string of at most {MAX_STRING:,} characters")
+@cache
+def _fields_of(kind: Any, /) -> Sequence[tuple[str, _Check, object]]:
+    """The fields of a data class: name, check, and the value where none is given."""
+    defaults = kind.__init__.__kwdefaults__ or {}
+    return [
+        (name, _check_of(hint), defaults.get(name))
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+    ]
+
+
+def _made(kind: Any, fields: Fields, *, lenient: bool) -> object:
+    values = {}
+    for name, check, default in _fields_of(kind):
+        try:
+            values[name] = check(fields.get(name, default))
+        except _Misfit as misfit:
+            if not lenient:
+                raise _Misfit(misfit.what, f".{name}{misfit.where}") from None
+            values[name] = default
+    return kind(**values)
+
+
+def _check_object(kind: Any, value: object) -> object:
+    if not isinstance(value, dict):
+        raise _Misfit("is not an object")
+    return _made(kind, value, lenient=False)
+
+
+def _check_any(checks: Sequence[_Check], value: object) -> object:
+    *others, last = checks
+    for check in others:
+        with suppress(_Misfit):
+            return check(value)
+    return last(value)
+
+
+def _check_word(words: Sequence[object], value: object) -> object:
+    if value not in words:
+        raise _Misfit(f"is not {' or '.join(map(str, words))}")
     return value
 
 
-def _check_count(value: object) -> object:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise _Misfit("is not an integer from 0 on")
-    return value
+def _check_text(limit: int = MAX_STRING, pattern: str | None = None) -> _Check:
+    fits = re.compile(pattern).fullmatch if pattern else None
+
+    def check(value: object) -> object:
+        if not isinstance(value, str) or len(value) > limit:
+            raise _Misfit(f"is not a string of at most {limit:,} characters")
+        if fits and not fits(value):
+            raise _Misfit(f"does not match {pattern}")
+        return value
+
+    return check
+
+
+def _check_number(kind: type, least: float | None = None, most: float | None = None) -> _Check:
+    """The check of a finite number; an integer is never negative."""
+    kinds, what = ((int,), "an integer") if kind is int else ((int, float), "a number")
+    largest = _LARGEST if kind is int else sys.float_info.max
+    least = (0 if kind is int else -largest) if least is None else least
+    most = largest if most is None else most
+
+    def check(value: Any) -> object:
+        if type(value) not in kinds or not least <= value <= most:
+            bounds = f"from {least} on" if most == largest else f"from {least} to {most}"
+            raise _Misfit(f"is not {what} {bounds}")
+        return value
+
+    return check
 
 
 def _check_flag(value: object) -> object:
@@ -173,23 +290,13 @@ def _check_flag(value: object) -> object:
     return value
 
 
-_SIMPLE: Mapping[object, _Check] = {str: _check_text, int: _check_count, bool: _check_flag}
-
-
-def _constrained(check: _Check, constraints: Mapping[str, Any]) -> _Check:
-    """A check of a pattern or a minimum as well; who reads a document checks the others."""
-    pattern, minimum = constraints.get("pattern"), constraints.get("minimum")
-    fits = re.compile(pattern).fullmatch if pattern else None
-
-    def constrained(value: Any) -> object:
-        check(value)
-        if fits and not fits(value):
-            raise _Misfit(f"is not hexadecimal digits: {pattern}")
-        if minimum is not None and value < minimum:
-            raise _Misfit(f"is not an integer from {minimum} on")
-        return value
-
-    return constrained
+_SIMPLE: Mapping[object, _Check] = {
+    str: _check_text(),
+    int: _check_number(int),
+    float: _check_number(float),
+    bool: _check_flag,
+    object: lambda value: value,
+}
 
 
 def _check_list(check: _Check, value: object) -> object:
