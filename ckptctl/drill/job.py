@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import CkptctlError
+from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Row
@@ -105,6 +106,9 @@ class Job:
     def environment(self) -> dict[str, str]:
         """The environment of `ckptctl run`, of RB-7 and of the job."""
         own = {"XDG_STATE_HOME": str(self.folder / "state")}
+        if not any(name in os.environ for name in PREFIX_VARIABLES):
+            # Otherwise the ranks leave their dumps in /tmp.
+            own |= dict.fromkeys(PREFIX_VARIABLES, str(self.folder / "nccl_trace_rank_"))
         if self.options.root_env is not None:
             own[self.options.root_env] = str(self.root)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("CKPTCTL_")}

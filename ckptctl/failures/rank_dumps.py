@@ -26,6 +26,8 @@ from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.pickles.reading import read_pickle
 from ckptctl.formats.pickles.stubs import Grammar
 
+PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""The variables that name the recorder's files, without the rank at their end."""
 MAX_BYTES = 256 << 20
 _MAX_RANKS = 1 << 20
 _PICKLE = b"\x80"

@@ -18,6 +18,7 @@ from ckptctl.errors import BinaryData, PathNotFound, StorageError
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
+    PREFIX_VARIABLES,
     Dump,
     NotADump,
     Stack,
@@ -29,8 +30,6 @@ from ckptctl.options import StorageOptions
 from ckptctl.storage.log_lines import logs_below, read_blocks, read_bytes, read_head
 from ckptctl.storage.opening import is_local
 
-# The variables that name the recorder's files, without the rank suffix.
-_DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SAME_JOB_S = 3600.0
 """A log and a dump beside it belong to one job if written within this time."""
 _DUMP_NAME = re.compile(r".*(?:trace|dump)\w*\d")
@@ -113,7 +112,7 @@ class _Reading:
         """Read the dumps in the folders of the logs, and those that the variables name."""
         folders = {os.path.dirname(log) or "." for log in logs if log != "-" and is_local(log)}
         files = [*_files_in(folders, _DUMP_NAME)]
-        for variable in _DUMP_FILES:
+        for variable in PREFIX_VARIABLES:
             if prefix := os.environ.get(variable):
                 pattern = re.compile(re.escape(os.path.basename(prefix)) + r"\d{1,7}")
                 files += _files_in((os.path.dirname(prefix) or ".",), pattern)

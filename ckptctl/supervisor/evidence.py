@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ckptctl.data_classes import dataclass
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
-from ckptctl.failures.rank_dumps import Dump, NotADump, read_dump
+from ckptctl.failures.rank_dumps import PREFIX_VARIABLES, Dump, NotADump, read_dump
 from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
 from ckptctl.supervisor.processes import Process, is_alive
 
@@ -39,7 +39,6 @@ _POLL_S = 0.1
 _MAX_STACKS_BYTES = 1 << 20
 _AT_ONCE = 16
 
-_DUMP_PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DUMP_PREFIX = "/tmp/nccl_trace_rank_"  # noqa: S108  # only read
 """Where torch writes the dumps without these variables. Source: torch 2.13,
 `torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`."""
@@ -321,7 +320,7 @@ def _match(patterns: Iterable[re.Pattern[str]], line: str) -> re.Match[str] | No
 
 def _dumps(out: str, since_s: float) -> tuple[Dump, ...]:
     """Copy the dumps of this attempt, and read them."""
-    given = (os.environ.get(name) for name in _DUMP_PREFIX_VARIABLES)
+    given = (os.environ.get(name) for name in PREFIX_VARIABLES)
     prefix = next(filter(None, given), _DUMP_PREFIX)
     found = []
     with suppress(OSError):

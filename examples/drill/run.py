@@ -67,8 +67,9 @@ def _missing(trial: dict[str, Any]) -> Iterator[str]:
     """The links of the chain that are missing after a hang."""
     if trial["cause"] != "hang" or len(trial["ranks"]) != 1:
         yield f"the hang is not traced to one rank: {trial['cause']}, {trial['ranks']}"
-    if not any("stacks-rank" in file for file in trial["evidence"]):
-        yield f"no stacks were collected: {trial['evidence']}"
+    for kind in ("stacks", "flight-recorder"):
+        if not any(f"{kind}-rank" in file for file in trial["evidence"]):
+            yield f"no {kind} were collected: {trial['evidence']}"
     if len(trial["excluded"]) != 1 or trial["excluded"] != trial["nodes"]:
         yield f"the nodes {trial['nodes']} were named, and {trial['excluded']} excluded"
     if trial["world_size"] != 2:

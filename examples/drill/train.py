@@ -16,14 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
+import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _dump_fr_trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -55,6 +59,8 @@ def main() -> None:
     with Checkpointer(options.root, **parts, seed=7) as checkpointer:
         start = checkpointer.resume()
         batches = iter(loader)
+        moves = threading.Event()
+        threading.Thread(target=dump_when_stuck, args=(rank, moves), daemon=True).start()
         for step in range(start.step + 1, options.steps + 1):
             time.sleep(options.pace)
             batch, _ = next(batches)
@@ -63,6 +69,7 @@ def main() -> None:
             if rank == 0:
                 row = {"step": step, "loss": float(f"{loss:.9g}"), "tokens": tokens}
                 print(json.dumps({**row, "samples_digest": digest}), flush=True)
+            moves.set()
             checkpointer.note(step)
             if step % options.save_every == 0:
                 checkpointer.save(step, tokens=tokens, loss=loss)
@@ -84,6 +91,18 @@ def mean_over_ranks(loss: torch.Tensor, n_own: int) -> float:
     total = torch.tensor([loss * n_own, n_own])
     dist.all_reduce(total)
     return float(total[0] / total[1])
+
+
+def dump_when_stuck(rank: int, moves: threading.Event) -> None:
+    """Dump torch's flight recorder while no step ends for 5 s, as NCCL's watchdog does.
+
+    gloo has no watchdog. The file is named like that of NCCL.
+    """
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "/tmp/nccl_trace_rank_")
+    while True:
+        if not moves.wait(5):
+            Path(f"{prefix}{rank}").write_bytes(_dump_fr_trace())
+        moves.clear()
 
 
 def samples_of_all(loader: GlobalLoader) -> str:
