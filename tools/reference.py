@@ -1,15 +1,16 @@
-"""Bring the tables of the reference up to date with the command line.
+"""Bring the tables of the documents up to date with the program.
 
     python tools/reference.py
 
-Commands, options, exit codes and findings are written from the program itself,
-between the marks `<!-- NAME -->` and `<!-- end -->` of `docs/reference.md` and
-`docs/findings/README.md`; the words around them are written by hand. A test
-runs this and compares.
+Commands, options, exit codes, findings and modules are written from the program
+itself, between the marks `<!-- NAME -->` and `<!-- end -->` of `docs/reference.md`,
+`docs/findings/README.md` and `docs/architecture.md`; the words around them are
+written by hand. A test runs this and compares.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ from ckptctl.findings import CODES
 from ckptctl.loss.verdict import FORCES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = (REPOSITORY / "docs" / "reference.md", REPOSITORY / "docs" / "findings" / "README.md")
+PACKAGE = REPOSITORY / "ckptctl"
+PAGES = tuple(
+    REPOSITORY / "docs" / page for page in ("reference.md", "findings/README.md", "architecture.md")
+)
 _BLOCK = re.compile(r"(<!-- (?P<name>(?!end )[a-z -]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -50,6 +54,7 @@ def _block(name: str) -> str:
         "common": lambda _: _rows(_options(COMMANDS[0], common=True)),
         "exit": lambda _: _exit_codes(),
         "findings": lambda _: _findings(),
+        "modules": lambda _: _modules(),
     }
     return "".join(f"{line}\n" for line in writers[what](command))
 
@@ -132,6 +137,24 @@ def _findings() -> Iterator[str]:
         verdict = forced.value if forced else ""
         link = f"[`{code}`](../../ckptctl/pages/{code}.md)"
         yield f"| {link} | {meaning.severity.value} | {verdict} | {meaning.title} |"
+
+
+def _modules() -> Iterator[str]:
+    yield "| module | content |"
+    yield "|---|---|"
+    for path in sorted(PACKAGE.rglob("*.py"), key=_in_package):
+        name = path.relative_to(PACKAGE).as_posix()
+        content = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        if path.name == "__init__.py":
+            folder = name.removesuffix("__init__.py")
+            yield f"| **`{folder or 'ckptctl'}`** | **{content}** |"
+        else:
+            yield f"| [`{name.removesuffix('.py')}`](../ckptctl/{name}) | {content} |"
+
+
+def _in_package(path: Path) -> tuple[bool, Path, bool, str]:
+    """The order of modules: those outside packages first, `__init__` before its package."""
+    return path.parent != PACKAGE, path.parent, path.name != "__init__.py", path.name
 
 
 if __name__ == "__main__":

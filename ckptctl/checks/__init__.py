@@ -1,1 +1,1 @@
-"""Model to findings, one question a module."""
+"""From the model of a step to findings, without I/O: one topic a module."""

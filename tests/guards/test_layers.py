@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
-# docs/design.md, section 8.
+# docs/architecture.md, "Packages and layers".
 LAYERS = {
     "errors": 0,
     "model": 0,
