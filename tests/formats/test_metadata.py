@@ -37,7 +37,8 @@ from made_pickles import (
 )
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.formats.dcp.metadata import decode_metadata
+from ckptctl.formats.dcp.metadata import decode_metadata, fast_path_shapes, shapes_that_pay
+from ckptctl.formats.pickles.machine import Shapes
 from ckptctl.model import ByteRange, Metadata
 
 
@@ -178,6 +179,51 @@ def test_zstd_records_keep_the_names_of_their_transforms(dcp_versions: Path) -> 
         c.byte_range.transforms for t in decoded.tensors.values() for c in t.chunks if c.byte_range
     }
     assert transforms == {("stream.zstd/1",)}
+
+
+@pytest.mark.parametrize("root", ["run_bare4", "run_fsdp4"])
+def test_a_step_that_differs_from_the_one_before_decodes_as_it_does_alone(
+    checkpoints: Path, root: str
+) -> None:
+    steps = sorted((checkpoints / root).glob("*/.metadata"), key=lambda path: path.stat().st_size)
+    before, data = (path.read_bytes() for path in steps[-2:])
+    assert len(before) == len(data)
+    assert before != data
+    ids = decode_metadata(data, shapes=fast_path_shapes)
+    names = [(ids.checkpoint_id or "").rpartition("/")[2].encode(), (ids.save_id or "").encode()]
+    beside = [at for name in names for at in range(data.find(name) - 4, data.find(name) + 42)]
+    damaged = [*beside, *range(0, len(data), 211)]
+    for at in (None, *(at for at in damaged if at < len(data))):
+        changed = bytearray(data)
+        if at is not None:
+            changed[at] ^= 0x05
+        decode_metadata(before)
+        assert outcome(bytes(changed), shapes_that_pay) == outcome(bytes(changed), fast_path_shapes)
+
+
+def outcome(data: bytes, shapes: Shapes) -> object:
+    """All that is decoded, or the error."""
+    try:
+        metadata = decode_metadata(data, shapes=shapes)
+    except (MetadataUnreadable, MetadataUnsafe) as error:
+        return str(error)
+    chunks = [
+        (chunk.offsets, chunk.sizes, chunk.byte_range)
+        for tensor in metadata.tensors.values()
+        for chunk in tensor.chunks
+    ]
+    return [re.sub(r" at 0x\w+", "", repr(metadata)), chunks]
+
+
+def test_a_name_that_occurs_twice_is_decoded_anew(checkpoints: Path) -> None:
+    data = (checkpoints / "run_bare4" / "step_10" / ".metadata").read_bytes()
+    known = decode_metadata(data)
+    fqn = next(fqn for fqn in known.tensors if len(fqn) > len("step_10"))
+    named = fqn.replace(fqn[-7:], "step_10").encode()
+    twice = data.replace(fqn.encode(), named)
+    decode_metadata(twice)
+    other = twice.replace(b"step_10", b"step_90")
+    assert outcome(other, shapes_that_pay) == outcome(other, fast_path_shapes)
 
 
 def test_the_digest_and_the_size_are_those_of_the_bytes() -> None:
