@@ -13,7 +13,8 @@ _EXAMPLES = 3
 _LAST_S = 253_402_300_799.0
 """The end of the year 9999, the last that RFC 3339 has."""
 _SIZES = ("KiB", "MiB", "GiB", "TiB", "PiB")
-_TIMES = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+DAY_S = 86_400.0
+_TIMES = (("days", DAY_S), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from itertools import pairwise
@@ -22,9 +21,7 @@ from typing import TYPE_CHECKING
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern
-from ckptctl.formatting import duration
-from ckptctl.goodput.history import RunHistory, run_history
-from ckptctl.goodput.timeline import DAY_S
+from ckptctl.formatting import DAY_S, duration
 from ckptctl.model import ExitCode, Fraction, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
@@ -34,6 +31,8 @@ from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ckptctl.goodput.history import RunHistory
 
 
 def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
@@ -211,6 +210,8 @@ def recovery_cost(
     seen, past = Measured(0), None
     if root is not None:
         storage = options_from(keywords, storage)
+        from ckptctl.goodput.history import run_history
+
         seen = measured(root, storage, pattern=pattern)
         past = run_history(root, storage=storage)
     recorded = {} if past is None else _recorded(past)
@@ -247,6 +248,8 @@ def recovery_cost(
 
 def _recorded(past: RunHistory) -> dict[str, Given]:
     """What attempts recorded, each with the number of observations."""
+    from statistics import fmean
+
     found: dict[str, Given] = {}
     for name, part in (
         ("reschedule", "restart_s"),
@@ -256,7 +259,7 @@ def _recorded(past: RunHistory) -> dict[str, Given]:
     ):
         values = [each for one in past.attempts if (each := getattr(one, part)) is not None]
         if values:
-            mean_s = statistics.fmean(values)
+            mean_s = fmean(values)
             found[name] = Given(name, mean_s, "s", "recorded", len(values))
     spaced = [each for each in past.attempts if each.interval_s is not None and each.n_saves]
     n_saves = sum(each.n_saves for each in spaced)
@@ -265,7 +268,7 @@ def _recorded(past: RunHistory) -> dict[str, Given]:
         found["interval"] = Given("interval", mean_s, "s", "recorded", n_saves)
     lost = [each.lost_s for each in past.attempts if each.failed and each.lost_s is not None]
     if lost:
-        found["lost"] = Given("lost", statistics.fmean(lost), "s", "recorded", len(lost))
+        found["lost"] = Given("lost", fmean(lost), "s", "recorded", len(lost))
     saving = [each for each in past.attempts if each.save_s is not None and each.n_saves]
     n_saves = sum(each.n_saves for each in saving)
     if n_saves:
@@ -482,8 +485,9 @@ def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
 
 
 def _median(values: Iterator[float] | Iterator[int]) -> float | None:
-    known = [float(value) for value in values]
-    return statistics.median(known) if known else None
+    known = sorted(map(float, values))
+    middle = len(known) // 2
+    return (known[middle] + known[~middle]) / 2 if known else None
 
 
 def _whole(value: float | None) -> int | None:

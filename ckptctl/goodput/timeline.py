@@ -16,10 +16,8 @@ from itertools import accumulate
 
 from ckptctl.data_classes import dataclass, replace
 from ckptctl.failures.slow_ranks import SlowRank
-from ckptctl.formatting import rfc3339
+from ckptctl.formatting import DAY_S, rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time
-
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

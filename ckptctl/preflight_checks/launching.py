@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from typing import TypedDict
 
 from ckptctl.data_classes import dataclass, replace
@@ -96,6 +92,10 @@ class Launcher:
 
 def _run(words: Sequence[str], timeout_s: float) -> tuple[str, str, int]:
     """Standard output, standard error and exit code; bounded in bytes and in time."""
+    import shutil
+    import subprocess
+    import tempfile
+
     if shutil.which(words[0]) is None:
         raise UsageError(f"--launcher: there is no command {words[0]!r}")
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_HANDED_ON}
@@ -222,6 +222,8 @@ def report_from_here(
     root that holds it. `probe` is the token of a probe in the first root: its files are
     compared, and files of this process are written and left for the one who asked.
     """
+    from dataclasses import asdict
+
     with ExitStack() as stack:
         stores = [stack.enter_context(open_store(root, storage)) for root in roots]
         facts = [

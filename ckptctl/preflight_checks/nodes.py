@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import shlex
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +32,12 @@ _SOME_BYTES = 1 << 20
 _MAX_METADATA = 4 << 30
 
 
+def _host_name() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
 def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFacts:
     """What this process sees; an error is one of the facts, nothing is raised.
 
@@ -41,7 +45,7 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
     the reads over the shard files.
     Cost: two listings, one read of each metadata file, one read of at most `PROBE_BYTES`.
     """
-    host = socket.gethostname()
+    host = _host_name()
     try:
         names = _names(store)
         system = store.folders.file_system() if store.folders is not None else None
@@ -276,7 +280,7 @@ class StorageProbe:
         except StorageError as error:
             failed = error
         return Written(
-            socket.gethostname(),
+            _host_name(),
             f"{self._id}/{n_files}",
             time.monotonic() - began_s,
             failed.message if failed else None,
@@ -285,7 +289,7 @@ class StorageProbe:
 
     def compare(self, written: Written) -> Compared:
         """Read what this or another process wrote; an error is part of the answer."""
-        host = socket.gethostname()
+        host = _host_name()
         began_s = time.monotonic()
         n_bytes = 0
         wrong: list[str] = []
@@ -318,6 +322,8 @@ def _pieces(seed: int) -> Iterator[memoryview]:
 
 
 def _content(seed: int) -> Iterator[bytes]:
+    import random
+
     made = random.Random(seed)  # noqa: S311 - the same bytes again are what is wanted
     for _ in range(FILE_BYTES // _BLOCK):
         yield made.randbytes(_BLOCK)

@@ -13,6 +13,7 @@ import datetime
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ckptctl.checks.requirements import check_world_size
 from ckptctl.data_classes import replace
@@ -26,8 +27,10 @@ from ckptctl.goodput.estimating import Cadence, Measured, cadence_of, daly_inter
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, Outcome, Sized
 from ckptctl.resharding.advising import Advice, advice_for
-from ckptctl.resharding.sources import Source
 from ckptctl.storage.contract import Store
+
+if TYPE_CHECKING:
+    from ckptctl.resharding.sources import Source
 
 
 def ranks_in(cluster: Cluster) -> tuple[int, str] | None:

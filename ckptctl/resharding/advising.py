@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
@@ -23,11 +23,12 @@ from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.model import Level, Positive
 from ckptctl.options import Requirements, StorageOptions, without_secrets
-from ckptctl.resharding.mesh import Mesh
-from ckptctl.resharding.planning import Wanted, one_writer, slices_for
-from ckptctl.resharding.sources import Source, source_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
+
+if TYPE_CHECKING:
+    from ckptctl.resharding.planning import Wanted
+    from ckptctl.resharding.sources import Source
 
 MAX_METADATA_BYTES = 8 << 20
 """A step with more metadata, some 60,000 chunks, gets no advice: counting would take seconds."""
@@ -65,6 +66,8 @@ class Advice:
 
     def document(self) -> dict[str, object]:
         """The same as JSON."""
+        from dataclasses import asdict
+
         return {**asdict(self), "message": self.message}
 
 
@@ -83,6 +86,8 @@ def countable(store: Store, name: str) -> Source | None:
     None if it is not sharded DCP, has too much metadata, or the storage fails: nothing
     depends on the advice. Cost: one listing and the metadata.
     """
+    from ckptctl.resharding.sources import source_of
+
     try:
         files = list_step(store, name)
         if sum(one.size for one in files if one.path.endswith(METADATA)) > MAX_METADATA_BYTES:
@@ -96,6 +101,9 @@ def countable(store: Store, name: str) -> Source | None:
 
 def advice_for(source: Source, world_size: int) -> Advice:
     """The advice for an inspected step. Pure."""
+    from ckptctl.resharding.mesh import Mesh
+    from ckptctl.resharding.planning import Wanted
+
     wanted = Wanted(Mesh((("dp", world_size),)))
     total = needed = stock = 0
     for n_taken, n_record, n_ranks in _reads(source, wanted):
@@ -110,6 +118,8 @@ def advice_for(source: Source, world_size: int) -> Advice:
 
 def _reads(source: Source, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
     """For each piece of a record that goes to some ranks: its bytes, the record's, the ranks."""
+    from ckptctl.resharding.planning import one_writer, slices_for
+
     alone = one_writer(source)
     for part in source.parts:
         for tensor in part.tensors:
