@@ -17,8 +17,6 @@ from ckptctl.findings import EXIT_NONE_USABLE, Report, Verdict
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.choosing import Choice, absent_kinds, demanded
-from ckptctl.selection.empty_roots import CHECK_PATH, Beginning
-from ckptctl.selection.history import begin_run
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.searching import Search, search
 from ckptctl.selection.targets import Roots, Tier, roots_in
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import PickKeywords
+    from ckptctl.selection.empty_roots import Beginning
 
 
 def pick(
@@ -98,6 +97,9 @@ def _answered(done: Search, requirements: Requirements, *, allow_fresh: bool = F
 
 def _created(found: Pick, tiers: Sequence[Tier]) -> Pick:
     """Create the roots of a new run with their sentinels, or record the chosen step."""
+    from ckptctl.selection.empty_roots import CHECK_PATH
+    from ckptctl.selection.history import begin_run
+
     stores = [tier.store for tier in tiers if not tier.optional]
     if found.answer is Answer.FRESH:
         begin_run(stores, None)

@@ -27,7 +27,6 @@ from ckptctl.selection.choosing import (
     in_order,
     suspect_storage,
 )
-from ckptctl.selection.empty_roots import Beginning, decide_beginning
 from ckptctl.selection.roots import (
     RootListing,
     check_pointers,
@@ -42,6 +41,7 @@ from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked
+    from ckptctl.selection.empty_roots import Beginning
 
 ListRoot = Callable[[Store, re.Pattern[str] | None], tuple[RootListing, Trees]]
 
@@ -199,6 +199,8 @@ def _beginning(
     unfinished = all(report.left_unfinished for report in over)
     if len(choice.no_steps) + len(over) < n_steps or not unfinished:
         return None
+    from ckptctl.selection.empty_roots import decide_beginning
+
     pointers = [finding for finding in findings if finding.code == "pointer.differs"]
     opened = partial(open_store, storage=storage)
     return decide_beginning(tiers, pattern, interrupted=over, pointers=pointers, open_other=opened)
