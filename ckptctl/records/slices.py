@@ -9,6 +9,7 @@ Python loops only over the remaining dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
@@ -105,6 +106,7 @@ def is_contiguous(sizes: Dims, strides: Dims, item_bytes: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
 def dense_order(shape: Dims, strides: Dims) -> tuple[int, ...] | None:
     """The dimensions from the slowest to the fastest; None where there are gaps or repeats."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] > 1, -strides[dim], dim))

@@ -89,6 +89,7 @@ class Reader(StorageReader):
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
         self._table: Ranges | None = None
+        self._numbers: dict[tuple[MetadataIndex, int | None], int] = {}
         self._forget()
 
     @classmethod
@@ -140,6 +141,7 @@ class Reader(StorageReader):
         if rank is not None and self._refused is not None:
             return RefusedMetadata(self._refused)
         self._table = None
+        self._numbers = {}
         try:
             found = self._rank_local or read_step_metadata(self._opened())
             if isinstance(found, RankLocal):
@@ -202,6 +204,7 @@ class Reader(StorageReader):
 
     def _forget(self) -> None:
         self._metadata = self._rank_local = self._refused = self._table = None
+        self._numbers = {}
         self._load_id = str(uuid.uuid4())
 
     def _opened(self) -> OpenStep:
@@ -227,16 +230,21 @@ class Reader(StorageReader):
             entry.fqn: number
             for entry, number in zip(ranges.entries, ranges.first_range, strict=True)
         }
+        numbers = self._numbers
         numbered: dict[int, list[ReadItem]] = {}
         for item in items:
             index = item.storage_index
-            is_bytes = item.type == LoadItemType.BYTE_IO
-            try:
-                number = first[index.fqn] + (0 if is_bytes else data.chunk(index))
-            except KeyError:
-                raise self._no_range(index) from None
-            if ranges.files[number] == NO_FILE:
-                raise self._no_range(index)
+            key = (index, index.index)  # two indexes are equal whatever their hints are
+            number = numbers.get(key)
+            if number is None:
+                is_bytes = item.type == LoadItemType.BYTE_IO
+                try:
+                    number = first[index.fqn] + (0 if is_bytes else data.chunk(index))
+                except KeyError:
+                    raise self._no_range(index) from None
+                if ranges.files[number] == NO_FILE:
+                    raise self._no_range(index)
+                numbers[key] = number
             numbered.setdefault(number, []).append(item)
         return numbered
 
