@@ -110,7 +110,11 @@ class Others:
 
 
 def _commit() -> str:
-    commands = (["git", "rev-parse", "--short=7", "HEAD"], ["git", "status", "--porcelain"])
+    but_tables = ["--", ".", f":!{DOCUMENT.relative_to(REPOSITORY)}"]
+    commands = (
+        ["git", "rev-parse", "--short=7", "HEAD"],
+        ["git", "status", "--porcelain", *but_tables],
+    )
     commit, changed = (
         subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, check=True
