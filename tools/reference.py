@@ -5,7 +5,7 @@
 Commands, options, exit codes, findings and modules are written from the program
 itself, between the marks `<!-- NAME -->` and `<!-- end -->` of `docs/reference.md`,
 `docs/findings/README.md` and `docs/architecture.md`; the words around them are
-written by hand. A test runs this and compares.
+written by hand. Tests run this and compare.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from ckptctl.loss.verdict import FORCES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ckptctl"
-PAGES = tuple(
-    REPOSITORY / "docs" / page for page in ("reference.md", "findings/README.md", "architecture.md")
-)
+PAGES = (REPOSITORY / "docs" / "reference.md", REPOSITORY / "docs" / "findings" / "README.md")
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 _BLOCK = re.compile(r"(<!-- (?P<name>(?!end )[a-z -]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
     """Rewrite the pages."""
-    for page in PAGES:
+    for page in (*PAGES, ARCHITECTURE):
         page.write_text(renewed(page.read_text()))
     return 0
 
