@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+BASE := .venv/.base
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
@@ -13,7 +14,7 @@ FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Train a small model, kill it during a save, and resume to the last digit of the loss
+demo: $(BASE) ## Train a small model, kill it during a save, and resume to the last digit of the loss
 	@$(BIN)/python examples/demo/run.py
 
 drill: $(READY) ## Hang, kill and damage a job on two nodes; it must resume to the last digit of the loss
@@ -99,12 +100,19 @@ clean: ## Remove everything that make created
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist drill
 
 # pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
-$(READY): pyproject.toml constraints.txt tools/install_torch.py
+$(BASE): pyproject.toml constraints.txt tools/install_torch.py
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; next: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	@echo "== setting up .venv (once, a few minutes)"
+	@echo "== setting up .venv: a minute or two, once"
+	@echo "   1 of 3: pip"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
+	@echo "   2 of 3: torch, some 200 MB"
 	@$(BIN)/python tools/install_torch.py
-	@echo "installing ckptctl with all extras, and what its tests need"
+	@echo "   3 of 3: ckptctl and what it needs"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[torch]'
+	@touch $@
+
+$(READY): $(BASE)
+	@echo "== installing all extras, and what the tests need: a minute, once"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[all]' --group test
 	@touch $@

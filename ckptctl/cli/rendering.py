@@ -105,7 +105,8 @@ def wrapped(a_line: Line, width: int | None) -> Iterator[Line]:
     yield trimmed(Line(tuple(taken)))
 
 
-_PIECES = re.compile(r" +|[^ ]+")
+_PIECES = re.compile(r" +|[^ ]*\d (?:%|[KMGTP]?i?B|ms|s|min|h|days?)(?![\w%])[^ ]*|[^ ]+")
+"""Spaces and words; a number and its unit are one word."""
 
 
 def _words(spans: Iterable[Span]) -> Iterator[tuple[tuple[Span, ...], tuple[Span, ...]]]:

@@ -59,3 +59,10 @@ def test_a_cell_is_filled_up_and_never_cut():
 
 def test_every_piece_is_made_safe():
     assert made_safe(line("a\x1b", Span("\n", "bad"))).text == "a\\x1b\\n"
+
+
+def test_a_number_is_not_parted_from_its_unit():
+    whole = line("the median differs by +8.5 %, which took 12 s, of 300 MiB (9 %)")
+    for width in range(8, 64):
+        ends = [text.rstrip() for text in texts(whole, width)]
+        assert not [text for text in ends if text[-1:].isdigit()], (width, ends)
