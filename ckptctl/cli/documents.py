@@ -206,6 +206,12 @@ DOCUMENTS: Mapping[str, Kind] = {
         is_answer=False,
         is_line=True,
     ),
+    "runbook-event": Kind(
+        "An event of a run of a runbook: .ckptctl/runbooks/NAME/RUN/NUMBER.json of a root",
+        ("formats.own.run_events:Event",),
+        is_answer=False,
+        is_line=True,
+    ),
     "node": Kind(
         "ckptctl preflight --node-report",
         ("preflight_checks.launching:NodeDocument",),

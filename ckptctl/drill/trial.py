@@ -13,6 +13,7 @@ from ckptctl.data_classes import replace
 from ckptctl.drill.faults import FAULTS, STALLED, Injected, StalledStorage
 from ckptctl.drill.job import CKPTCTL, Job, TrialFailed
 from ckptctl.drill.results import Trial
+from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
 from ckptctl.formatting import duration
 from ckptctl.loss.checking import check_loss
@@ -198,15 +199,10 @@ class _Trial:
         """The step that RB-7 resumed from at last."""
         with open_store(str(self._job.root)) as store:
             record = newest_record(store, "rb-7")
-        begun = (
-            event["values"]
-            for event in (record.events if record else ())
-            if event["event"] == "began" and event["block"] == "resume"
-        )
         chosen = [
-            os.path.relpath(str(values["STEP"]), self._job.root)
-            for values in begun
-            if isinstance(values, dict)
+            os.path.relpath(str(event.values["STEP"]), self._job.root)
+            for event in (record.events if record else ())
+            if isinstance(event, BeganEvent) and event.block == "resume"
         ]
         return self._job.names.get(chosen[-1]) if chosen else None
 

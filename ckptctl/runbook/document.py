@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import UsageError
@@ -181,6 +182,6 @@ def used_names(code: str) -> list[str]:
     return _VARIABLE.findall(code)
 
 
-def shown(value: Value) -> str:
+def shown(value: str | Sequence[str]) -> str:
     """A value as it is typed in bash: a list in brackets, each item quoted."""
     return value if isinstance(value, str) else f"({shlex.join(value)})"

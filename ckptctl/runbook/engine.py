@@ -14,8 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ckptctl.data_classes import dataclass
+from ckptctl.data_classes import dataclass, replace
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.own.run_events import (
+    BackEvent,
+    BeganEvent,
+    DecidedEvent,
+    EndedEvent,
+    Event,
+    FinishedEvent,
+)
 from ckptctl.runbook.document import DONE, STOP, Block, Input, Outcome, Runbook, State, Value
 from ckptctl.runbook.executing import Ended, execute
 from ckptctl.runbook.holding import myself
@@ -207,12 +215,12 @@ class _Engine:
             "tables form a loop"
         )
 
-    def _add(self, event: str, **fields: object) -> None:
-        self.position.apply(self.record.add(event, **fields), found=False)
+    def _add(self, event: Event) -> None:
+        self.position.apply(self.record.add(event), found=False)
 
-    def _back(self, because: str, state: str, **block: str) -> None:
+    def _back(self, because: str, state: str, block: str | None = None) -> None:
         self.talk.told(f"back to {state}: {because}")
-        self._add("back", state=state, **block, because=because)
+        self._add(BackEvent(state=state, block=block, because=because))
 
     def _read_again(self) -> None:
         """Return to the position after the last change of an existing run, if nobody can be asked.
@@ -274,8 +282,10 @@ class _Engine:
                 return False
             reason = None if answer else _ASSUMED if talk.assumes else "not run"
         if reason is None:
-            fields = {"state": position.state, "block": block.name, "command": block.code}
-            self.record.add("began", **fields, values=used)
+            state = position.state
+            self.record.add(
+                BeganEvent(state=state, block=block.name, command=block.code, values=used)
+            )
             names = position.names(self.record.url)
             ended = execute(block.code, names, self.handed_on, talk.printed)
             outcome = block.outcome(ended.exit_code, ended.said[-1] if ended.said else "")
@@ -288,11 +298,11 @@ class _Engine:
                 f"{f'ends with {ended.exit_code}' if ended else f'is {reason}'}"
             )
         talk.ended(block, outcome, ended)
-        self._add("ended", **_end_fields(position, block, reason, outcome, ended))
+        self._add(_end_of(position, reason, outcome, ended))
         if outcome.then in (DONE, STOP):
             exit_code = 0 if outcome.then == DONE else _exit_code(outcome, ended)
             position.leads = outcome.leads
-            self._add("finished", exit_code=exit_code, because=outcome.because)
+            self._add(FinishedEvent(exit_code=exit_code, because=outcome.because))
         return True
 
     def _reason_not_to_run(self) -> str | None:
@@ -320,7 +330,7 @@ class _Engine:
         made = self.talk.decided(block, decision)
         if not made:
             return _LEFT if made is None else "not run"
-        self._add("decided", by=who(), inputs={name: made})
+        self._add(DecidedEvent(by=who(), inputs={name: made}))
         return None
 
 
@@ -337,27 +347,27 @@ def _assumed(block: Block, reason: str) -> Outcome | None:
     return block.outcomes[0] if block.attended or block.decides else block.on("not run")
 
 
-def _end_fields(
-    position: Position, block: Block, reason: str | None, outcome: Outcome, ended: Ended | None
-) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "state": position.state,
-        "block": block.name,
-        "then": outcome.then,
-        "because": outcome.because,
-        "exit_code": None,
-        "not_run": reason,
-    }
+def _end_of(
+    position: Position, reason: str | None, outcome: Outcome, ended: Ended | None
+) -> EndedEvent:
+    event = EndedEvent(
+        state=position.state,
+        block=position.block.name,
+        then=outcome.then,
+        because=outcome.because,
+        not_run=reason,
+    )
     if ended is None:
-        return fields
-    return fields | {
-        "exit_code": ended.exit_code,
-        "says": ended.said,
-        "lines": ended.lines,
-        "duration_s": round(ended.duration_s, 3),
-        "report": ended.report,
-        "picture": ended.picture,
-    }
+        return event
+    return replace(
+        event,
+        exit_code=ended.exit_code,
+        says=ended.said,
+        lines=ended.lines,
+        duration_s=round(ended.duration_s, 3),
+        report=ended.report,
+        picture=ended.picture,
+    )
 
 
 def _exit_code(outcome: Outcome, ended: Ended | None) -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from ckptctl.formats.own.run_events import EndedEvent, Event
 from ckptctl.formatting import duration
 
 Document = Mapping[str, object]
@@ -164,9 +165,9 @@ def _list(value: object) -> list[Document]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def documents_of(events: Sequence[Document], schema: str) -> Iterator[Document]:
+def documents_of(events: Sequence[Event], schema: str) -> Iterator[Document]:
     """The documents of one kind that the commands of a run recorded, in order."""
     for event in events:
-        report = event.get("report")
-        if isinstance(report, dict) and str(report.get("schema")).startswith(f"{schema}/"):
+        report = event.report if isinstance(event, EndedEvent) else None
+        if report is not None and str(report.get("schema")).startswith(f"{schema}/"):
             yield report

@@ -11,6 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from ckptctl.data_classes import dataclass, field
 from ckptctl.errors import UsageError
+from ckptctl.formats.own.run_events import (
+    MAX_TEXT,
+    BackEvent,
+    BeganEvent,
+    DecidedEvent,
+    EndedEvent,
+    Event,
+    FinishedEvent,
+    OpenedEvent,
+    ResumedEvent,
+)
 from ckptctl.runbook.document import (
     DONE,
     NEXT,
@@ -21,7 +32,7 @@ from ckptctl.runbook.document import (
     shown,
     used_names,
 )
-from ckptctl.runbook.record import MAX_TEXT, Event, RecordUnreadable
+from ckptctl.runbook.record import RecordUnreadable
 
 
 class _OffThePage(Exception):
@@ -97,32 +108,30 @@ class Position:
 
     def apply(self, event: Event, *, found: bool, attended: bool = True) -> None:
         """Move to the position after an event; `found` means that it existed before this call."""
-        kind = event["event"]
-        if kind in ("opened", "resumed"):
-            self._take_inputs(event, found=found)
-            self.over = None
-        elif kind == "back":
-            self._take_back(event)
-        elif kind == "decided":
-            self._take_inputs(event, found=found)
-        elif kind == "began":
-            self.begun.add(str(event["block"]))
-        elif kind == "ended":
-            block, state = self.block, self.state
-            self._take_end(event, found=found)
-            if found and block.repeats:
-                self.repeats = self.repeats or (state, block.name)
-            elif block.changes and (attended or not (found and block.attended)):
-                self.after_change = (self.state, self.index, dict(self.times))
-        elif kind == "finished":
-            self.over = int(str(event["exit_code"]))
-            self.because = str(event["because"])
+        match event:
+            case OpenedEvent() | ResumedEvent():
+                self._take_inputs(event.inputs, found=found)
+                self.over = None
+            case BackEvent():
+                self._take_back(event)
+            case DecidedEvent():
+                self._take_inputs(event.inputs, found=found)
+            case BeganEvent():
+                self.begun.add(event.block)
+            case EndedEvent():
+                block, state = self.block, self.state
+                self._take_end(event, found=found)
+                if found and block.repeats:
+                    self.repeats = self.repeats or (state, block.name)
+                elif block.changes and (attended or not (found and block.attended)):
+                    self.after_change = (self.state, self.index, dict(self.times))
+            case FinishedEvent():
+                self.over, self.because = event.exit_code, event.because
 
-    def _take_inputs(self, event: Event, *, found: bool) -> None:
+    def _take_inputs(self, given: Mapping[str, str | Sequence[str]], *, found: bool) -> None:
         """Take the inputs that the page declares, and no others."""
-        given = event["inputs"]
         for each in self.book.inputs:
-            value = given.get(each.name) if isinstance(given, Mapping) else None
+            value = given.get(each.name)
             if value is None:
                 continue
             if isinstance(value, str) is each.is_list:
@@ -136,33 +145,31 @@ class Position:
             if found and value != each.default:
                 self.found.add(each.name)
 
-    def _take_end(self, event: Event, *, found: bool) -> None:
-        block = self.block
-        then = str(event["then"])
-        if event["block"] != block.name or then not in {row.then for row in block.outcomes}:
-            raise _OffThePage(f"the block {event['block']!r} cannot end with {then!r} here")
+    def _take_end(self, event: EndedEvent, *, found: bool) -> None:
+        block, then = self.block, event.then
+        if event.block != block.name or then not in {row.then for row in block.outcomes}:
+            raise _OffThePage(f"the block {event.block!r} cannot end with {then!r} here")
         self.begun.discard(block.name)
-        ran = event.get("exit_code") is not None
+        ran = event.exit_code is not None
         self.times[block.name] = self.times.get(block.name, 0) + ran
-        self.because = str(event["because"])
-        if block.sets is not None and event.get("exit_code") == 0:
-            said = event.get("says")
-            lines = tuple(filter(is_argument, said if isinstance(said, (list, tuple)) else ()))
+        self.because = event.because
+        if block.sets is not None and event.exit_code == 0:
+            said = () if event.says is None or isinstance(event.says, str) else event.says
+            lines = tuple(filter(is_argument, said))
             last = lines[-1] if lines else ""
             is_list = block.sets in self.book.lists
             self.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last
             (self.found.add if found else self.found.discard)(block.sets)
         self._go(then)
 
-    def _take_back(self, event: Event) -> None:
+    def _take_back(self, event: BackEvent) -> None:
         """Return to a state and a block in it; all that follows is repeated."""
-        self._go(str(event["state"]))
+        self._go(event.state)
         blocks = [block.name for block in self.book.state(self.state).blocks]
-        name = event.get("block")
-        if name is not None:
-            if name not in blocks:
-                raise _OffThePage(f"the state {self.state} has no block {name!r}")
-            self.index = blocks.index(str(name))
+        if event.block is not None:
+            if event.block not in blocks:
+                raise _OffThePage(f"the state {self.state} has no block {event.block!r}")
+            self.index = blocks.index(event.block)
             self.times = dict(self.after_change[2])
 
     def _go(self, then: str) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import AccessDenied, PathNotFound, UsageError
+from ckptctl.formats.own.run_events import MAX_TEXT, Event, OpenedEvent, ResumedEvent
 from ckptctl.model import ExitCode
 from ckptctl.options import TIMEOUT_S, StorageOptions
 from ckptctl.runbook.document import Runbook, Value, shown
@@ -20,7 +21,7 @@ from ckptctl.runbook.engine import Left, NoTerminal, Talk, left_by_operator, pro
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.holding import held
 from ckptctl.runbook.position import position_of
-from ckptctl.runbook.record import MAX_TEXT, Event, Record, Unwritten, begun, newest
+from ckptctl.runbook.record import Record, Unwritten, begun, newest
 from ckptctl.runbook.transcript import transcript
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store, parent_url
@@ -174,8 +175,8 @@ def _record(
     if last is None or not last.events or (last.is_over and how == "auto"):
         return new, new
     _check_page(book, last)
-    opened, newest_event = last.events[0], last.events[-1]
-    dates = f"started by {opened['by']} at {opened['at']}, last entry at {newest_event['at']}"
+    opened = last.opened
+    dates = f"started by {opened.by} at {opened.at}, last entry at {last.events[-1].at}"
     talk.told(f"a run of {book.name} was found under this root: {last.name}, {dates}")
     taken = _taken(book, last, given)
     talk.told(f"its record sets {', '.join(taken)}" if taken else "its record sets no input")
@@ -201,7 +202,7 @@ def _continues(
     book: Runbook, record: Record, talk: Talk, given: Mapping[str, Value]
 ) -> bool | None:
     try:
-        return talk.continues(record.name, str(record.events[0]["by"]))
+        return talk.continues(record.name, record.opened.by)
     except NoTerminal as error:
         again = _called(book, record.store.url, given, talk)
         raise NoTerminal(error.message, next_command=f"{again} --continue") from error
@@ -231,7 +232,7 @@ def _check_unattended(
 
 
 def _check_page(book: Runbook, record: Record) -> None:
-    if record.events[0]["page"] != _digest(book):
+    if record.opened.page != _digest(book):
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} was "
             "started; its position can no longer be determined",
@@ -244,16 +245,17 @@ def _check_page(book: Runbook, record: Record) -> None:
 def _open(book: Runbook, record: Record, root: str, inputs: Mapping[str, Value]) -> None:
     given = {**inputs, "ROOT": root}
     if record.events:
-        record.add("resumed", by=who(), inputs=given)
+        record.add(ResumedEvent(by=who(), inputs=given))
         return
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
     record.add(
-        "opened",
-        by=who(),
-        runbook=book.name,
-        title=book.title,
-        page=_digest(book),
-        inputs={**defaults, **given},
+        OpenedEvent(
+            by=who(),
+            runbook=book.name,
+            title=book.title,
+            page=_digest(book),
+            inputs={**defaults, **given},
+        )
     )
 
 

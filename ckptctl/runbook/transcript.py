@@ -15,15 +15,24 @@ from pathlib import Path
 
 from ckptctl.data_classes import dataclass
 from ckptctl.errors import StorageError, UsageError
+from ckptctl.formats.own.files import as_fields
+from ckptctl.formats.own.run_events import (
+    BeganEvent,
+    DecidedEvent,
+    EndedEvent,
+    Event,
+    FinishedEvent,
+    OpenedEvent,
+    ResumedEvent,
+)
 from ckptctl.formatting import duration
-from ckptctl.runbook.document import Value, shown
+from ckptctl.runbook.document import shown
 from ckptctl.runbook.pictures import (
     bars_of_time,
     documents_of,
     map_of_shards,
     timeline_of_steps,
 )
-from ckptctl.runbook.record import Event
 from ckptctl.storage.local import LocalStore
 
 SHOWN_LINES = 60
@@ -62,39 +71,37 @@ class Done:
     `decided` is the decision that a person made before it.
     """
 
-    began: Event | None
-    ended: Event | None
-    decided: Event | None = None
+    began: BeganEvent | None
+    ended: EndedEvent | None
+    decided: DecidedEvent | None = None
 
     @property
     def name(self) -> str:
         """State and block."""
-        event = self.ended or self.began or {}
-        return f"{event['state']}: {event['block']}"
+        event = self.ended or self.began
+        return "" if event is None else f"{event.state}: {event.block}"
 
     @property
     def command(self) -> str:
         """The command that ran, with values filled in; empty if none ran."""
         if self.began is None:
             return ""
-        values = self.began.get("values")
-        given = values.items() if isinstance(values, dict) else ()
-        said = (f"# {name}={shown(value)}" for name, value in given)
-        return "\n".join((str(self.began["command"]), *said))
+        said = (f"# {name}={shown(value)}" for name, value in self.began.values.items())
+        return "\n".join((self.began.command, *said))
 
 
 def steps_of(events: Sequence[Event]) -> Iterator[Done]:
     """The blocks of a run, in order."""
-    began: Event | None = None
-    decided: Event | None = None
+    began: BeganEvent | None = None
+    decided: DecidedEvent | None = None
     for event in events:
-        if event["event"] == "decided":
+        if isinstance(event, DecidedEvent):
             decided = event
-        elif event["event"] == "began":
+        elif isinstance(event, BeganEvent):
             if began is not None:
                 yield Done(began, None, decided)
             began = event
-        elif event["event"] == "ended":
+        elif isinstance(event, EndedEvent):
             yield Done(began, event, decided)
             began = decided = None
     if began is not None:
@@ -103,7 +110,7 @@ def steps_of(events: Sequence[Event]) -> Iterator[Done]:
 
 def as_json_lines(events: Sequence[Event]) -> str:
     """One event per line."""
-    return "".join(f"{json.dumps(event, ensure_ascii=False)}\n" for event in events)
+    return "".join(f"{json.dumps(as_fields(event), ensure_ascii=False)}\n" for event in events)
 
 
 def as_markdown(events: Sequence[Event]) -> str:
@@ -112,8 +119,7 @@ def as_markdown(events: Sequence[Event]) -> str:
 
 
 def _markdown(events: Sequence[Event]) -> Iterator[str]:
-    opened = events[0]
-    yield f"# {str(opened['runbook']).upper()}: {opened['title']}"
+    yield f"# {_title(events)}"
     yield ""
     yield from (f"- {text}" for text in _facts(events))
     yield ""
@@ -132,50 +138,57 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
             yield from ("```text", *lines, "```")
 
 
+_Personal = OpenedEvent | ResumedEvent | DecidedEvent
+"""The events of a person, who gives inputs."""
+
+
+def _title(events: Sequence[Event]) -> str:
+    opened = next(event for event in events if isinstance(event, OpenedEvent))
+    return f"{opened.runbook.upper()}: {opened.title}"
+
+
 def _facts(events: Sequence[Event]) -> Iterator[str]:
-    opened, last = events[0], events[-1]
-    people = list(dict.fromkeys(str(event["by"]) for event in events if "by" in event))
-    yield f"started {opened['at']} by {people[0]}" + (
+    first, last = events[0], events[-1]
+    people = list(dict.fromkeys(event.by for event in events if isinstance(event, _Personal)))
+    yield f"started {first.at} by {people[0]}" + (
         f"; continued by {', '.join(people[1:])}" if people[1:] else ""
     )
-    if last["event"] == "finished":
-        yield f"ended {last['at']} with exit code {last['exit_code']}: {last['because']}"
+    if isinstance(last, FinishedEvent):
+        yield f"ended {last.at} with exit code {last.exit_code}: {last.because}"
     else:
-        yield f"not ended; last entry {last['at']}"
-    yield f"took {duration(_between(str(opened['at']), str(last['at'])), digits=3)}"
+        yield f"not ended; last entry {last.at}"
+    yield f"took {duration(_between(first.at, last.at), digits=3)}"
 
 
 def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    given: dict[str, Value] = {}
+    given: dict[str, str | Sequence[str]] = {}
     for event in events:
-        inputs = event.get("inputs")
-        if isinstance(inputs, dict):
-            given.update(inputs)
+        if isinstance(event, _Personal):
+            given.update(event.inputs)
     for name, value in given.items():
         yield name, shown(value)
 
 
 def _told(done: Done) -> str:
     decided = done.decided
-    by = "" if decided is None else f"Decided by {decided['by']} at {decided['at']}. "
+    by = "" if decided is None else f"Decided by {decided.by} at {decided.at}. "
     return by + _ended(done)
 
 
 def _ended(done: Done) -> str:
-    began = "" if done.began is None else f"Started {done.began['at']}"
+    began = "" if done.began is None else f"Started {done.began.at}"
     ended = done.ended
     if ended is None:
         return f"{began}; its end is unknown."
-    follows = f"{ended['because']}. Then: {ended['then']}."
-    if ended.get("exit_code") is None:
-        return f"{str(ended['not_run']).capitalize()}: {follows}"
-    took = duration(float(str(ended["duration_s"])), digits=3)
-    return f"{began}, exit code {ended['exit_code']} after {took}: {follows}"
+    follows = f"{ended.because}. Then: {ended.then}."
+    if ended.exit_code is None:
+        return f"{(ended.not_run or '').capitalize()}: {follows}"
+    took = duration(ended.duration_s or 0.0, digits=3)
+    return f"{began}, exit code {ended.exit_code} after {took}: {follows}"
 
 
 def _lines(done: Done) -> list[str]:
-    found = done.ended.get("lines") if done.ended is not None else None
-    lines = [str(each) for each in found] if isinstance(found, (list, tuple)) else []
+    lines = list((done.ended and done.ended.lines) or ())
     if len(lines) <= SHOWN_LINES:
         return lines
     return [f"({len(lines) - SHOWN_LINES} lines before these)", *lines[-SHOWN_LINES:]]
@@ -187,8 +200,7 @@ def _cell(value: str) -> str:
 
 def as_html(events: Sequence[Event], step: str | None) -> str:
     """The run as one page with its images; `step` is the chosen step."""
-    opened = events[0]
-    title = f"{str(opened['runbook']).upper()}: {opened['title']}"
+    title = _title(events)
     parts = [
         f"<h1>{escape(title)}</h1>",
         "<ul>",
@@ -218,10 +230,10 @@ def _pictures(events: Sequence[Event], step: str | None) -> Iterator[str]:
         if svg:
             yield f"<h2>{heading}</h2><figure>{svg}</figure>"
     for event in events:
-        if picture := event.get("picture"):
-            data = base64.b64encode(str(picture).encode()).decode()
+        if isinstance(event, EndedEvent) and event.picture:
+            data = base64.b64encode(event.picture.encode()).decode()
             yield (
-                f"<h2>Picture of {escape(str(event['block']))}</h2><figure>"
+                f"<h2>Picture of {escape(event.block)}</h2><figure>"
                 f'<img alt="" src="data:image/svg+xml;base64,{data}"></figure>'
             )
 
@@ -230,11 +242,10 @@ def _times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
     """Seconds by block, and the time between the blocks."""
     ran = 0.0
     for done in steps_of(events):
-        if done.ended is not None and done.ended.get("exit_code") is not None:
-            seconds = float(str(done.ended["duration_s"]))
-            ran += seconds
-            yield str(done.ended["block"]), seconds
-    whole = _between(str(events[0]["at"]), str(events[-1]["at"]))
+        if done.ended is not None and done.ended.duration_s is not None:
+            ran += done.ended.duration_s
+            yield done.ended.block, done.ended.duration_s
+    whole = _between(events[0].at, events[-1].at)
     yield "between the blocks", max(whole - ran, 0.0)
 
 

@@ -10,13 +10,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ckptctl
 from ckptctl.errors import NothingToResume, UsageError
 from ckptctl.formats.own.marks import MarkKind, parse_mark, standing
+from ckptctl.formats.own.run_events import BeganEvent, DecidedEvent, Event, OpenedEvent
 from ckptctl.runbook import record
 from ckptctl.storage.opening import open_store
 
@@ -575,23 +576,23 @@ class Runbook(Writer):
     """The record of a run, an event a file."""
 
     name = "events of a runbook"
-    events: Mapping[str, Mapping[str, object]] = {
-        "opened": {"by": "me", "runbook": "rb-7", "title": "", "page": "", "inputs": {}},
-        "began": {"state": "Classify", "block": "suspects", "command": "", "values": {}},
-        "decided": {"by": "me", "inputs": {"CONFIRMED": "x" * 1000}},
-    }
+    events: tuple[Event, ...] = (
+        OpenedEvent(by="me", runbook="rb-7", title="", page="", inputs={}),
+        BeganEvent(state="Classify", block="suspects", command="", values={}),
+        DecidedEvent(by="me", inputs={"CONFIRMED": "x" * 1000}),
+    )
 
     def write(self, disk: Path, ready: Any) -> None:
         with open_store(str(disk / "run")) as store:
             found = record.newest(store, "rb-7") or record.begun(store, "rb-7")
-            for event in [*self.events][len(found.events) :]:
-                found.add(event, **self.events[event])
+            for event in self.events[len(found.events) :]:
+                found.add(event)
 
     def judge(self, disk: Path, *, returned: bool) -> Iterator[str]:
         with open_store(str(disk / "run")) as store:
             found = record.newest(store, "rb-7")
-        events = tuple(str(event["event"]) for event in found.events) if found else ()
-        if events != tuple(self.events)[: len(events)]:
+        events = [event.event for event in found.events] if found else []
+        if events != [event.event for event in self.events][: len(events)]:
             yield f"the events are {events}"
         if returned and len(events) < len(self.events):
             yield f"of the events only {events} are left"

@@ -280,6 +280,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "formats/own/files.py": (seals, marks, marks_in_a_file, fence, branch),
     "formats/own/heartbeats.py": (heartbeat,),
     "formats/own/ledger.py": (history, ledger),
+    "formats/own/run_events.py": (runbook_record,),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
     "preflight_checks/launching.py": (node_report,),
     "preflight_checks/sizing.py": (preflight_reads_a_resume_report,),
@@ -290,7 +291,6 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "resharding/writing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
     "runbook/holding.py": (runbook_holder,),
-    "runbook/record.py": (runbook_record,),
 }
 """The modules that read JSON from outside, each with what proves that it is bounded."""
 

@@ -241,7 +241,7 @@ def test_two_people_at_once_are_told_of_each_other(tmp_path):
             taken = run_runbook(BOOK, str(tmp_path), {}, Person(None), take_over=True)
             assert taken.continued
             with pytest.raises(TakenOver):
-                record.add("ended")
+                record.add(record.opened)
 
 
 def test_a_job_in_the_background_does_not_hold_the_run_up(tmp_path):

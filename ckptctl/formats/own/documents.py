@@ -1,7 +1,7 @@
 """The JSON documents that ckptctl keeps in roots and steps, as typed dictionaries.
 
 That of a seal is in `seals`, which few commands load; those of the lines of a ledger
-are data classes, in `ledger`.
+and of the events of a runbook are data classes, in `ledger` and `run_events`.
 
 They are read strictly: `files.read_back` accepts these fields and no others, with these
 types. `ckptctl explain ckptctl.seal/1` prints the JSON Schema of one. Each has a field `schema`

@@ -6,8 +6,8 @@ read back strictly: truncated, with a field too many, twice or not at all, of
 another type, or with one bit changed, they are refused. `documents` lists the
 fields; `seals` and `marks` give them meaning.
 
-The lines of a ledger are data classes: an object each, of the kind that its field
-`event` names, without a digest.
+The lines of a ledger and the events of a runbook are data classes: an object each,
+of the kind that its field `event` names, without a digest.
 
 The digest shows damage. Whoever can write the file can make it anew; only a
 seal with a key withstands that.
