@@ -164,6 +164,7 @@ DOCUMENTS: Mapping[str, Kind] = {
     "history": Kind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "cost": Kind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
     "drilled": Kind("ckptctl drill --json", ("drill.results:Drilled",)),
+    "rerun": Kind("ckptctl rerun --json", ("rerun.rerunning:Rerun",)),
     "reshard": Kind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": Kind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": Kind("ckptctl diff --json", ("resharding.results:Diff",)),
@@ -228,6 +229,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "Level": ("smallest_jump",),
     "Trial": ("passed",),
     "LossReport": ("next_command",),
+    "Comparison": ("is_equal",),
 }
 # Fields that documents leave out: rows of a log by the thousand.
 _WITHOUT: Mapping[str, frozenset[str]] = {

@@ -9,8 +9,8 @@ from ckptctl.cli.documents import document
 from ckptctl.cli.options import argument, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
-from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, parts, sizes
-from ckptctl.cli.values import parse_duration
+from ckptctl.cli.run import HostsFileOpt, NodesOpt, WorldSizesOpt, sizes
+from ckptctl.cli.values import parse_duration, parts
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
 from ckptctl.drill.faults import FAULTS
@@ -108,7 +108,7 @@ def drill(
         faults=tuple(dict.fromkeys(fault or FAULTS)),
         seed=seed,
         nodes=NodeOptions(
-            nodes=parts(nodes or ()), world_sizes=sizes(world_sizes), hosts_file=hosts_file
+            nodes=parts(nodes), world_sizes=sizes(world_sizes), hosts_file=hosts_file
         ),
         work=work,
         keep=keep,

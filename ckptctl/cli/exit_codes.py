@@ -114,7 +114,8 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     31: ExitCode(
         "not enough data to decide whether the loss is continuous",
         "Wait for more logged steps and run the command again. Log every step around saves, and "
-        "keep the logs from before the failure.",
+        "keep the logs from before the failure. From `rerun`: the replays do not decide; the "
+        "message states what is missing.",
         "wait",
     ),
     32: ExitCode(
@@ -127,6 +128,12 @@ EXIT_CODES: Mapping[int, ExitCode] = {
         "Only `drill` returns it. The report names each fault, what happened, and the folder with "
         "the logs and the transcript of RB-7.",
         "after a change of the job",
+    ),
+    34: ExitCode(
+        "a suspicious value comes from the hardware of these nodes",
+        "Only `rerun` returns it: the same nodes repeat the value, and others do not. Take the "
+        "nodes out of the pool, and resume elsewhere from a step before the value.",
+        "on other nodes",
     ),
     75: ExitCode(
         "the storage did not answer",
@@ -142,7 +149,8 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     93: ExitCode(
         "do not restart",
         "A newer attempt owns the root, the failure would recur, or a person decided against it. "
-        "Investigate before starting anything.",
+        "From `rerun`: the job itself computes the suspicious value, on any node. Investigate "
+        "before starting anything.",
     ),
     94: ExitCode(
         "wait for capacity",

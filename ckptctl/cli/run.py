@@ -10,7 +10,7 @@ from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt, argument, only, option
 from ckptctl.cli.output import Output
 from ckptctl.cli.rendering import Line, Span, line, next_line
-from ckptctl.cli.values import parse_duration
+from ckptctl.cli.values import parse_duration, parts
 from ckptctl.errors import UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formatting import duration
@@ -287,7 +287,7 @@ def run(
             stdout=_STDERR if out.as_json else None,
         ),
         nodes=NodeOptions(
-            nodes=parts(nodes or ()),
+            nodes=parts(nodes),
             exclude_command=exclude_command,
             max_excluded=max_excluded,
             world_sizes=sizes(world_sizes),
@@ -349,11 +349,6 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
     if outside is not None:
         limits["outside"] = parse_duration(outside, "--out-of-section-timeout") or 0.0
     return limits
-
-
-def parts(given: Sequence[str]) -> list[str]:
-    """The names in values that are separated by commas."""
-    return [word.strip() for each in given for word in each.split(",") if word.strip()]
 
 
 def sizes(given: str | None) -> tuple[int, ...]:

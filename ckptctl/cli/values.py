@@ -72,9 +72,14 @@ def seal_key(key_file: str | None) -> bytes | None:
     return key.rstrip(b"\r\n") or None
 
 
+def parts(given: Sequence[str] | None) -> list[str]:
+    """The values of an option that is given with commas or several times."""
+    return [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+
+
 def parse_kinds(given: Sequence[str] | None) -> tuple[str, ...]:
     """The kinds of train state in `--require`, given with commas or several times."""
-    kinds = [kind.strip() for each in given or () for kind in each.split(",") if kind.strip()]
+    kinds = parts(given)
     unknown = [kind for kind in kinds if kind not in STATE_KINDS]
     if unknown:
         raise UsageError(
@@ -89,7 +94,7 @@ def parse_counts(
     given: Sequence[str] | None, name: str, what: str, instead: str
 ) -> tuple[int, ...]:
     """The whole numbers in an option, given with commas or several times."""
-    words = [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+    words = parts(given)
     for word in words:
         if not (word.isascii() and word.isdigit()) or len(word) > 19:
             raise UsageError(

@@ -57,6 +57,13 @@ def _entries(root: str, storage: StorageOptions) -> Iterator[str]:
             )
 
 
+def path_in(root: str, url: str) -> str:
+    """The path of a step in its root, by the addresses of both."""
+    if is_local(url):
+        return os.path.relpath(absolute_url(url), absolute_url(root))
+    return url[len(root.rstrip("/")) + 1 :]
+
+
 def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> str:
     """Copy the step at the path `step` of a root, and small files beside it; by which means.
 

@@ -7,24 +7,21 @@ step it is resumed. Its loss is compared with that of a run of the same copy wit
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.copying import copy_step, fingerprint, read_only_launcher
+from ckptctl.drill.copying import copy_step, fingerprint, path_in, read_only_launcher
 from ckptctl.drill.ending import Ending
 from ckptctl.drill.faults import FAULTS, STALL_S
-from ckptctl.drill.job import ROOT_WORD, Job, JobOptions, TrialFailed
+from ckptctl.drill.job import Job, JobOptions, TrialFailed, new_work_folder
 from ckptctl.drill.results import Drilled, Trial
 from ckptctl.drill.trial import SAVES_BEFORE, run_trial
 from ckptctl.errors import UsageError
 from ckptctl.options import StorageOptions
 from ckptctl.selection.picking import pick
-from ckptctl.storage.opening import absolute_url, is_local
 from ckptctl.supervisor.nodes import NodeOptions
 
 FAILED = 33
@@ -81,11 +78,10 @@ def drill(
     main thread. Raises `UsageError` where the command does not name its root or `work` exists,
     `NothingToResume` where no step is usable, `StorageError` where the root does not answer.
     """
-    work = _check(command, root, options)
+    work = new_work_folder("drill", command, root, options.root_env, options.work)
     chosen = pick(root, storage=storage)
     step, url = chosen.step, chosen.path
-    path = os.path.relpath(absolute_url(url), absolute_url(root)) if is_local(url) else ""
-    path = path or url[len(root.rstrip("/")) + 1 :]
+    path = path_in(root, url)
     before = fingerprint(root, storage)
     read_only = read_only_launcher(root)
     about = JobOptions(
@@ -148,24 +144,6 @@ def drill(
         exit_code,
         f"less {shlex.quote(str(work / 'report.md'))}" if failed else None,
     )
-
-
-def _check(command: Sequence[str], root: str, options: DrillOptions) -> Path:
-    """The work folder, which does not exist yet."""
-    if not command:
-        raise UsageError("the command is missing", next_command="ckptctl drill --help")
-    if options.root_env is None and not any(ROOT_WORD in word for word in command):
-        raise UsageError(
-            "the command does not say where its root belongs, and would train in the real one: "
-            "write {root} in it, or give --root-env NAME",
-            next_command="ckptctl drill --help",
-        )
-    work = Path(options.work).resolve()
-    if work.exists():
-        raise UsageError(f"{work} already exists; give another folder with --work")
-    if is_local(root) and Path(absolute_url(root)) in (work, *work.parents):
-        raise UsageError(f"{work} is in the root; give another folder with --work")
-    return work
 
 
 def _measured(job: Job, options: DrillOptions) -> JobOptions:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptctl.data_classes import dataclass, field
-from ckptctl.errors import CkptctlError
+from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.loss.reading import read_logs
 from ckptctl.loss.rows import Row
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
-from ckptctl.storage.opening import open_store
+from ckptctl.storage.opening import absolute_url, is_local, open_store
 from ckptctl.supervisor.heartbeats import beats_of_launched, process_of
 from ckptctl.supervisor.holding import marker_of
 from ckptctl.supervisor.nodes import NodeOptions
@@ -30,6 +30,31 @@ CKPTCTL = (sys.executable, "-m", "ckptctl")
 ROOT_WORD, STEP_WORD = "{root}", "{step}"
 _POLL_S = 0.2
 _FOUND = TypeVar("_FOUND")
+
+
+def new_work_folder(
+    name: str, command: Sequence[str], root: str, root_env: str | None, folder: str
+) -> Path:
+    """The work folder of the command `ckptctl NAME`, which does not exist yet.
+
+    Raises `UsageError` where it exists or lies in the root, and where the job would not get
+    the copy of its root.
+    """
+    usage = f"ckptctl {name} --help"
+    if not command:
+        raise UsageError("the command is missing", next_command=usage)
+    if root_env is None and not any(ROOT_WORD in word for word in command):
+        raise UsageError(
+            "the command does not say where its root belongs, and would train in the real one: "
+            "write {root} in it, or give --root-env NAME",
+            next_command=usage,
+        )
+    work = Path(folder).resolve()
+    if work.exists():
+        raise UsageError(f"{work} already exists; give another folder with --work")
+    if is_local(root) and Path(absolute_url(root)) in (work, *work.parents):
+        raise UsageError(f"{work} is in the root; give another folder with --work")
+    return work
 
 
 class TrialFailed(Exception):
@@ -187,9 +212,11 @@ class Job:
         return one
 
     def is_over(self) -> bool:
-        """Whether an attempt of the job has ended."""
+        """Whether an attempt of the job has ended, or `ckptctl run` before there was one."""
         attempts = self.attempts()
-        return bool(attempts) and attempts[-1]["decision"] is not None
+        if attempts and attempts[-1]["decision"] is not None:
+            return True
+        return self._run is not None and self._run.poll() is not None
 
     def has_ended(self) -> bool:
         """Whether no `ckptctl run` supervises the job any more."""

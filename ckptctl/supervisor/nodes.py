@@ -148,7 +148,7 @@ def blamed(
     return [(node, SUSPECT) for node in sorted(named)]
 
 
-def _run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], None]) -> None:
+def run_exclusion(template: str, node: str, cause: str, tell: Callable[[str], None]) -> None:
     """Run the command that excludes a node; a warning where it fails."""
     if not is_node(node) or cause not in CAUSES:
         return
@@ -251,7 +251,7 @@ class Nodes:
             else:
                 self._tell(f"excluding {node}: {why}")
                 if self._options.exclude_command is not None:
-                    _run_exclusion(self._options.exclude_command, node, why, self._tell)
+                    run_exclusion(self._options.exclude_command, node, why, self._tell)
                 entry: ExcludedDocument = {
                     "node": node,
                     "cause": why,

@@ -39,6 +39,7 @@ LAYERS = {
     "integrations": 9,
     "runbook": 9,
     "drill": 10,
+    "rerun": 10,
     "cli": 11,
     "__main__": 11,
 }

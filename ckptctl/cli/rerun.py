@@ -1,0 +1,216 @@
+"""`ckptctl rerun`: whether a suspicious value is the hardware's or the job's."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Annotated
+
+from ckptctl.cli.documents import document
+from ckptctl.cli.options import argument, option
+from ckptctl.cli.output import Output
+from ckptctl.cli.rendering import EMPTY, Line, Span, line, next_line
+from ckptctl.cli.run import HostsFileOpt, NodesOpt
+from ckptctl.cli.values import parse_duration, parts
+from ckptctl.options import StorageOptions
+from ckptctl.rerun.deciding import Answer, Comparison
+from ckptctl.rerun.rerunning import LoggedLoss, Replay, Rerun, RerunOptions
+from ckptctl.rerun.rerunning import rerun as lead_replays
+from ckptctl.supervisor.nodes import NodeOptions
+
+EXAMPLES = (
+    "ckptctl rerun --root ckpt --step 12 --log log --other-nodes c,d -- ./job {root} {node_list}",
+    "ckptctl rerun --root ckpt --step 1207 --log train.log --dry-run -- ./train.sh {root}",
+)
+EXIT_CODES = (0, 2, 10, 11, 31, 34, 75, 77, 93)
+
+
+def rerun(
+    root: Annotated[
+        str,
+        option(
+            "--root",
+            metavar="ROOT",
+            help="Folder or URL with the steps of the run. It is read and never written.",
+        ),
+    ],
+    step: Annotated[
+        int,
+        option("--step", metavar="N", min=1, help="The training step whose loss is suspicious."),
+    ],
+    log: Annotated[
+        list[str],
+        option(
+            "--log",
+            metavar="FILE",
+            help="A log of the run that holds this step, or a folder of logs; may be given "
+            "several times, as with one log for each rank.",
+        ),
+    ],
+    command: Annotated[
+        list[str] | None,
+        argument(
+            metavar="CMD...",
+            help="The command of the job, after --. {root} becomes a copy of the root, {step} the "
+            "step to resume from, {steps} how many steps to train and {last} the last one, "
+            "{node_list} the nodes with commas and {nodes} their number, {log_dir} a folder for "
+            "logs that the job writes besides its output.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        option(
+            "--steps",
+            metavar="K",
+            min=1,
+            help="How many steps to train again; by default up to the suspicious one.",
+        ),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        option(
+            "--from-step",
+            metavar="N",
+            min=0,
+            help="The saved step to begin from; by default the newest usable one with a logged "
+            "step between it and the suspicious one.",
+        ),
+    ] = None,
+    nodes: NodesOpt = None,
+    other_nodes: Annotated[
+        list[str] | None,
+        option(
+            "--other-nodes",
+            metavar="NODE,...",
+            help="As many other nodes. Without them a value that repeats stays undecided.",
+        ),
+    ] = None,
+    hosts_file: HostsFileOpt = None,
+    exclude_command: Annotated[
+        str | None,
+        option(
+            "--exclude-command",
+            metavar="COMMAND",
+            help="How to exclude the node at fault, if it is one; {node} and {cause} are filled "
+            "in, and no shell runs it.",
+        ),
+    ] = None,
+    root_env: Annotated[
+        str | None,
+        option(
+            "--root-env",
+            metavar="NAME",
+            help="The environment variable in which the job finds its root, instead of {root}.",
+        ),
+    ] = None,
+    work: Annotated[
+        str,
+        option(
+            "--work",
+            metavar="DIR",
+            help="A new folder for copies and logs, which all nodes see.",
+        ),
+    ] = "rerun",
+    keep: Annotated[bool, option("--keep", help="Keep the copies of the root, too.")] = False,
+    dry_run: Annotated[
+        bool, option("--dry-run", help="Show the step and the commands, and start nothing.")
+    ] = False,
+    patience: Annotated[
+        str, option("--patience", metavar="TIME", help="How long to wait for a next step.")
+    ] = "30m",
+    *,
+    storage: StorageOptions,
+    out: Output,
+) -> int:
+    """Replay a suspicious step on the same nodes and on others, to tell hardware from job.
+
+    The steps before a NaN or a spike are trained again from an older step, on copies of it, and
+    the losses are compared bit for bit with the log and with each other. Ends with 0 if the
+    value is transient (it does not repeat), with 34 if it is persistent on the hardware of
+    these nodes, with 93 if it is the job's own (other nodes repeat it), and with 31 if the
+    replays do not decide. The job must print its loss or write it to {log_dir}.
+    """
+    options = RerunOptions(
+        step=step,
+        logs=log,
+        n_steps=steps,
+        from_step=from_step,
+        nodes=NodeOptions(
+            nodes=parts(nodes), hosts_file=hosts_file, exclude_command=exclude_command
+        ),
+        other_nodes=parts(other_nodes),
+        root_env=root_env,
+        work=work,
+        keep=keep,
+        dry_run=dry_run,
+        patience_s=parse_duration(patience, "--patience") or 0.0,
+    )
+
+    def tell(message: str) -> None:
+        if out.talks or message.startswith("warning: "):
+            out.lines([line(f"ckptctl: {message}", hang=2)], to=out.err)
+
+    found = lead_replays(command or (), root, options, tell=tell, storage=storage)
+    out.answer(lambda: document("rerun", found), lambda: rerun_lines(found))
+    return found.exit_code
+
+
+def rerun_lines(found: Rerun) -> list[Line]:
+    """The answer, each replay in a line, and the losses side by side."""
+    is_good = found.answer in (None, Answer.TRANSIENT)
+    lines = [line(Span(found.message, "good" if is_good else "bad"), hang=2)]
+    if found.suspects:
+        excluded = "excluded" if found.excluded else "not excluded"
+        lines.append(line(f"  at fault: {', '.join(found.suspects)} ({excluded})", hang=4))
+    steps = f"{found.from_step + 1} to {found.last_step}"
+    lines.append(line(f"  replayed: steps {steps}, on copies of {found.root}", hang=4))
+    if not found.root_unchanged:
+        lines.append(line(f"  {found.root} was changed meanwhile", hang=4))
+    for number, replay in enumerate(found.replays, 1):
+        about = _about(replay) if found.answer else shlex.join(replay.command)
+        on = f"{replay.nodes.value} nodes, {', '.join(replay.names)}"
+        lines.append(line(f"  replay {number}, {on}: {about}", hang=4))
+    return [*lines, *_table(found), *next_line(found.next_command)]
+
+
+def _about(replay: Replay) -> str:
+    code = "" if not replay.exit_code else f"ended with {replay.exit_code}; "
+    return code + ("logged no loss" if replay.compared is None else _compared(replay.compared))
+
+
+def _compared(found: Comparison) -> str:
+    """How a replay compares with the first record."""
+    first = found.first
+    if first is None:
+        return f"all {found.n_values} values equal those of the log"
+    name = f"{first.name} of {first.log}" if first.log else first.name
+    size = "one is not finite" if first.relative is None else f"by {first.relative:.1e}"
+    return f"differs from the log first at step {first.step}, {name}, {size}"
+
+
+def _table(found: Rerun) -> Iterator[Line]:
+    """The losses of the log and of the replays, a row for each step."""
+    runs = [("log", found.losses)]
+    runs += [(f"replay {n}", each.losses) for n, each in enumerate(found.replays, 1) if each.losses]
+    if len(runs) < 2:
+        return
+    columns = [_column(title, losses, found) for title, losses in runs]
+    numbers = ["step", *(str(each) for each in _steps(found))]
+    widths = [max(map(len, column)) for column in (numbers, *columns)]
+    yield EMPTY
+    for cells in zip(numbers, *columns, strict=True):
+        yield line(
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        )
+
+
+def _steps(found: Rerun) -> list[int]:
+    logged = {each.step for each in found.losses}
+    logged |= {each.step for replay in found.replays for each in replay.losses}
+    return sorted(number for number in logged if number > found.from_step)
+
+
+def _column(title: str, losses: tuple[LoggedLoss, ...], found: Rerun) -> list[str]:
+    by_step = {each.step: each.loss for each in losses}
+    cells = ["-" if number not in by_step else repr(by_step[number]) for number in _steps(found)]
+    return [title, *cells]

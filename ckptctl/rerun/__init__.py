@@ -1,0 +1,1 @@
+"""Replays of a suspicious step, on the same nodes and on others."""
