@@ -32,7 +32,7 @@ test-long: $(READY) ## The tests that `make test` leaves out because they are sl
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m long
 
 .PHONY: frameworks
-frameworks: $(READY) ## Install transformers, accelerate and Lightning for the tests of the integrations
+frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations
 	@$(BIN)/python tools/install_frameworks.py
 
 lint: $(READY) ## Check style and types

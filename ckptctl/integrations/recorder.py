@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from threading import Thread
+from threading import Lock, Thread
 from typing import TextIO
 
 from ckptctl.data_classes import dataclass
@@ -58,7 +58,56 @@ class RecordOptions:
             raise UsageError(f"verdict_after is {self.verdict_after}; it must be 1 or more")
 
 
-class Recorder:
+class Sealer:
+    """Seals the saves of a job in a thread of rank 0.
+
+    Every rank creates one after the process group is initialized, and calls `saved` at the
+    same points. A seal that cannot be written is reported and does not end the training.
+    """
+
+    def __init__(self, patience_s: float = JOB_TIMEOUT_S) -> None:
+        self._group = make_group(patience_s)
+        self._sealing: Thread | None = None
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        """Wait for the seal of the last save; before each save, which may remove older steps."""
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
+
+    def saved(self, path: str) -> None:
+        """Seal the step at `path`, once every rank has written its files."""
+        self._group.gather(None)
+        self.complete(path)
+
+    def complete(self, path: str) -> None:
+        """Seal a step that every rank has written, in a thread of rank 0; not a collective."""
+        if self._group.is_first:
+            with self._lock:
+                self.wait()
+                self._sealing = start_daemon("ckptctl-seal", self._seal, path)
+
+    def _seal(self, path: str) -> None:
+        # Every rank has returned from its save: what nothing in the step can prove, such as
+        # safetensors, is sealed as it was written.
+        def put() -> None:
+            sealed = seal(path, replace=True, accept_unverifiable=True)
+            if sealed.path is None:
+                to_stderr(f"warning: {path} was not sealed: {sealed.message}")
+
+        reported(f"{path} was not sealed", put)
+
+
+def reported(failed: str, act: Callable[[], None]) -> None:
+    """Call `act`; what fails for the storage is reported, and the training goes on."""
+    try:
+        act()
+    except (CkptctlError, OSError) as error:
+        to_stderr(f"warning: {failed}: {error}")
+
+
+class Recorder(Sealer):
     """The log, the seals and the verdict of one attempt.
 
     Every rank creates one after the process group is initialized, and calls its methods at
@@ -68,17 +117,16 @@ class Recorder:
     """
 
     def __init__(self, root: str, options: RecordOptions, resumed_from: int | None) -> None:
+        super().__init__(options.patience_s)
         self._root = root
         self._options = options
         self._resumed_from = resumed_from or None
         self._log_path = options.log or join_url(root, LOG)
         self._attempt = new_attempt()
-        self._group = make_group(options.patience_s)
         self._n_rows = 0
         self._file: TextIO | None = None
-        self._sealing: Thread | None = None
         if self._group.is_first:
-            self._try("the attempt was not recorded", self._record_attempt)
+            reported("the attempt was not recorded", self._record_attempt)
 
     def log(self, step: int, loss: float, **values: float | None) -> None:
         """Write the loss of `step` in full precision; raises `LossDiscontinuous`, see `stop`."""
@@ -90,23 +138,15 @@ class Recorder:
                 name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in row.items()
             }
-            self._try("the loss was not logged", lambda: self._write(finite))
+            reported("the loss was not logged", lambda: self._write(finite))
         self._n_rows += 1
         if self._resumed_from is not None and self._n_rows == self._options.verdict_after:
             self._check()
 
-    def wait(self) -> None:
-        """Wait for the seal of the last save; before each save, which may remove older steps."""
-        if self._sealing is not None:
-            self._sealing.join()
-            self._sealing = None
-
     def saved(self, path: str) -> None:
-        """Seal the step at `path` in a thread of rank 0, once every rank has written its files."""
-        self._group.gather(None)
-        if self._group.is_first and self._options.seal:
-            self.wait()
-            self._sealing = start_daemon("ckptctl-seal", self._seal, path)
+        """Seal the step at `path`, once every rank has written its files, where that is asked."""
+        if self._options.seal:
+            super().saved(path)
 
     def close(self) -> None:
         """Wait for the seal of the last save, and close the log."""
@@ -148,22 +188,12 @@ class Recorder:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
-    def _seal(self, path: str) -> None:
-        # Every rank has returned from its save: what nothing in the step can prove, such as
-        # safetensors, is sealed as it was written.
-        def put() -> None:
-            sealed = seal(path, replace=True, accept_unverifiable=True)
-            if sealed.path is None:
-                to_stderr(f"warning: {path} was not sealed: {sealed.message}")
-
-        self._try(f"{path} was not sealed", put)
-
     def _check(self) -> None:
         """Print the verdict about the resume, on rank 0; every rank learns it."""
 
         def verdict() -> LossReport | None:
             found: list[LossReport] = []
-            self._try("the loss was not checked", lambda: found.append(self._checked()))
+            reported("the loss was not checked", lambda: found.append(self._checked()))
             return found[0] if found else None
 
         report = self._group.from_first(verdict)
@@ -176,10 +206,3 @@ class Recorder:
         report = check_loss(self._log_path, resume_step=self._resumed_from)
         to_stderr(f"loss after the resume from step {self._resumed_from}: {report.message}")
         return report
-
-    def _try(self, failed: str, act: Callable[[], None]) -> None:
-        """Call `act`; what fails for the storage is reported, and the training goes on."""
-        try:
-            act()
-        except (CkptctlError, OSError) as error:
-            to_stderr(f"warning: {failed}: {error}")

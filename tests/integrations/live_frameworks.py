@@ -6,6 +6,7 @@ whose framework cannot be imported there is skipped, with the reason.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from command_line import REPOSITORY, clean_environment
 
 ENVIRONMENT = REPOSITORY / ".cache" / "framework-venv" / "bin" / "python"
+RECORD = REPOSITORY / ".cache" / "compatibility.jsonl"
 JOBS = Path(__file__).parent / "jobs"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -38,6 +40,18 @@ def version_of(framework: str) -> str:
         why = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
         pytest.skip(f"{framework} cannot be imported ({why}); `make frameworks` installs it")
     return done.stdout.split()[-1]
+
+
+def record(framework: str, **facts: object) -> None:
+    """Keep what a test has shown of a framework, for `tools/compatibility.py`."""
+    code = "from importlib.metadata import version as v; import sys; print(v(sys.argv[1]))"
+    versions = {
+        name: subprocess.check_output([interpreter(), "-c", code, name], text=True).strip()
+        for name in (framework, "torch")
+    }
+    line = {"framework": framework, "version": versions[framework], "torch": versions["torch"]}
+    with open(RECORD, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line | facts) + "\n")
 
 
 def job_environment(**changes: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
-from live_frameworks import Run
+from live_frameworks import Run, record
 
 import ckptctl
 from ckptctl.loss.verdict import LossVerdict
@@ -66,6 +66,7 @@ def test_every_save_is_sealed_and_the_newest_is_picked(interrupted):
     shown = run_ckptctl("show", chosen.path, "--json")
     assert shown.returncode == 0
     assert validated(shown.stdout)["state"]["optimizer"]["found"]
+    record(interrupted.framework, sealed=True)
 
 
 def test_a_resume_is_proven_by_the_log_and_by_the_console(interrupted, copied, run_job, tmp_path):
@@ -81,6 +82,7 @@ def test_a_resume_is_proven_by_the_log_and_by_the_console(interrupted, copied, r
     # A bar of Lightning has four decimals of a loss that varies by a third.
     rounded = LossVerdict.NO_JUMP if interrupted.framework == "lightning" else log.verdict
     assert report.verdict is rounded, report.message
+    record(interrupted.framework, right=report.verdict.value)
 
 
 def test_a_resume_with_other_weights_is_stopped_on_every_rank(
@@ -92,7 +94,9 @@ def test_a_resume_with_other_weights_is_stopped_on_every_rank(
     # Two ranks write to one console, now and then into one line.
     assert len(re.findall("error: .*? differ by", done.stdout)) == 2, done.stdout
     console = consoles(tmp_path, interrupted.console, done.stdout)
-    assert ckptctl.check_loss(console).exit_code == 30
+    report = ckptctl.check_loss(console)
+    assert report.exit_code == 30
+    record(interrupted.framework, wrong=report.verdict.value)
 
 
 def test_a_damaged_step_is_passed_over_and_the_reason_is_in_the_log(interrupted, copied, run_job):
@@ -107,3 +111,4 @@ def test_a_damaged_step_is_passed_over_and_the_reason_is_in_the_log(interrupted,
     (line,) = (line for line in done.stdout.splitlines() if "ckptctl: resuming from" in line)
     assert f"not from step {SAVED[-1]}: " in line
     assert ckptctl.pick(str(copied), require_seal=True).step == SAVED[-1]
+    record(interrupted.framework, passed_over=True)

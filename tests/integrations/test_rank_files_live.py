@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY
-from live_frameworks import interpreter, job_environment, version_of
+from live_frameworks import interpreter, job_environment, record, version_of
 
 import ckptctl
 from ckptctl import Level, Severity
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long]
 
-MODULES = {
+DISTRIBUTIONS = {
     "transformers": "transformers",
     "zero1": "deepspeed",
     "zero3": "deepspeed",
@@ -94,11 +94,11 @@ class Interrupted:
     """What every rank held in memory when the save of a step began."""
 
 
-@pytest.fixture(scope="module", params=MODULES)
+@pytest.fixture(scope="module", params=DISTRIBUTIONS)
 def interrupted(request, tmp_path_factory) -> Interrupted:
     """A job that was stopped many times in its saves, and killed in the last."""
     framework = request.param
-    version_of(MODULES[framework])
+    version_of(DISTRIBUTIONS[framework])
     folder = tmp_path_factory.mktemp(framework)
     out, journal = folder / "run", folder / "journal"
     root = out / FOLDERS.get(framework, "")
@@ -178,6 +178,7 @@ def test_the_framework_restores_what_is_called_complete(interrupted, tmp_path):
     assert loaded_by(interrupted.framework, tmp_path, *complete) == {
         path: interrupted.digests[step] for path, step in complete.items()
     }
+    record(DISTRIBUTIONS[interrupted.framework], stopped=len(interrupted.moments))
 
 
 def _halved(data: bytes) -> bytes:
@@ -210,6 +211,7 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
     chosen = ckptctl.pick(str(root), grace_s=0)
     of_step = re.compile(rf"(?<![0-9])0*{chosen.step}(?![0-9])")
     harmless: dict[str, int] = {}
+    n_damaged = 0
     for name in sorted(names_in(root)):
         path = Path(name)
         if path.is_symlink() or not of_step.search(str(path.relative_to(root))):
@@ -218,6 +220,7 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
         for damage, codes in FAULTS.items():
             if damage is _flipped and path.suffix == ".safetensors":
                 continue  # nothing proves its bytes but a seal
+            n_damaged += 1
             if damage is None:
                 path.unlink()
             else:
@@ -238,6 +241,7 @@ def test_damage_is_found_or_does_no_harm(interrupted, tmp_path):
     assert not harmless or loaded_by(interrupted.framework, tmp_path, *harmless) == dict.fromkeys(
         harmless, interrupted.digests[chosen.step]
     )
+    record(DISTRIBUTIONS[interrupted.framework], damaged=n_damaged)
 
 
 def loaded_by(framework: str, folder: Path, *steps: str) -> Mapping[str, str]:
