@@ -8,6 +8,9 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help demo drill check test test-long lint fmt generate kills power-cuts trips bench loss-bench shape golden fuzz dist pictures docs docs-serve campaign clean
+# The second step of CI leaves out `long`.
+SLOW := slow or long
+TESTS := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 FAST := tests/checks tests/formats tests/guards/test_layers.py tests/guards/test_vocabulary.py \
 	tests/guards/test_documented.py tests/records tests/failures tests/goodput
 
@@ -22,14 +25,14 @@ drill: $(READY) ## Hang, kill and damage a job on two nodes; it must resume to t
 
 check: lint ## Lint, types and fast tests, in two minutes: before every commit
 	@echo "== fast tests"
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not long and not torch and not server' $(FAST)
+	@$(TESTS) -m 'not slow and not long and not torch and not server' $(FAST)
 
-test: lint ## Everything that CI runs: lint, types, tests
+test: lint ## Lint, types and the tests that take no more than a second or two each
 	@echo "== tests (the first run also writes checkpoints with real torch, half a minute)"
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@$(TESTS) -m 'not slow and not long'
 
 test-long: $(READY) ## The tests that `make test` leaves out because they are slow
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m long
+	@$(TESTS) -m '$(SLOW)'
 
 .PHONY: frameworks
 frameworks: $(READY) ## Install transformers, accelerate, Lightning and torchtitan for the tests of the integrations
@@ -98,6 +101,7 @@ campaign: $(READY) ## Damage checkpoints in thirty thousand ways, and count what
 
 clean: ## Remove everything that make created
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build demo dist drill
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip of Python 3.10 and 3.11 knows no dependency groups: 25.1 was the first that does.
 $(BASE): pyproject.toml constraints.txt tools/install_torch.py

@@ -41,6 +41,24 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Show a failure when it happens; its place in the summary is minutes away."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_ShownAtOnce(config))
+
+
+class _ShownAtOnce:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})", red=True)
+            terminal.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def dcp_versions() -> Path:
     """Checkpoints written by four older torch versions; `fixtures/README.md` says which."""

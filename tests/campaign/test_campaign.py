@@ -26,7 +26,7 @@ PARTS = (
     ("C", "L", "O"),
     ("D", "G", "J"),
     ("F", "K", "M", "N", "P", "Q", "R"),
-    pytest.param(("I",), marks=[pytest.mark.server, pytest.mark.slow]),
+    pytest.param(("I",), marks=pytest.mark.server),
 )
 
 
@@ -35,6 +35,7 @@ def made(checkpoints: Path, dcp_versions: Path, rank_files: Path) -> None:
     """The sound steps are there before the campaign looks for them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", PARTS, ids="".join)
 def test_nothing_is_missed_and_nothing_sound_refused(only: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(

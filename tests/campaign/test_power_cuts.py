@@ -30,6 +30,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 @needs_a_disk
+@pytest.mark.slow
 @pytest.mark.torch
 def test_no_power_cut_takes_what_was_answered_for_or_leaves_what_passes_for_whole() -> None:
     done = run("--share", 0.02, "--systems", "ext4", "--only", *SHARE)

@@ -19,6 +19,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_rank_that_was_killed_beats_those_that_torchrun_stopped_because_of_it(tmp_path: Path):
     script, log = tmp_path / "dies.py", tmp_path / "job.log"

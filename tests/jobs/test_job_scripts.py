@@ -222,6 +222,7 @@ def test_run_is_requeued_only_where_waiting_helps(code, requeued, folder):
     assert bool(lines_of(folder, "scontrol requeue 88123")) is requeued
 
 
+@pytest.mark.slow
 def test_run_passes_the_end_of_the_time_on_and_is_requeued_with_its_budget(folder):
     job = step_of_run(folder, 'shift 5; exec python train.py "$@"')
     wait_for(folder / "started")

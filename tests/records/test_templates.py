@@ -117,6 +117,7 @@ def structure_of(step: Path) -> Structure:
     return read_structure(RecordSource(store, "", ranges), store.list_tree())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_with_a_damaged_byte_has_the_same_findings_without_templates(
     checkpoints, tmp_path, monkeypatch, seed

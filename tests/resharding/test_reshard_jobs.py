@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.model import Level
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 JOB = Path(__file__).parent / "fsdp2_job.py"
 

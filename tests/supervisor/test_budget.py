@@ -149,6 +149,7 @@ def killable(root: Path, *command: str, at: str = "") -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["", "+"])
 def test_killed_at_any_write_it_starts_no_attempt_more_than_the_budget(tmp_path: Path, after: str):
     n_kills = 0
@@ -203,6 +204,7 @@ def torchrun(tmp_path: Path) -> list[str]:
     return [*TORCHRUN, "--master-port", port, str(tmp_path / "worker.py"), str(tmp_path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["launcher killed", "run killed", "run told to end"])
 def test_no_worker_of_torchrun_lives_on(root: Path, tmp_path: Path, how: str):
     command = [*COMMAND, "run", "--root", root, "--max-restarts", "0", "--", *torchrun(tmp_path)]

@@ -46,6 +46,7 @@ def test_the_deadline_is_nine_tenths_of_the_notice(monkeypatch: pytest.MonkeyPat
     assert GracefulStop().deadline_s == 600
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_kill_comes_after_its_own_timeout(monkeypatch: pytest.MonkeyPatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -96,6 +97,7 @@ def test_handlers_are_given_back_and_a_stop_that_nobody_asked_for_ends_with_0():
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_second_signal_is_an_echo_at_first_and_means_now_later(tmp_path: Path):
     hang = """

@@ -58,6 +58,7 @@ def compare(run_log: Path, canary_log: Path) -> tuple[int, dict]:
     return done.returncode, validated(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forgotten", "verdict", "code"), [("", "continuous", 0), ("optimizer", "suspect", 32)]
 )

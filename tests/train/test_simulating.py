@@ -36,6 +36,7 @@ def state(process: subprocess.Popen) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_named_is_killed_and_no_other():
     started = ranks("simulate_fault('rank_killed', rank=1)")
     assert started[1].wait() == -signal.SIGKILL
@@ -43,6 +44,7 @@ def test_the_rank_that_is_named_is_killed_and_no_other():
     end(started)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_stopped():
     started = ranks("simulate_fault('rank_hung', rank=0)")
     while state(started[0]) != "T":
@@ -50,11 +52,13 @@ def test_a_rank_that_hangs_is_stopped():
     end(started)
 
 
+@pytest.mark.slow
 def test_without_a_rank_all_choose_the_same_one():
     started = ranks("simulate_fault('rank_killed', seed=4)", sleep_s=20)
     assert sorted(process.wait() for process in started) == [-signal.SIGKILL, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_restarted_job_goes_on():
     call = "simulate_fault('rank_killed', rank=0)"
     (only,) = ranks(call, n=1, sleep_s=5, CKPTCTL_RESTART_COUNT="1")

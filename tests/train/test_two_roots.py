@@ -212,6 +212,7 @@ def test_a_copy_of_a_step_that_stands_in_the_first_root_is_taken(first, local, r
     assert taken(local, first) == f"{local}/step_9"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_between_the_record_and_the_marks_leaves_no_step_to_be_taken(
     first, local, tmp_path
 ):
@@ -232,6 +233,7 @@ def test_a_job_that_is_killed_between_the_record_and_the_marks_leaves_no_step_to
     assert taken(first, local) == f"{first}/step_3"
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_from_the_second_root_and_are_killed_and_go_on(first, local, tmp_path):
     options = ("--ranks", 2, "--other-root", local, "--steps", 15, "--kill", "metadata:2")
     done = run_job(tmp_path, *options, name="first")
