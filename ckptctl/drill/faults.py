@@ -1,4 +1,7 @@
-"""The faults of a drill: each is done to a running job, from outside."""
+"""The faults of a drill: each is done to a running job, from outside.
+
+A fault gets the ranks of the job, all of which are stopped (SIGSTOP), and lets them go on.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ckptctl.data_classes import dataclass, replace
-from ckptctl.drill.job import Job, TrialFailed
-from ckptctl.supervisor.processes import Process, signal_all
+from ckptctl.drill.job import Job, Rank, TrialFailed
+from ckptctl.supervisor.processes import signal_all
 
 STALL_S = 60.0
 """How long the storage does not answer."""
@@ -38,30 +41,41 @@ class Injected:
     at_s: float
 
 
-def _signal_one(job: Job, draw: random.Random, number: signal.Signals, what: str) -> Injected:
-    """Send a signal to a rank that is drawn."""
-    ranks, newest = job.ranks(), _newest(job)
-    if not ranks:
-        raise TrialFailed("the job has no process")
-    rank = draw.choice(sorted(ranks))
-    process, node = ranks[rank]
-    at_s = time.monotonic()
-    signal_all([process], number)
+Ranks = Mapping[int, Rank]
+
+
+def signal_ranks(ranks: Iterable[Rank], number: signal.Signals) -> None:
+    """Send a signal to ranks."""
+    signal_all([rank.process for rank in ranks], number)
+
+
+def _injected(job: Job, rank: int, ranks: Ranks, what: str) -> Injected:
+    """The record of what is done to one rank now."""
+    node, newest = ranks[rank].node, _newest(job)
     on_node = f" on {node}" if job.options.nodes.nodes else ""
-    return Injected(f"rank {rank}{on_node} was {what}", rank, node, newest, newest, at_s)
+    return Injected(
+        f"rank {rank}{on_node} was {what}", rank, node, newest, newest, time.monotonic()
+    )
 
 
-def kill_rank(job: Job, draw: random.Random) -> Injected:
+def kill_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     """End one rank with SIGKILL."""
-    return _signal_one(job, draw, signal.SIGKILL, "killed")
+    rank = draw.choice(sorted(ranks))
+    injected = _injected(job, rank, ranks, "killed")
+    signal_ranks([ranks[rank]], signal.SIGKILL)
+    signal_ranks(ranks.values(), signal.SIGCONT)
+    return injected
 
 
-def stop_rank(job: Job, draw: random.Random) -> Injected:
-    """Stop one rank with SIGSTOP: it neither ends nor goes on."""
-    return _signal_one(job, draw, signal.SIGSTOP, "stopped")
+def stop_rank(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
+    """Leave one rank stopped: it neither ends nor goes on."""
+    rank = draw.choice(sorted(ranks))
+    injected = _injected(job, rank, ranks, "stopped")
+    signal_ranks((ranks[each] for each in ranks if each != rank), signal.SIGCONT)
+    return injected
 
 
-def kill_in_save(job: Job, draw: random.Random) -> Injected:
+def kill_in_save(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     """End all ranks with SIGKILL while they write a step.
 
     The ranks are stopped as soon as a new entry appears beside the steps. If the save was
@@ -71,20 +85,20 @@ def kill_in_save(job: Job, draw: random.Random) -> Injected:
     step = next(name for name, number in job.names.items() if number == newest)
     folders = {job.root, (job.root / step).parent}
     for _ in range(_MOST_SAVES):
-        before, ranks = _entries(folders), _processes(job)
+        before = _entries(folders)
+        signal_ranks(ranks.values(), signal.SIGCONT)
         until_s = time.monotonic() + job.options.patience_s
         while not _entries(folders) - before:
             if time.monotonic() > until_s or job.has_ended():
                 raise TrialFailed("the job did not save again")
             time.sleep(_WATCH_S)
         time.sleep(draw.random() * 0.005)
-        signal_all(ranks, signal.SIGSTOP)
+        signal_ranks(ranks.values(), signal.SIGSTOP)
         at_s = time.monotonic()
         found = _newest(job)
         if found == newest:
-            signal_all(ranks, signal.SIGKILL)
+            signal_ranks(ranks.values(), signal.SIGKILL)
             return Injected("all ranks were killed in a save", -1, "", newest, newest, at_s)
-        signal_all(ranks, signal.SIGCONT)
         newest = found
     raise TrialFailed(f"none of {_MOST_SAVES} saves could be interrupted: they are too short")
 
@@ -96,18 +110,12 @@ def _newest(job: Job) -> int:
     return newest
 
 
-def _processes(job: Job) -> list[Process]:
-    return [rank.process for rank in job.ranks().values()]
-
-
 def _entries(folders: set[Path]) -> set[str]:
     return {entry.path for folder in folders for entry in os.scandir(folder)}
 
 
-def damage_shard(job: Job, draw: random.Random) -> Injected:
+def damage_shard(job: Job, ranks: Ranks, draw: random.Random) -> Injected:
     """Damage a shard file of the newest step, and kill one rank."""
-    ranks = _processes(job)
-    signal_all(ranks, signal.SIGSTOP)
     newest = _newest(job)
     step = next(name for name, number in job.names.items() if number == newest)
     files = (path for path in (job.root / step).rglob("*") if path.is_file())
@@ -128,13 +136,12 @@ def damage_shard(job: Job, draw: random.Random) -> Injected:
             file.seek(middle)
             file.write(bytes([byte ^ 0xFF]))
     older = max(number for number in job.names.values() if number < newest)
-    killed = replace(kill_rank(job, draw), newest_step=newest, expected_step=older)
-    signal_all(ranks, signal.SIGCONT)
+    killed = replace(kill_rank(job, ranks, draw), newest_step=newest, expected_step=older)
     name = shard.relative_to(job.root)
     return replace(killed, description=f"{name}: {what}, and {killed.description}")
 
 
-Inject = Callable[[Job, random.Random], Injected]
+Inject = Callable[[Job, Ranks, random.Random], Injected]
 
 STALLED = "storage-stalled"
 FAULTS: Mapping[str, Inject] = {

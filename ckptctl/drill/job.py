@@ -99,6 +99,7 @@ class Job:
     stop: Callable[[], None]
     names: dict[str, int] = field(default_factory=dict)
     """The steps up to the newest that was usable, by the paths of their folders."""
+    saving: bool = False
     _run: subprocess.Popen[bytes] | None = None
 
     def log(self, attempt: int) -> Path:
@@ -156,12 +157,16 @@ class Job:
         return f"{line} >> {shlex.quote(str(self.folder / 'run.log'))} 2>&1 &"
 
     def newest(self) -> int | None:
-        """The number of the newest usable step of the copy; notes all steps up to it."""
+        """The number of the newest usable step of the copy; notes all steps up to it.
+
+        Sets `saving` where a newer step is there, which is not usable yet.
+        """
         found = pick(str(self.root), allow_fresh=True, grace_s=0.0).chosen
         if found is None or found.number is None:
             return None
         with open_store(str(self.root)) as store:
             steps = list_root(store).steps
+        self.saving = any(step.number > found.number for step in steps)
         self.names |= {
             step.name: step.number
             for step in steps

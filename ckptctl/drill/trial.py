@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ckptctl.data_classes import replace
-from ckptctl.drill.faults import FAULTS, STALLED, Injected, StalledStorage
-from ckptctl.drill.job import CKPTCTL, Job, TrialFailed
+from ckptctl.drill.faults import FAULTS, STALLED, Injected, StalledStorage, signal_ranks
+from ckptctl.drill.job import CKPTCTL, Job, Rank, TrialFailed
 from ckptctl.drill.results import Trial
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formats.own.supervision import SupervisorDocument
@@ -26,6 +27,8 @@ SAVES_BEFORE = 2
 the other."""
 _STEPS_BEFORE = 6
 """Steps between the newest save and a fault. They are trained twice; `loss` compares five."""
+_MOST_SAVES = 10
+"""After how many saves a fault comes in any case."""
 
 
 def run_trial(
@@ -105,18 +108,21 @@ class _Trial:
         first = job.newest() or 0
         job.start()
 
-        def trained() -> bool | None:
+        def ready() -> Mapping[int, Rank] | None:
             if job.is_over():
                 raise TrialFailed(f"the job ended before the fault; see {job.log(1)}")
-            newest = job.newest() or 0
-            logged = max(job.steps_logged(1), default=0)
-            n_saved = sum(number > first for number in job.names.values())
-            # A job that logs as rarely as it saves never logs more.
-            enough = logged >= newest + _STEPS_BEFORE or n_saved > SAVES_BEFORE
-            return True if n_saved >= SAVES_BEFORE and enough else None
+            if not self._is_ready(first):
+                return None
+            # The next save must not come between this test and the fault.
+            ranks = job.ranks()
+            signal_ranks(ranks.values(), signal.SIGSTOP)
+            if ranks and self._is_ready(first):
+                return ranks
+            signal_ranks(ranks.values(), signal.SIGCONT)
+            return None
 
-        job.await_("newer step that is usable", trained)
-        injected = self._injected = FAULTS[self._name](job, self._draw)
+        ranks = job.await_("moment for the fault, some steps after a save", ready)
+        injected = self._injected = FAULTS[self._name](job, ranks, self._draw)
         self._tell(injected.description)
         job.await_("end of the attempt after the fault", lambda: job.is_over() or None)
         self._detected_s = time.monotonic() - injected.at_s
@@ -125,6 +131,17 @@ class _Trial:
         if newest > injected.newest_step:  # a save in flight was completed
             self._injected = replace(injected, expected_step=newest)
         self._tell(f"detected after {duration(self._detected_s)}; RB-7 begins")
+
+    def _is_ready(self, first: int) -> bool:
+        """Whether the job has saved twice and trained on, so that steps are trained again."""
+        newest = self._job.newest() or first
+        saved = sorted(number for number in self._job.names.values() if number > first)
+        if len(saved) < SAVES_BEFORE or self._job.saving:
+            return False
+        wanted = min(_STEPS_BEFORE, saved[-1] - saved[-2] - 1)
+        logged = max(self._job.steps_logged(1), default=0)
+        # A job that logs as rarely as it saves never logs more.
+        return logged >= newest + wanted or len(saved) >= _MOST_SAVES
 
     def _resume(self) -> None:
         """Let RB-7 resume the job, and wait until it has saved a newer step than ever."""

@@ -31,10 +31,10 @@ def main() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     HOSTS.write_text("".join(f"{node}\n" for node in NODES))
-    print("4 ranks on 2 nodes train 8 steps, and save them", flush=True)
+    print("4 ranks on 2 nodes train 12 steps, and save them", flush=True)
     train = [sys.executable, str(HERE / "launch.py"), str(HOSTS)]
     with (FOLDER / "train.log").open("wb") as log:
-        script = [str(HERE / "train.py"), "--steps", "8", "--root", str(ROOT)]
+        script = [str(HERE / "train.py"), "--steps", "12", "--root", str(ROOT)]
         code = _run([*train, "4", *script], stdout=log, stderr=log)
     if code:
         print(f"the job ended with {code}; see {FOLDER / 'train.log'}")

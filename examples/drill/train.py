@@ -148,7 +148,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training job for the drill.")
     parser.add_argument("--root", required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--save-every", type=int, default=8)
+    parser.add_argument("--save-every", type=int, default=12)
     parser.add_argument("--pace", type=float, default=0.2, metavar="SECONDS", help="of each step")
     return parser.parse_args()
 
