@@ -26,6 +26,8 @@ _WATCHDOGS = (
     (r"distributed[-_]timeout[-_]seconds[-_\w]*[=\s]+(\d{1,9})", 1),
 )
 _SIGNAL = re.compile(r"^(?:[A-Z]*B[A-Z]*:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
+# `ckptctl run` in the batch shell, and not in a step of its own.
+_SUPERVISED = re.compile(r"(?:(?!\bsrun\b).)*\bckptctl\s+run\b", re.DOTALL)
 _RESUMES = re.compile(
     r"resume|ckptctl|\brestore|--load\b|load[-_](?:dir|path|step|checkpoint)|ckpt[-_.]?(?:path|step)|"
     r"from[-_.]?(?:checkpoint|ckpt|latest)|init[-_]from|auto[-_]?restart",
@@ -121,6 +123,16 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
                 f"--signal={value} goes to job steps, and line {each.line} starts "
                 f"{each.launcher} without srun: no process receives it",
                 f"start it with srun, or use --signal=B:{signal}@{seconds} and exec",
+            )
+        elif _SUPERVISED.match(each.text):
+            yield _fault(
+                "signal.not-run",
+                where,
+                f"--signal={value} goes to the job step that `ckptctl run` starts in line "
+                f"{each.line}, and not to `ckptctl run`: it takes the end of the step for a "
+                "failure, and restarts the job shortly before the time limit",
+                f"#SBATCH --signal=B:{signal}@{seconds}, with exec or a trap that passes it on to "
+                "`ckptctl run`",
             )
 
 

@@ -105,8 +105,8 @@ def test_nothing_is_wrong_with_the_examples(path):
         (SRUN, SRUN + " 2>&1 | tee log", None),
         ("--kill-on-bad-exit=1 ", "", "srun.no-kill"),
         ("--kill-on-bad-exit=1 ", "-K ", None),
-        (SRUN, "ckptctl run --root r -- srun train.py --root r", "srun.no-kill"),
-        (SRUN, "ckptctl run --root r -- srun -K python train.py | tee log", None),
+        (SRUN, "ckptctl run --root r -- srun -K python train.py | tee log", "signal.not-run"),
+        (SRUN, "srun -K ckptctl run --root r -- torchrun train.py | tee log", None),
         (SRUN, 'srun python train.py --resume-from "$(ckptctl pick r)"', "srun.no-kill"),
         ("step=$(", "export step=$(", "exit-code.masked"),
         (SRUN, SRUN + " || true", "exit-code.swallowed"),
@@ -118,6 +118,14 @@ def test_nothing_is_wrong_with_the_examples(path):
 def test_one_mistake_is_found_and_no_other(old, new, name, tmp_path):
     assert old in GOOD
     assert names(tmp_path, GOOD.replace(old, new)) == ({name} if name else set())
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(" --kill-on-bad-exit=1", None), ("", "srun.no-kill")]
+)
+def test_a_signal_to_the_shell_reaches_ckptctl_run_through_the_trap(option, name, tmp_path):
+    text = TRAP.replace("srun --kill-on-bad-exit=1", f"ckptctl run --root r -- srun{option}")
+    assert names(tmp_path, text) == ({name} if name else set())
 
 
 @pytest.mark.parametrize(

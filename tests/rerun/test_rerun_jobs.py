@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_and_follow, run_ckptctl, validated
+from command_line import COMMAND, clean_environment, run_ckptctl, validated
+from next_commands import run_and_follow
 from supervisor.supervised_root import processes_with
 
 from ckptctl.drill.copying import copy_step, fingerprint
