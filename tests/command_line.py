@@ -17,8 +17,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from ckptctl.cli.schemas import schema
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MODULE = ("-m", "ckptctl")
-COMMAND = (sys.executable, *MODULE)
+COMMAND = (sys.executable, "-m", "ckptctl")
 
 _NEEDS_TORCH = ("distributed", "integrations", "train")
 _READ_AT_START = ("PYTHON", "LANG", "LC_")
@@ -46,13 +45,13 @@ def run_ckptctl(
 
     Its process is forked, or started where `env` or `kwargs` ask for what only that can give.
     """
-    words = [*MODULE, *map(str, args)]
+    words = list(map(str, args))
     variables = clean_environment(**(env or {}))
     starts = any(name.startswith(_READ_AT_START) for name in env or ())
     if not starts and kwargs.keys() <= {"cwd", "input"}:
-        return _server().run(words, env=variables, **kwargs)
+        return _server().run(["ckptctl", *words], env=variables, **kwargs)
     return subprocess.run(
-        [sys.executable, *words],
+        [*COMMAND, *words],
         env=variables,
         encoding="utf-8",
         errors="surrogateescape",

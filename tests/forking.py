@@ -1,11 +1,10 @@
-"""Run Python programs in processes forked from one that has imported what they need.
+"""Run Python modules in processes forked from one that has imported what they need.
 
-Starting Python and importing costs 0.2 s of processor time for a command of ckptctl and more
-than 2 s for torch, often more than the test's own work. A `ForkServer` imports once and forks
-for every call. A forked process has arguments, variables, a folder, streams, a process number
-and an exit code of its own, as a started one has. It shares the seed of string hashes with
-its brothers, and what Python reads when it starts (`PYTHON…`, the encoding) is the server's:
-tests of these start a process.
+Starting Python and importing costs 0.2 s of processor time for a command of ckptctl, often more
+than the test's own work. A `ForkServer` imports once and forks for every call. A forked process
+has arguments, variables, a folder, streams, a process number and an exit code of its own, as a
+started one has. All of them share one seed of string hashes, and what Python reads when it
+starts (`PYTHON…`, the encoding) is the server's: tests of these start a process.
 """
 
 from __future__ import annotations
@@ -22,65 +21,10 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
-
-
-class Forked:
-    """A forked process, with the part of `subprocess.Popen` that tests use."""
-
-    def __init__(self, args: Sequence[str], reply: IO[bytes]) -> None:
-        self.args = args
-        self._reply = reply
-        first = reply.readline()
-        if not first:
-            raise ChildProcessError(f"the fork server has ended; it was to run {args}")
-        self.pid = int(first)
-        self.returncode: int | None = None
-        self.stdin: IO[str] | None = None
-        self.stdout: IO[str] | None = None
-        self.stderr: IO[str] | None = None
-
-    def wait(self) -> int:
-        """Wait for the end; the exit code, negative for a signal."""
-        if self.returncode is None:
-            self.returncode = int(self._reply.readline())
-            self._reply.close()
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended and somebody has waited for it."""
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End it with SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def communicate(self) -> tuple[str, str]:
-        """Close its input, read both outputs to their ends, and wait for it."""
-        said: dict[str, str] = {}
-
-        def read(name: str) -> None:
-            stream = getattr(self, name)
-            if not stream.closed:
-                said[name] = stream.read()
-                stream.close()
-
-        if not self.stdin.closed:
-            with suppress(BrokenPipeError):
-                self.stdin.close()
-        beside = threading.Thread(target=read, args=("stderr",))
-        beside.start()
-        read("stdout")
-        beside.join()
-        self.wait()
-        return said.get("stdout", ""), said.get("stderr", "")
 
 
 class ForkServer:
@@ -103,48 +47,32 @@ class ForkServer:
         cwd: str | os.PathLike[str] | None = None,
         input: str = "",  # noqa: A002 - as `subprocess.run` names it
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python ARGS` to its end, as `subprocess.run` with `capture_output` does."""
+        """Run `python -m ARGS` to its end, as `subprocess.run` with `capture_output` does."""
         with _file() as out, _file() as err:
             reading, writing = os.pipe()
             try:
-                started = self._start(args, env, cwd, (reading, out.fileno(), err.fileno()))
+                reply = self._call(args, env, cwd, (reading, out.fileno(), err.fileno()))
             finally:
                 os.close(reading)
             with suppress(BrokenPipeError), os.fdopen(writing, "wb") as stdin:
                 stdin.write(input.encode("utf-8", "surrogateescape"))
-            code = started.wait()
+            with reply:
+                code = reply.read()
+            if not code:
+                raise ChildProcessError(f"the fork server has ended; it was to run {args}")
             texts = [_read(stream) for stream in (out, err)]
-        return subprocess.CompletedProcess(list(args), code, *texts)
+        return subprocess.CompletedProcess(list(args), int(code), *texts)
 
-    def popen(self, args: Sequence[str], *, env: Mapping[str, str], new_session: bool) -> Forked:
-        """Start `python ARGS` with pipes to its three streams."""
-        pipes = [os.pipe() for _ in range(3)]
-        theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
-        try:
-            started = self._start(args, env, None, theirs, new_session)
-        finally:
-            for number in theirs:
-                os.close(number)
-        started.stdin = os.fdopen(pipes[0][1], "w")
-        started.stdout = os.fdopen(pipes[1][0])
-        started.stderr = os.fdopen(pipes[2][0])
-        return started
-
-    def _start(
+    def _call(
         self,
         args: Sequence[str],
         env: Mapping[str, str],
         cwd: str | os.PathLike[str] | None,
         streams: tuple[int, int, int],
-        new_session: bool = False,
-    ) -> Forked:
-        request = {
-            "args": list(map(str, args)),
-            "env": dict(env),
-            "cwd": os.path.abspath(cwd or os.curdir),
-            "new_session": new_session,
-        }
-        body = json.dumps(request).encode()
+    ) -> IO[bytes]:
+        """Have a process forked; gives the pipe in which its exit code will be."""
+        call = {"args": list(args), "env": dict(env), "cwd": os.path.abspath(cwd or os.curdir)}
+        body = json.dumps(call).encode()
         reading, writing = os.pipe()
         try:
             with self._lock:
@@ -153,7 +81,7 @@ class ForkServer:
                 to.sendall(body)
         finally:
             os.close(writing)
-        return Forked(request["args"], os.fdopen(reading, "rb"))
+        return os.fdopen(reading, "rb")
 
     def _connection(self) -> socket.socket:
         if self._socket is None:
@@ -203,48 +131,32 @@ def _serve(calls: socket.socket, modules: Sequence[str]) -> list[str]:
                 pass
 
 
-def _become(request: dict, streams: Sequence[int]) -> list[str]:
-    """Fork the process that was asked for; its parent stays to report how it ends."""
+def _become(call: dict, streams: Sequence[int]) -> list[str]:
+    """Fork the process that was asked for; its parent stays to report its exit code."""
     *standard, reply = streams
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         for number in (0, 1, 2, *standard):
             os.close(number)
-        os.write(reply, b"%d\n" % pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with suppress(BrokenPipeError):
-            os.write(reply, b"%d\n" % code)
+            os.write(reply, b"%d" % code)
         os._exit(0)
     os.close(reply)
     for target, number in enumerate(standard):
         os.dup2(number, target)
         os.close(number)
-    if request["new_session"]:
-        os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(request["cwd"])
+    os.chdir(call["cwd"])
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environ.update(call["env"])
     time.tzset()
-    return request["args"]
+    return call["args"]
 
 
 def _execute(args: Sequence[str]) -> None:
-    """Run a module (`-m`), a text (`-c`) or a file, as Python does with these words."""
-    kind, *rest = args
-    if kind == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        return
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if kind == "-c":
-        text, name = rest[0], "<string>"
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
-    else:
-        text, name = Path(kind).read_text(), kind
-        sys.argv, sys.path[0] = [kind, *rest], os.path.dirname(kind)
-        main.__file__ = kind
-    exec(compile(text, name, "exec"), main.__dict__)
+    """Run a module as `python -m` does with these words."""
+    sys.argv, sys.path[0] = [*args], os.getcwd()
+    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -185,10 +185,11 @@ def test_the_node_of_a_named_rank_is_found_by_the_lines_of_its_communicator(tmp_
     assert (suspect.node, suspect.ranks) == ("node017", (2, 3))
 
 
+@pytest.mark.slow
 def test_an_endless_log_ends_at_the_deadline_and_the_answer_reports_it(tmp_path):
     endless = subprocess.Popen(["yes", "RuntimeError: shapes differ"], stdout=subprocess.PIPE)
     try:
-        ran = run_alone("classify", "-", "--deadline", "1s", stdin=endless.stdout)
+        ran = run_alone("classify", "-", "--deadline", "10s", stdin=endless.stdout)
     finally:
         endless.kill()
         endless.communicate()
