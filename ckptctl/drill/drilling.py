@@ -107,7 +107,7 @@ def drill(
         reference = copied("no-fault")
         about = _measured(reference, options)
         for name in options.faults:
-            trials.append(run_trial(name, copied(name), reference.log(1), options.seed, tell))
+            trials.append(run_trial(name, copied(name), reference.log, options.seed, tell))
             if not options.keep:
                 shutil.rmtree(work / name / "root")
 
@@ -154,7 +154,7 @@ def _measured(job: Job, options: DrillOptions) -> JobOptions:
     job.start()
 
     def saved() -> bool | None:
-        rows.take(len(job.steps_logged(1)))
+        rows.take(len(job.steps_logged(job.log)))
         job.newest()
         saves.take(len(job.names) - n_copied)
         return True if saves.n >= _REFERENCE_SAVES or job.is_over() else None
@@ -163,15 +163,15 @@ def _measured(job: Job, options: DrillOptions) -> JobOptions:
         job.await_(f"{_REFERENCE_SAVES} saves by the job", saved)
     except TrialFailed as failed:
         raise UsageError(
-            f"{failed}; see {job.log(1)}", instead="--patience 2h waits longer"
+            f"{failed}; see {job.log}", instead="--patience 2h waits longer"
         ) from failed
-    if not job.steps_logged(1):
+    if not job.steps_logged(job.log):
         raise UsageError(
-            f"the output of the job has no loss that ckptctl reads; see {job.log(1)}",
-            next_command=f"ckptctl loss {shlex.quote(str(job.log(1)))}",
+            f"the output of the job has no loss that ckptctl reads; see {job.log}",
+            next_command=f"ckptctl loss {shlex.quote(str(job.log))}",
         )
     if saves.n < SAVES_BEFORE:
-        raise UsageError(f"the job ended before it saved {SAVES_BEFORE} steps; see {job.log(1)}")
+        raise UsageError(f"the job ended before it saved {SAVES_BEFORE} steps; see {job.log}")
     job.stop()
     start_s = max(_LEAST_SILENCE_S, _FACTOR * rows.first_s) + STALL_S
     return replace(

@@ -102,11 +102,17 @@ class Job:
     saving: bool = False
     _run: subprocess.Popen[bytes] | None = None
 
-    def log(self, attempt: int) -> Path:
-        """The output of an attempt."""
-        return self.folder / "logs" / str(attempt) / "output.log"
+    @property
+    def log(self) -> Path:
+        """The output of the first attempt."""
+        return self.folder / "logs" / "1" / "output.log"
 
-    def words(self, backoff: str) -> list[str]:
+    @property
+    def resumed_log(self) -> Path:
+        """The output of all later attempts: the first may fail as well."""
+        return self.folder / "resumed.log"
+
+    def words(self, backoff: str, *log: str) -> list[str]:
         """`ckptctl run` with the command of the job."""
         limits: list[str] = []
         if self.options.silence_s:
@@ -116,8 +122,13 @@ class Job:
             limits += ["--out-of-section-timeout", silence]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
         words = [*CKPTCTL, "run", "--quiet", "--root", str(self.root), "--backoff", backoff]
-        words += ["--log-dir", str(self.folder / "logs")]
-        words += ["--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words()]
+        words += [
+            *log,
+            "--evidence-dir",
+            str(self.folder / "evidence"),
+            *limits,
+            *self._node_words(),
+        ]
         return [*words, "--", *self.options.read_only, *command]
 
     def _node_words(self) -> list[str]:
@@ -144,7 +155,8 @@ class Job:
         """Start the job; after a failure `ckptctl run` waits and restarts nothing yet."""
         step = self.newest()
         path = next((name for name, number in self.names.items() if number == step), "")
-        words = [word.replace(STEP_WORD, str(self.root / path)) for word in self.words("1h")]
+        words = self.words("1h", "--log-dir", str(self.folder / "logs"))
+        words = [word.replace(STEP_WORD, str(self.root / path)) for word in words]
         with (self.folder / "run.log").open("ab") as out:
             self._run = subprocess.Popen(
                 words, stdout=out, stderr=out, env=self.environment(), start_new_session=True
@@ -152,9 +164,10 @@ class Job:
 
     def resume_command(self) -> str:
         """The shell command with which RB-7 resumes the job from `$STEP`, in the background."""
-        words = (shlex.quote(word) for word in self.words("0"))
+        log = str(self.resumed_log)
+        words = (shlex.quote(word) for word in self.words("0", "--log", log))
         line = " ".join(word.replace(STEP_WORD, "'\"$STEP\"'") for word in words)
-        return f"{line} >> {shlex.quote(str(self.folder / 'run.log'))} 2>&1 &"
+        return f"{line} >> {shlex.quote(log)} 2>&1 &"
 
     def newest(self) -> int | None:
         """The number of the newest usable step of the copy; notes all steps up to it.
@@ -199,10 +212,11 @@ class Job:
         oldest = min(found, key=lambda each: (each.started, each.pid), default=None)
         return {} if oldest is None else {0: Rank(oldest, "")}
 
-    def steps_logged(self, attempt: int) -> list[int]:
-        """The steps whose loss an attempt has logged."""
+    @staticmethod
+    def steps_logged(log: Path) -> list[int]:
+        """The steps whose loss a log holds."""
         try:
-            rows = [row for row in read_logs([str(self.log(attempt))]) if isinstance(row, Row)]
+            rows = [row for row in read_logs([str(log)]) if isinstance(row, Row)]
         except CkptctlError:
             return []
         return [row.step for row in rows if row.has_loss]

@@ -110,7 +110,7 @@ class _Trial:
 
         def ready() -> Mapping[int, Rank] | None:
             if job.is_over():
-                raise TrialFailed(f"the job ended before the fault; see {job.log(1)}")
+                raise TrialFailed(f"the job ended before the fault; see {job.log}")
             if not self._is_ready(first):
                 return None
             # The next save must not come between this test and the fault.
@@ -139,7 +139,7 @@ class _Trial:
         if len(saved) < SAVES_BEFORE or self._job.saving:
             return False
         wanted = min(_STEPS_BEFORE, saved[-1] - saved[-2] - 1)
-        logged = max(self._job.steps_logged(1), default=0)
+        logged = max(self._job.steps_logged(self._job.log), default=0)
         # A job that logs as rarely as it saves never logs more.
         return logged >= newest + wanted or len(saved) >= _MOST_SAVES
 
@@ -147,11 +147,10 @@ class _Trial:
         """Let RB-7 resume the job, and wait until it has saved a newer step than ever."""
         job, began_s = self._job, time.monotonic()
         best = max(job.names.values())
-        log = job.log(2)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.resumed_log
         log.touch()
         inputs = {
-            "LOG": str(job.log(1)),
+            "LOG": str(job.log),
             "NEW_LOG": str(log),
             "SEEN_BY": "the drill has this node only",
             "CADENCE": "the drill injects its failures",
@@ -230,14 +229,14 @@ class _Trial:
             if not self._problems:
                 yield "the job was not resumed"
             return
-        self._lost = max(0, max(self._job.steps_logged(1), default=resumed) - resumed)
+        self._lost = max(0, max(self._job.steps_logged(self._job.log), default=resumed) - resumed)
         if resumed != injected.expected_step:
             yield f"it resumed from {resumed}, and should from {injected.expected_step}"
         yield from self._wrongly_named(injected)
-        if not self._job.steps_logged(2):
+        if not self._job.steps_logged(self._job.resumed_log):
             yield "the resumed job logged no loss"
             return
-        found = check_loss([str(self._reference)], canary=str(self._job.log(2)))
+        found = check_loss([str(self._reference)], canary=str(self._job.resumed_log))
         self._loss, self._agreement = found.verdict.value, found.message
         if found.exit_code:
             yield f"compared with the run without a fault: {found.message}"

@@ -355,7 +355,7 @@ def _wait(plan: _Plan, job: Job) -> int | None:
 
 def _logged(plan: _Plan, job: Job) -> Record:
     """What a replay has logged so far: in the files it wrote, else in its output."""
-    for path in (job.folder / _WRITTEN, job.log(1)):
+    for path in (job.folder / _WRITTEN, job.log):
         with suppress(PathNotFound):
             if found := read_record([str(path)], plan.options.step, plan.storage):
                 return found

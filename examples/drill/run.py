@@ -75,7 +75,7 @@ def _missing(trial: dict[str, Any]) -> Iterator[str]:
     if trial["world_size"] != 2:
         yield f"it was resumed with {trial['world_size']} ranks instead of 2"
     expected = _losses(FOLDER / "faults" / "no-fault" / "logs" / "1" / "output.log")
-    found = _losses(FOLDER / "faults" / HANG / "logs" / "2" / "output.log")
+    found = _losses(FOLDER / "faults" / HANG / "resumed.log")
     both = expected.keys() & found.keys()
     if not both or any(expected[step] != found[step] for step in both):
         yield f"of {len(both)} losses, not all equal those of the run without a fault"
