@@ -22,9 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from made_checkpoints import name_of_checkpoints
 
 pytest_plugins = ["services.plugin"]
+
+settings.register_profile("patient", deadline=None)  # a busy machine is no fault
+settings.load_profile("patient")
 
 # Started in the background of a shell, or under nohup: the programs that tests interrupt
 # would inherit deaf ears, and be waited for in vain.

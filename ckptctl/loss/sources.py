@@ -7,36 +7,26 @@ the files in it whose names are those of logs.
 
 from __future__ import annotations
 
-import bz2
 import heapq
 import json
-import lzma
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from ckptctl.errors import (
     AccessDenied,
     LogUnreadable,
-    MissingExtra,
     PathNotFound,
     StorageUnavailable,
 )
 from ckptctl.options import StorageOptions
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
+from ckptctl.storage.unpacking import PIECE_BYTES, unpacked
 
 STDIN = "-"
-PIECE_BYTES = 128 << 10  # stays in the processor's cache while it is searched
 _REMOTE_PIECE_BYTES = 1 << 20
-
-_GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
-_MAX_WINDOW = 128 << 20
-# 4 bytes of zstd can decompress to 128 KiB, so only this much is fed at once.
-_ZSTD_SLICE = 1 << 10
 
 # The names of logs in a folder. The first kind that occurs is read, since one run is often
 # logged in several formats; formats that keep whole floats come first.
@@ -71,7 +61,7 @@ def read_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
         with _storage_errors(path):
             yield from metric_store_pieces(_local(path))
     else:
-        yield from _decompressed(path, _raw_pieces(path, storage))
+        yield from unpacked(path, _raw_pieces(path, storage), LogUnreadable)
 
 
 def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
@@ -168,140 +158,6 @@ def _remote_pieces(path: str, storage: StorageOptions) -> Iterator[bytes]:
 
 def _local(path: str) -> str:
     return os.path.expanduser(path.removeprefix("file://"))
-
-
-class _Stream(Protocol):
-    """One compressed stream; `eof` once it has ended."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes) -> Iterator[bytes]: ...
-
-
-class _Gzip:
-    def __init__(self) -> None:
-        self._stream = zlib.decompressobj(wbits=31)
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        while out := self._stream.decompress(data, PIECE_BYTES):
-            yield out
-            data = self._stream.unconsumed_tail
-            if self._stream.eof:
-                return
-
-
-class _Limited:
-    """bz2 and xz; both keep the input that they have not decompressed yet."""
-
-    def __init__(self, stream: bz2.BZ2Decompressor | lzma.LZMADecompressor) -> None:
-        self._stream = stream
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        while out := self._stream.decompress(data, PIECE_BYTES):
-            yield out
-            data = b""
-            if self._stream.eof or self._stream.needs_input:
-                return
-
-
-class _Zstd:
-    def __init__(self) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise MissingExtra(
-                "reading logs compressed with zstd needs the package zstandard",
-                next_command="pip install 'ckptctl[zstd]'",
-            ) from error
-        self._error = zstandard.ZstdError
-        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
-        self.unused_data = b""
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._stream.eof)
-
-    def decompress(self, data: bytes) -> Iterator[bytes]:
-        for at in range(0, len(data), _ZSTD_SLICE):
-            piece = data[at : at + _ZSTD_SLICE]
-            try:
-                out = self._stream.decompress(piece)
-            except self._error as error:
-                raise zlib.error(str(error)) from error
-            if out:
-                yield out
-            if self._stream.eof:
-                self.unused_data = self._stream.unused_data + data[at + len(piece) :]
-                return
-
-
-def _stream_for(head: bytes) -> _Stream | None:
-    if head.startswith(_GZIP):
-        return _Gzip()
-    if head.startswith(_BZIP2):
-        return _Limited(bz2.BZ2Decompressor())
-    if head.startswith(_XZ):
-        return _Limited(lzma.LZMADecompressor(memlimit=_MAX_WINDOW))
-    if head.startswith(_ZSTD):
-        return _Zstd()
-    return None
-
-
-def _decompressed(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    stream: _Stream | None = None
-    head = b""
-    for piece in pieces:
-        head += piece
-        if len(head) >= len(_XZ):
-            break
-    stream = _stream_for(head)
-    if stream is None:
-        if head:
-            yield head
-        yield from pieces
-        return
-    data = head
-    try:
-        while True:
-            if stream is None:
-                stream = _stream_for(data)
-                if stream is None:
-                    # Zeros after the end are padding; anything else is damage.
-                    if data.strip(b"\0"):
-                        raise LogUnreadable(f"{path}: bytes follow the end of the compressed data")
-                    return
-            yield from stream.decompress(data)
-            data = b""
-            if stream.eof:
-                data, stream = stream.unused_data, None
-            more = next(pieces, b"") if len(data) < len(_XZ) else b""
-            if not more and not data:
-                return
-            data += more
-    except (zlib.error, lzma.LZMAError, OSError) as error:
-        raise LogUnreadable(
-            f"{path}: the compressed data is damaged ({error}); the rest cannot be read"
-        ) from error
 
 
 def metrics_folder(path: str) -> str | None:

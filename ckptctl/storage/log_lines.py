@@ -7,19 +7,14 @@ path.
 
 from __future__ import annotations
 
-import bz2
-import lzma
 import os
 import re
 import stat
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from ckptctl.errors import (
     AccessDenied,
     BinaryData,
-    MissingExtra,
     PathNotFound,
     StorageUnavailable,
     UsageError,
@@ -27,6 +22,7 @@ from ckptctl.errors import (
 from ckptctl.options import StorageOptions
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import base_name, is_local, join_url, open_store, parent_url
+from ckptctl.storage.unpacking import unpacked
 from ckptctl.storage.waiting import busy
 
 _PIECE = 1 << 20
@@ -40,16 +36,6 @@ _MAX_FILES = 10_000
 _HEAD = 1 << 16
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-
-
-class _Unpacker(Protocol):
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 Line = tuple[int, str]
@@ -66,7 +52,7 @@ def read_blocks(url: str, storage: StorageOptions = StorageOptions()) -> Iterato
     Raises `UsageError` for binary data and for damaged compressed data, `PathNotFound`,
     `AccessDenied`, `StorageUnavailable`, and `MissingExtra` for zstd without its package.
     """
-    yield from _blocks(_text_only(_gathered(_unpacked(_pieces(url, storage), url)), url))
+    yield from _blocks(_text_only(_gathered(unpacked(url, _pieces(url, storage), UsageError)), url))
 
 
 def read_text(url: str, *, limit: int) -> str:
@@ -173,67 +159,6 @@ def _from_store(url: str, storage: StorageOptions) -> Iterator[bytes]:
         )
         for _, data in store.read_spans(spans):
             yield data
-
-
-def _zstd() -> _Unpacker:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtra(
-            "reading a log compressed with zstd needs the extra ckptctl[zstd]",
-            next_command="pip install 'ckptctl[zstd]'",
-        ) from error
-    unpacker: _Unpacker = zstandard.ZstdDecompressor().decompressobj()
-    return unpacker
-
-
-_PACKED: Mapping[bytes, Callable[[], _Unpacker]] = {
-    b"\x1f\x8b": lambda: zlib.decompressobj(wbits=31),
-    b"BZh": bz2.BZ2Decompressor,
-    b"\xfd7zXZ\x00": lzma.LZMADecompressor,
-    b"\x28\xb5\x2f\xfd": _zstd,
-}
-
-
-def _unpacked(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
-    head = b""
-    for piece in pieces:
-        head += piece
-        if len(head) >= 6:
-            break
-    make = next((make for magic, make in _PACKED.items() if head.startswith(magic)), None)
-    if make is None:
-        yield head
-        yield from pieces
-        return
-    unpacker = make()
-    try:
-        yield from _members(unpacker, make, head, pieces)
-    except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
-        raise UsageError(f"{name}: the compressed log is damaged ({error})") from error
-
-
-def _members(
-    unpacker: _Unpacker, make: Callable[[], _Unpacker], head: bytes, pieces: Iterator[bytes]
-) -> Iterator[bytes]:
-    """The content of one or more concatenated compressed streams (rotated logs are joined so)."""
-    data = head
-    while True:
-        while data:
-            if unpacker.eof:
-                unpacker = make()
-            # Small pieces: a megabyte of compressed zeros unpacks to a gigabyte.
-            bite, data = data[:_BITE], data[_BITE:]
-            yield unpacker.decompress(bite)
-            if unpacker.eof:
-                data = unpacker.unused_data.lstrip(b"\0") + data
-        following = next(pieces, None)
-        if following is None:
-            return
-        data = following
-
-
-_BITE = 4096
 
 
 def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
