@@ -29,6 +29,7 @@ class Template:
     `head` is all before the elements, which lie from `start` to `end`. `fields` splits the
     `n_rest` bytes behind them into constant parts in turn with what differs: the CRC-32 of
     the elements, the serialization id, its CRC-32, and both checksums again in the directory.
+    `differing` numbers the members of the elements and of the serialization id.
     """
 
     opened: OpenRecord
@@ -38,6 +39,7 @@ class Template:
     n_rest: int
     fields: Struct
     constant: tuple[bytes, ...]
+    differing: tuple[int, int]
 
     @classmethod
     def of(cls, opened: OpenRecord, view: View) -> Template | None:
@@ -61,7 +63,10 @@ class Template:
             at = offset + Struct(each).size
         fields = Struct(f"{form}{view.length - at}s")
         constant = fields.unpack(rest)[::2]
-        return cls(opened, head, elements.start, elements.end, len(rest), fields, constant)
+        names = [member.name for member in directory.members]
+        differing = (names.index(elements.name), names.index(identity.name))
+        place = (elements.start, elements.end, len(rest))
+        return cls(opened, head, *place, fields, constant, differing)
 
 
 class Alike(NamedTuple):
@@ -73,14 +78,11 @@ class Alike(NamedTuple):
 
     def opened(self) -> OpenRecord:
         """The record as `open_record` returns it."""
-        found, crcs = self.template.opened, {_IDENTITY: self.identity_crc}
-        if found.elements is not None:
-            crcs[found.elements.name] = self.crc
-        members = tuple(
-            member._replace(crc=crcs[member.name]) if member.name in crcs else member
-            for member in found.directory.members
-        )
-        return replace(found, directory=replace(found.directory, members=members))
+        found = self.template.opened
+        members = list(found.directory.members)
+        for number, crc in zip(self.template.differing, (self.crc, self.identity_crc), strict=True):
+            members[number] = members[number]._replace(crc=crc)
+        return replace(found, directory=replace(found.directory, members=tuple(members)))
 
 
 class Templates:

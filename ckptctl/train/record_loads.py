@@ -180,7 +180,7 @@ class RecordLoads:
         if isinstance(owner.entry, BytesEntry) or owner.transforms:
             return Need(head=length)
         sizes = owner.entry.chunks.sizes_of(owner.chunk)
-        whole = self._prove_slices or any(tuple(item.lengths) == sizes for item in items)
+        whole = self._prove_slices or any(item.lengths == sizes for item in items)
         return Need(head=length) if whole and length <= self._reach.short else None
 
     def _open(self, number: int, view: View) -> tuple[View, OpenRecord] | Need:
